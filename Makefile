@@ -1,0 +1,36 @@
+# Two commands set up everything: `make demo` runs the main job, `make test` passes every check.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+BIN := .venv/bin
+READY := .venv/ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test quick lint types bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_gpt2.py
+
+test: lint types
+	$(BIN)/pytest
+
+quick: $(READY)
+	$(BIN)/pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/basedpyright
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,167 @@
+"""The planner's commands: ``plan``, ``search``, ``groups``, ``schedule``. None needs a GPU or a process group.
+
+One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
+PlanError from anywhere below becomes one message on stderr and exit code 2 (``Commands``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from planner.errors import PlanError
+
+BAD_INPUT = 2
+
+
+class Commands(TyperGroup):
+    """A group of commands in which bad input ends with one message and exit code 2, never with a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PlanError as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(BAD_INPUT) from None
+
+
+app = typer.Typer(
+    name="meshwright",
+    cls=Commands,
+    help="Plan and run tensor, pipeline and data parallel training of an unmodified PyTorch Transformer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML file: mesh, batch, inputs and the rest.")]
+
+
+class PlanFormat(StrEnum):
+    table = "table"
+    json = "json"
+    yaml = "yaml"
+    html = "html"
+
+
+class Format(StrEnum):
+    table = "table"
+    json = "json"
+
+
+class ScheduleFormat(StrEnum):
+    table = "table"
+    json = "json"
+    svg = "svg"
+
+
+@app.command(
+    "plan", epilog="Example: meshwright plan hf:examples/gpt2_small.json examples/gpt2_tp2_pp2.yaml --format json -o p.json"
+)
+def plan_command(
+    model: Model,
+    spec: SpecFile,
+    format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")] = None,
+) -> None:
+    """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
+    from planner import plan
+    from planner.model_ref import load_model
+    from planner.spec import Spec
+
+    checked = Spec.load(spec)
+    result = plan(load_model(model), checked)
+    write_text(format_plan(result, format), output)
+
+
+def format_plan(plan: Any, format: PlanFormat) -> str:
+    """The plan as text: a table for people, or JSON, YAML or HTML."""
+    if format is PlanFormat.json:
+        return json.dumps(plan.to_dict(), indent=2)
+    if format is PlanFormat.yaml:
+        return yaml.safe_dump(json.loads(json.dumps(plan.to_dict())), sort_keys=False)
+    if format is PlanFormat.html:
+        from planner.explain import to_html
+
+        return to_html(plan)
+    return plan.describe()
+
+
+@app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5")
+def search_command(
+    model: Model,
+    spec: SpecFile,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to print.")] = 5,
+    format: Annotated[Format, typer.Option(help="How to print them.")] = Format.table,
+) -> None:
+    """Rank the layouts that fit a cluster. Not available yet: name the sizes in `mesh` and use `plan`."""
+    raise PlanError(
+        "search is not available yet", where=str(spec), fix="write the sizes of the axes in `mesh` and run `meshwright plan`"
+    )
+
+
+@app.command(
+    "groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4"
+)
+def groups_command(
+    world_size: Annotated[int, typer.Option(help="Number of processes.")],
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
+    etp: Annotated[int, typer.Option(help="Tensor parallel size of the experts.")] = 1,
+    order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
+    format: Annotated[Format, typer.Option(help="How to print the groups.")] = Format.table,
+) -> None:
+    """Print which ranks talk to each other over each axis, for the dense layers and for the experts."""
+    from planner.mesh import Mesh, all_groups
+
+    mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
+    groups = all_groups(mesh)
+    if format is Format.json:
+        write_text(json.dumps(groups))
+        return
+    for kind, tokens in groups.items():
+        print_table(
+            f"{kind} groups of {world_size} ranks", ("axis", "groups", "ranks"),
+            [(token, str(len(rows)), "  ".join(map(_ranks, rows))) for token, rows in tokens.items()],
+        )  # fmt: skip
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"[{','.join(map(str, ranks))}]"
+
+
+def write_text(text: str, path: Path | None = None) -> None:
+    """To stdout, or to ``path``. Raises PlanError where the file cannot be written."""
+    if path is None:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        return
+    try:
+        path.write_text(text if text.endswith("\n") else text + "\n")
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file") from error
+
+
+def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """One rich table on stdout; lines wrap at the terminal's width, or not at all in a pipe."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    console.print(table)
