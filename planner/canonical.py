@@ -1,0 +1,322 @@
+"""Canonical form: many ATen spellings of one idea become one, so that the rule table stays small.
+
+    linear(x, W, b), addmm, baddbmm      → the product, then an add      (a row-parallel bias is added after the sum)
+    view, flatten, unsqueeze, squeeze …  → reshape to static sizes
+    transpose, t, mT, movedim …          → permute
+    split, chunk, unbind, select         → split_with_sizes / slice, then reshape
+    to, type_as, _to_copy                → to.dtype, or nothing
+    dropout that drops nothing, asserts  → nothing
+    wrap_with_set_grad_enabled(body)     → the body in line, its values without gradient
+
+Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
+         ``meta["val"]`` and ``meta["grad"]``; nothing dead.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.source_lines import where_of
+
+aten = torch.ops.aten
+KEPT_META = ("nn_module_stack", "stack_trace")
+Emit = Callable[..., fx.Node]
+
+
+def canonicalize(source: fx.GraphModule, outputs: dict[str, str]) -> fx.GraphModule:
+    """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order."""
+    writer = _Writer()
+    env: dict[fx.Node, Any] = {}
+    for node in source.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = writer.placeholder(node)
+    writer.copy_body(source, env)
+    by_name = {node.name: node for node in source.graph.nodes}
+    writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
+    module = fx.GraphModule(torch.nn.Module(), writer.graph)
+    prune(module)
+    return module
+
+
+def prune(module: fx.GraphModule) -> None:
+    """Drop what nothing reads; random ops are not kept for their side effect on the generator."""
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    module.recompile()
+
+
+class _Writer:
+    """Owns the graph under construction and the no-grad state of the region being copied."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.grad_enabled = True
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        value = node.meta.get("val")
+        new.meta["val"] = value
+        new.meta["grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+        return new
+
+    def copy_body(self, source: fx.GraphModule, env: dict[fx.Node, Any]) -> Any:
+        """Copy every call of ``source``; returns what its output node returns."""
+        for node in source.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], lambda n: env[n])
+            if node.op == "get_attr":
+                env[node] = _attribute(source, str(node.target))
+            elif node.op == "call_function":
+                env[node] = self._rewrite(node, env)
+        return None
+
+    def _rewrite(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._inline(node, env)
+        args = fx.map_arg(node.args, lambda n: env[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
+        rewrite = REWRITES.get(node.target)
+        if rewrite is None:
+            return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
+        return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
+
+    def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        """Put the body of a grad-mode or (disabled) autocast region in line."""
+        name = node.target.name() if callable(getattr(node.target, "name", None)) else str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        elif name == "wrap_with_autocast" and node.args[2] is False:
+            enabled, body, *operands = self.grad_enabled, node.args[4], *node.args[5:]
+        else:
+            raise PlanError(f"the model uses {name}, which cannot be planned", where=where_of(node),
+                            fix="write this part with ordinary tensor operations (autocast: set precision in the spec)")
+        assert isinstance(body, fx.Node)
+        inner = env[body]
+        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        outer, self.grad_enabled = self.grad_enabled, self.grad_enabled and bool(enabled)
+        result = self.copy_body(inner, dict(zip(holders, (env[o] if isinstance(o, fx.Node) else o for o in operands),
+                                                strict=True)))
+        self.grad_enabled = outer
+        return result
+
+    def emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None, val: Any = None) -> Any:
+        """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
+        new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
+        new.meta["val"] = val
+        new.meta["grad"] = (self.grad_enabled and target is not aten.detach.default and _floating(val)
+                            and any(n.meta["grad"] for n in new.all_input_nodes))
+        return new
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _floating(val: Any) -> bool:
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The static (microbatch, global over tp) shape of a tensor-valued node."""
+    return tuple(int(n) for n in node.meta["val"].shape)
+
+
+def _identity(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _nothing(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return None
+
+
+def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    before, after = args[0].meta["val"], node.meta["val"]
+    if before.dtype == after.dtype:
+        return args[0]
+    return emit(aten.to.dtype, (args[0], after.dtype), {}, after)
+
+
+def _reshape(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return _reshaped(emit, args[0], node.meta["val"])
+
+
+def _reshaped(emit: Emit, x: fx.Node, val: Any) -> fx.Node:
+    if shape_of(x) == tuple(val.shape):
+        return x
+    return emit(aten.reshape.default, (x, [int(n) for n in val.shape]), {}, val)
+
+
+def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The permutation is read off by applying the op to a meta tensor whose sizes are all different."""
+    ndim = args[0].meta["val"].dim()
+    probe = torch.empty([d + 2 for d in range(ndim)], device="meta")
+    dims = [n - 2 for n in node.target(probe, *args[1:], **kwargs).shape]
+    if dims == list(range(ndim)):
+        return args[0]
+    return emit(aten.permute.default, (args[0], dims), {}, node.meta["val"])
+
+
+def _expand(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    sizes = [int(n) for n in node.meta["val"].shape]
+    if tuple(sizes) == shape_of(args[0]):
+        return args[0]
+    return emit(aten.expand.default, (args[0], sizes), {}, node.meta["val"])
+
+
+def _dim(args: list[Any], kwargs: dict[str, Any], position: int) -> int:
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+    return dim % args[0].meta["val"].dim()
+
+
+def _split(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim = _dim(args, kwargs, 2)
+    sizes = [int(v.shape[dim]) for v in node.meta["val"]]
+    return emit(aten.split_with_sizes.default, (args[0], sizes, dim), {}, node.meta["val"])
+
+
+def _unbind(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim = _dim(args, kwargs, 1)
+    pieces = [v.unsqueeze(dim) for v in node.meta["val"]]
+    return emit(aten.split_with_sizes.default, (args[0], [1] * len(pieces), dim), {}, pieces)
+
+
+def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A piece of a split; of an unbind it still has its dim of size 1, which goes now."""
+    source = args[0]
+    if not isinstance(source, fx.Node):
+        return source[args[1]]
+    if source.target is aten.dropout.default:
+        return source
+    val = source.meta["val"][args[1]]
+    piece = emit(operator.getitem, (source, args[1]), {}, val)
+    return _reshaped(emit, piece, node.meta["val"])
+
+
+def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim, index = _dim(args, kwargs, 1), int(args[2])
+    size = shape_of(args[0])[dim]
+    index %= size
+    val = node.meta["val"]
+    piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
+    return _reshaped(emit, piece, val)
+
+
+def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """slice and narrow with plain bounds 0 ≤ start ≤ end ≤ size."""
+    x, dim = args[0], _dim(args, kwargs, 1)
+    size, length = shape_of(x)[dim], int(node.meta["val"].shape[dim])
+    step = int(args[4]) if len(args) > 4 else int(kwargs.get("step", 1))
+    start = args[2] if len(args) > 2 and args[2] is not None else kwargs.get("start", 0) or 0
+    start = min(start + size if start < 0 else start, size)
+    if length == size and step == 1:
+        return x
+    end = min(start + (length - 1) * step + 1 if length else start, size)
+    tail = (step,) if step != 1 else ()
+    return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
+
+
+def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    val = node.meta["val"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % val.dim()
+    pieces = [_reshaped(emit, x, x.meta["val"].unsqueeze(dim)) for x in args[0]]
+    return emit(aten.cat.default, (pieces, dim), {}, val)
+
+
+def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Each element ``times`` in a row: a new dim, expanded, merged again."""
+    x, times = args[0], int(args[1])
+    if len(args) < 3 and kwargs.get("dim") is None:
+        return emit(node.target, args, kwargs, node.meta["val"])
+    dim = _dim(args, kwargs, 2)
+    wide = x.meta["val"].unsqueeze(dim + 1)
+    sizes = [times if d == dim + 1 else int(n) for d, n in enumerate(wide.shape)]
+    expanded = emit(aten.expand.default, (_reshaped(emit, x, wide), sizes), {}, wide.expand(sizes))
+    return _reshaped(emit, expanded, node.meta["val"])
+
+
+def _linear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    val, bias = node.meta["val"], args[2] if len(args) > 2 else kwargs.get("bias")
+    product = emit(aten.linear.default, (args[0], args[1]), {}, val)
+    return product if bias is None else emit(aten.add.Tensor, (product, bias), {}, val)
+
+
+def _scaled(emit: Emit, x: fx.Node, factor: Any) -> fx.Node:
+    return x if factor == 1 else emit(aten.mul.Tensor, (x, factor), {}, x.meta["val"])
+
+
+def _add_product(product_op: Any) -> Callable[..., Any]:
+    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        val = node.meta["val"]
+        product = emit(product_op, (args[1], args[2]), {}, val)
+        product = _scaled(emit, product, kwargs.get("alpha", 1))
+        if kwargs.get("beta", 1) == 0:
+            return product
+        return emit(aten.add.Tensor, (product, _scaled(emit, args[0], kwargs.get("beta", 1))), {}, val)
+    return rewrite
+
+
+def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    p, active = float(args[1]), bool(args[2])
+    if p == 0.0 or not active:
+        return args[0] if node.target is aten.dropout.default else (args[0],)
+    val = node.meta["val"]
+    return emit(aten.dropout.default, (args[0], p, True), {}, val if isinstance(val, torch.Tensor) else val[0])
+
+
+def _new_filled(value: float | None) -> Callable[..., Any]:
+    """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
+    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        val = node.meta["val"]
+        fill = args[2] if value is None else value
+        dtype_fill = bool(fill) if val.dtype == torch.bool else fill
+        return emit(aten.full.default, ([int(n) for n in val.shape], dtype_fill),
+                    {"dtype": val.dtype, "device": torch.device("meta")}, val)
+    return rewrite
+
+
+def _op(path: str) -> Any:
+    """An overload by name, or None on a PyTorch that lacks it."""
+    name, _, overload = path.partition(".")
+    return getattr(getattr(aten, name, None), overload or "default", None)
+
+
+def _table(groups: dict[Callable[..., Any], str]) -> dict[Any, Callable[..., Any]]:
+    return {_op(path): rewrite for rewrite, paths in groups.items() for path in paths.split() if _op(path) is not None}
+
+
+REWRITES: dict[Any, Callable[..., Any]] = _table({
+    _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy",
+    _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async sym_constrain_range sym_constrain_range_for_size "
+              "_assert_scalar",
+    _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",
+    _reshape: "view reshape _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints unflatten.int "
+              "view_as reshape_as _reshape_alias view_copy ravel",
+    _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims moveaxis.int "
+              "transpose_copy.int",
+    _expand: "expand expand_as broadcast_to expand_copy",
+    _split: "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections unsafe_split.Tensor unsafe_chunk",
+    _unbind: "unbind.int",
+    _select: "select.int",
+    _slice: "slice.Tensor narrow",
+    _stack: "stack",
+    _repeat_interleave: "repeat_interleave.self_int",
+    _linear: "linear",
+    _add_product(aten.mm.default): "addmm",
+    _add_product(aten.bmm.default): "baddbmm",
+    _dropout: "dropout native_dropout",
+    _new_filled(1): "new_ones",
+    _new_filled(0): "new_zeros",
+    _new_filled(None): "new_full",
+}) | {operator.getitem: _getitem}

@@ -1,0 +1,51 @@
+"""One clear error for the user: what is wrong, where in THEIR code or spec, how to fix it.
+
+    PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible by tp = 2
+      at:  blocks.0.mlp.up   (mlp.py:7, `return self.down(act(self.up(x)))`)
+      fix: choose tp from {1, 3, 11, 33}, or set tensor_parallel.overrides: {"blocks.*.mlp.up": replicate}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in the user's code or spec; every part may be missing."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        source = f"{PurePath(self.file).name}:{self.line}" if self.line else PurePath(self.file).name
+        if self.code:
+            source = f"{source}, `{self.code}`"
+        if self.module and source:
+            return f"{self.module}   ({source})"
+        return self.module or source
+
+
+class PlanError(ValueError):
+    """Bad input of a user: ``what`` is wrong, ``where``, and how to ``fix`` it. The command line exits with 2."""
+
+    def __init__(self, what: str, *, where: Where | str | None = None, fix: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where and str(self.where):
+            lines.append(f"  at:  {self.where}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class SpecError(PlanError):
+    """Bad input in the spec: ``where`` names its file and line."""

@@ -1,0 +1,39 @@
+"""Where in the user's code a graph node came from: module path and the deepest source line that is not PyTorch's."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+from torch import fx
+
+from planner.errors import Where
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), d) + os.sep
+              for d in ("planner", "passes", "runtime"))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+
+
+def is_foreign_frame(filename: str) -> bool:
+    """Whether a frame belongs to PyTorch, to us or to generated code, and so tells a user nothing."""
+    return filename.startswith((_TORCH, "<", *_OURS)) or "eval_with_key" in filename
+
+
+def module_of(node: fx.Node) -> str:
+    """Dotted path of the innermost module whose forward made the node; "" at the top."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return str(path).removeprefix("L['self'].")
+
+
+def where_of(node: fx.Node) -> Where:
+    """Module and the user's source line of a node, as far as capture could tell."""
+    frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not is_foreign_frame(m["file"])]
+    if not frames:
+        return Where(module=module_of(node))
+    last = frames[-1]
+    return Where(module=module_of(node), file=last["file"], line=int(last["line"]), code=last["code"].strip())

@@ -1,0 +1,103 @@
+"""The types that a tensor can have over the tensor-parallel axis, each tied to the type of its gradient.
+
+    I        invariant    the same on all ranks; the gradient is the same on all ranks
+    R        replicated   the same on all ranks; the gradients are partial and still to be summed
+    V(d)     sharded      dim d is cut; the gradient is cut alike
+    P        partial      the ranks' tensors are to be summed; the gradient is the same on all ranks
+
+A sharded dim is a row of segments. Each sharded segment is cut in tp equal parts and a rank's tensor is its part of
+every segment, in order: so a fused QKV of [q | k | v] stays one local GEMM. A segment that is not sharded is held whole
+by every rank with partial gradients (R), as the one key head of multi-query attention. ``padding`` counts elements that
+were added at the end of the dim to make it divide (a vocabulary); they hold no data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """A run of ``size`` elements of a sharded dim (global size); held whole by every rank unless ``sharded``."""
+
+    size: int
+    sharded: bool = True
+
+    def local(self, tp: int) -> int:
+        return self.size // tp if self.sharded else self.size
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """A value's type over the tp axis: kind I, R, V or P; for V the dim and its segments (global sizes, sum = dim size)."""
+
+    kind: str
+    dim: int = -1
+    segments: tuple[Segment, ...] = ()
+    padding: int = 0
+
+    def __str__(self) -> str:
+        if self.kind != "V":
+            return self.kind
+        parts = "+".join(f"{s.size}" if s.sharded else f"{s.size}R" for s in self.segments)
+        return f"V({self.dim}:{parts}{f' pad {self.padding}' if self.padding else ''})"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind == "V"
+
+    @property
+    def has_whole_segment(self) -> bool:
+        """Whether some segment is replicated inside a sharded dim."""
+        return any(not s.sharded for s in self.segments)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(s.size for s in self.segments)
+
+    def moved(self, dim: int) -> Placement:
+        """The same cut on another dim."""
+        return Placement("V", dim, self.segments, self.padding)
+
+    def local_size(self, tp: int) -> int:
+        """Elements of the sharded dim that one rank holds."""
+        segments = self._padded_segments()
+        return sum(s.local(tp) for s in segments)
+
+    def local_shape(self, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+        """The shape on one rank of a tensor of global ``shape``."""
+        if self.kind != "V":
+            return tuple(shape)
+        return tuple(self.local_size(tp) if d == self.dim else n for d, n in enumerate(shape))
+
+    def slices(self, tp: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the (padded) global dim that ``rank`` holds, in local order."""
+        ranges, start = [], 0
+        for segment in self._padded_segments():
+            size = segment.local(tp)
+            first = start + (rank * size if segment.sharded else 0)
+            ranges.append((first, first + size))
+            start += segment.size
+        return tuple(ranges)
+
+    def _padded_segments(self) -> tuple[Segment, ...]:
+        if not self.padding:
+            return self.segments
+        *head, last = self.segments
+        return (*head, Segment(last.size + self.padding, last.sharded))
+
+
+I = Placement("I")  # noqa: E741 - the literature's name for the type
+R = Placement("R")
+P = Placement("P")
+
+
+def V(dim: int, *sizes: int, padding: int = 0) -> Placement:
+    """A sharded dim of evenly cut segments: ``V(2, 768, 768, 768)`` is a fused QKV's output."""
+    return Placement("V", dim, tuple(Segment(n) for n in sizes), padding)
+
+
+def padded_vocabulary(size: int, tp: int, multiple: int = 128) -> int:
+    """ceil(size / (multiple·tp))·multiple·tp: 50257 at tp 8 is 51200 (Megatron-LM paper, section 4)."""
+    step = multiple * tp
+    return -(-size // step) * step

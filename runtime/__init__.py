@@ -1,0 +1,1 @@
+"""The runtime runs: process groups, the schedule executor, ZeRO-1. It decides nothing."""

@@ -1,0 +1,1 @@
+"""Example specs and cluster descriptions, shipped as package data."""
