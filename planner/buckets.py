@@ -1,0 +1,224 @@
+"""Where every parameter lies in the contiguous buffers of ZeRO-1, and which rank owns which part.
+
+    buffer      parameters in reverse order, so that the backward fills it from the front
+    bucket      a run of the buffer that is reduced in one collective
+    shard       rank r of n owns the r-th of n equal parts of EVERY bucket
+
+Two layouts. ``none``: parameters touch, and a bucket's end is padded to a multiple of n (the layout of the ZeRO-1
+figure: 16 elements, 4 ranks, parameters of 3, 5, 6 and 2). ``nccl``: each parameter starts on a multiple of 64 elements
+(aligned loads) and a bucket ends on a multiple of lcm(n, 128) (aligned shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from math import lcm
+
+from planner.errors import PlanError
+
+ALIGNMENTS = ("nccl", "none")
+_START_MULTIPLE = 64
+_END_MULTIPLE = 128
+_BUS_BANDWIDTH_MULTIPLE = 2**16  # a power of two large enough to keep NCCL's algorithms at full bandwidth
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """Elements ``start`` up to, but not with, ``stop``."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def shifted(self, offset: int) -> Range:
+        return Range(self.start + offset, self.stop + offset)
+
+    def intersection(self, other: Range) -> Range:
+        """The common elements; empty (but well formed) where there are none."""
+        start = max(self.start, other.start)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """The part of one parameter that one rank owns, in four coordinates.
+
+    ``world``: in the buffer; ``world_in_bucket``: in the bucket; ``local``: in the rank's shard of that bucket;
+    ``param``: in the flattened parameter.
+    """
+
+    world: Range
+    world_in_bucket: Range
+    local: Range
+    param: Range
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the buffer."""
+
+    name: str
+    world: Range
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of the buffer with its end padding, which ``num_unpadded`` leaves out."""
+
+    index: int
+    world: Range
+    num_unpadded: int
+    slots: tuple[Slot, ...]
+
+    def shard(self, rank: int, num_ranks: int) -> Range:
+        """The part of the buffer that ``rank`` owns in this bucket."""
+        size = len(self.world) // num_ranks
+        start = self.world.start + rank * size
+        return Range(start, start + size)
+
+    def owned_ranges(self, rank: int, num_ranks: int) -> dict[str, OwnedRange]:
+        """Each parameter of which ``rank`` owns at least one element."""
+        shard = self.shard(rank, num_ranks)
+        owned = {}
+        for slot in self.slots:
+            world = slot.world.intersection(shard)
+            if len(world):
+                owned[slot.name] = OwnedRange(
+                    world,
+                    world.shifted(-self.world.start),
+                    world.shifted(-shard.start),
+                    world.shifted(-slot.world.start),
+                )
+        return owned
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """One contiguous buffer over ``num_ranks`` data-parallel ranks."""
+
+    num_ranks: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+    @property
+    def num_elements(self) -> int:
+        """With all padding."""
+        return self.buckets[-1].world.stop if self.buckets else 0
+
+    @property
+    def num_unpadded(self) -> int:
+        """Without the padding at the ends of buckets."""
+        return sum(bucket.num_unpadded for bucket in self.buckets)
+
+    @property
+    def num_padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.num_elements - sum(len(slot.world) for slot in self.slots)
+
+    def shard_elements(self) -> int:
+        """Elements that one rank owns over all buckets."""
+        return self.num_elements // self.num_ranks
+
+    def owned_ranges(self, rank: int) -> tuple[dict[str, OwnedRange], ...]:
+        """For each bucket, each parameter of which ``rank`` owns a part."""
+        return tuple(bucket.owned_ranges(rank, self.num_ranks) for bucket in self.buckets)
+
+
+def lay_out(
+    parameters: Iterable[tuple[str, int]],
+    num_ranks: int,
+    *,
+    alignment: str = "nccl",
+    bucket_size: int | None = None,
+    alone: Collection[str] = (),
+    high_bus_bandwidth: bool = False,
+) -> BufferLayout:
+    """Lay out ``parameters`` (name, number of elements; in the model's order) over ``num_ranks``.
+
+    A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. Names in ``alone`` get a
+    bucket of their own. Raises PlanError for an unknown alignment or a bucket size below 1.
+    """
+    if alignment not in ALIGNMENTS:
+        raise PlanError(
+            f"unknown alignment {alignment!r} of the gradient buffers",
+            where="optimizer.alignment",
+            fix=f"choose one of {', '.join(ALIGNMENTS)}",
+        )
+    if bucket_size is not None and bucket_size < 1:
+        raise PlanError(
+            f"bucket size {bucket_size} is below one element",
+            where="optimizer.bucket_size",
+            fix="give a positive number of elements, or leave it out",
+        )
+    filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment, high_bus_bandwidth))
+    for name, num_elements in reversed(list(parameters)):
+        filler.align()
+        if name in alone:
+            filler.close()
+        filler.add(name, num_elements)
+        if name in alone or (bucket_size is not None and filler.bucket_elements >= bucket_size):
+            filler.close()
+    filler.close()
+    return BufferLayout(num_ranks, tuple(filler.buckets))
+
+
+def start_multiple(alignment: str) -> int:
+    """What a parameter's start is a multiple of, in elements."""
+    return _START_MULTIPLE if alignment == "nccl" else 1
+
+
+def end_multiple(num_ranks: int, alignment: str, high_bus_bandwidth: bool = False) -> int:
+    """What a bucket's end is a multiple of, in elements."""
+    if alignment == "none":
+        return num_ranks
+    return lcm(num_ranks, _END_MULTIPLE, _BUS_BANDWIDTH_MULTIPLE if high_bus_bandwidth else 1)
+
+
+def padded(num_elements: int, multiple: int) -> int:
+    """The next multiple that is not below ``num_elements``."""
+    return -(-num_elements // multiple) * multiple
+
+
+def default_bucket_size(num_ranks: int, alignment: str = "nccl") -> int | None:
+    """max(40 M, 1 M·n) elements: large enough to use the link's bandwidth at any n. None (one bucket) for ``none``."""
+    return max(40_000_000, 1_000_000 * num_ranks) if alignment == "nccl" else None
+
+
+@dataclass
+class _Filler:
+    """Appends parameters to the open bucket; closing it pads its end."""
+
+    start_multiple: int
+    end_multiple: int
+    buckets: list[Bucket] = field(default_factory=list)
+    bucket_start: int = 0
+    cursor: int = 0
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def bucket_elements(self) -> int:
+        return self.cursor - self.bucket_start
+
+    def align(self) -> None:
+        """Move to where the next parameter would start, even if it then opens a bucket of its own."""
+        self.cursor = padded(self.cursor, self.start_multiple)
+
+    def add(self, name: str, num_elements: int) -> None:
+        start = self.cursor
+        self.cursor = start + num_elements
+        self.slots.append(Slot(name, Range(start, self.cursor), len(self.buckets)))
+
+    def close(self) -> None:
+        if not self.slots:
+            return
+        world = Range(self.bucket_start, padded(self.cursor, self.end_multiple))
+        self.buckets.append(Bucket(len(self.buckets), world, self.bucket_elements, tuple(self.slots)))
+        self.bucket_start = self.cursor = world.stop
+        self.slots = []
