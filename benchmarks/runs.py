@@ -1,0 +1,158 @@
+"""The measured runs: each builds a ``step(i) -> loss`` for this process, with torch alone or with meshwright.
+
+A run's name says who makes it: ``torch_*`` is what a user writes by hand today, ``ours_*`` is a plan and an Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.model import BATCH, LAYERS, LEARNING_RATE, LENGTH, VOCABULARY, batch, build, cross_entropy
+
+Step = Callable[[int], Tensor | float | None]
+MICROBATCHES = 4
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+def plain_step(compute: Callable[[int], Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step(i: int) -> Tensor:
+        loss = compute(i)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def torch_one_process(rank: int, size: int) -> Step:
+    model = build()
+    return plain_step(lambda i: model(*batch(i)), optimizer_of(model.parameters()))
+
+
+def torch_tp2_by_hand(rank: int, size: int) -> Step:
+    from benchmarks import tensor_parallel_by_hand as by_hand
+
+    model = by_hand.parallelize(build(), rank, size)
+    return plain_step(lambda i: by_hand.loss(model, *batch(i), rank, size), optimizer_of(model.parameters()))
+
+
+def torch_tp2_dtensor(rank: int, size: int) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+    mesh, model = init_device_mesh("cpu", (size,)), build()
+    column = ("attention.query", "attention.key", "attention.value", "up")
+    styles = {**{name: ColwiseParallel() for name in column}, "attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, styles)
+    ends = {"embedding.token": RowwiseParallel(input_layouts=Replicate()), "head.linear": ColwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, ends)
+    optimizer = optimizer_of(model.parameters())
+
+    def step(i: int) -> Tensor:
+        tokens, targets = batch(i)
+        with loss_parallel():
+            loss = cross_entropy(model(tokens), targets)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().full_tensor()
+
+    return step
+
+
+def torch_dp2_zero(rank: int, size: int) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(build())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, parameters_as_bucket_view=True
+    )
+    inner = plain_step(lambda i: model(*(x.chunk(size)[rank] for x in batch(i))), optimizer)
+
+    def step(i: int) -> Tensor:
+        loss = inner(i)
+        assert isinstance(loss, Tensor)
+        dist.all_reduce(loss)
+        return loss / size
+
+    return step
+
+
+def torch_pp2_1f1b(rank: int, size: int) -> Step:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    model, half = build(), LAYERS // size
+    layers = list(model.layers)[rank * half : (rank + 1) * half]
+    ends = ([model.embedding], []) if rank == 0 else ([], [model.head])
+    module = nn.Sequential(*ends[0], *layers, *ends[1])
+    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
+    optimizer = optimizer_of(module.parameters())
+
+    def step(i: int) -> Tensor | None:
+        tokens, targets = batch(i)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean().detach() if losses else None
+
+    return step
+
+
+def ours(mesh: dict[str, int], micro: int) -> Callable[[int, int], Step]:
+    def make(rank: int, size: int) -> Step:
+        from planner import plan
+        from runtime import Engine
+
+        engine = Engine(plan(build(), spec(mesh, micro)))
+
+        def step(i: int) -> float:
+            tokens, targets = batch(i)
+            return engine.train_step({"tokens": tokens, "targets": targets}).loss
+
+        return step
+
+    return make
+
+
+def spec(mesh: dict[str, int], micro: int) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "batch": {"global": BATCH, "micro": micro},
+        "inputs": {
+            "tokens": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY},
+            "targets": {"like": "tokens"},
+        },
+        "optimizer": {
+            "name": "adamw", "lr": LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01,
+            "zero": 1, "clip_grad_norm": None,
+        },
+    }  # fmt: skip
+
+
+RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
+    "torch_one_process": (1, torch_one_process),
+    "torch_tp2_by_hand": (2, torch_tp2_by_hand),
+    "ours_tp2": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH)),
+    "torch_tp2_dtensor": (2, torch_tp2_dtensor),
+    "torch_dp2_zero": (2, torch_dp2_zero),
+    "ours_dp2_zero1": (2, ours({"tp": 1, "pp": 1, "dp": 2}, BATCH // 2)),
+    "torch_pp2_1f1b": (2, torch_pp2_1f1b),
+    "ours_pp2": (2, ours({"tp": 1, "pp": 2, "dp": 1}, BATCH // MICROBATCHES)),
+}
