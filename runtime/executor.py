@@ -1,0 +1,168 @@
+"""Run one step of a pipeline rank: a loop over the schedule's actions, one short method for each kind.
+
+    F   receive values -> stage module -> send values        keeps what its backward needs
+    B   receive gradients -> backward -> send gradients      frees it
+
+Each microbatch's loss is its share of the mean over the global batch, so losses and gradients add up; nothing is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from passes.base import RandomState, StageModule
+from planner.errors import PlanError
+from planner.schedule import Action
+from runtime.p2p import Message, Transport
+
+
+class StepError(RuntimeError):
+    """A step failed on this rank; the message names rank, stage, step, microbatch and action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one run over the actions is about.
+
+    ``microbatches``: this dp rank's share of the batch, cut. ``first_microbatch``: the global index of the first of
+    them. ``denominators``: float64 scalars, sums over the global batch. ``scale``: the gradient of the loss.
+    """
+
+    index: int
+    microbatches: Sequence[Mapping[str, Tensor]]
+    first_microbatch: int
+    denominators: Sequence[Tensor]
+    scale: float = 1.0
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a forward leaves for its backward. The outputs themselves are not kept, only their places in the graph.
+
+    ``edges``: for each sent value that carries a gradient, and last for the loss; None where nothing trainable led to
+    it. ``loss_gradient`` is the loss's own seed.
+    """
+
+    received: list[Tensor]
+    edges: list[Any]
+    loss_gradient: Tensor | None
+
+
+class Executor:
+    """Runs the actions of this rank.
+
+    Owns: what is saved for the microbatches in flight, and the sum of their losses.
+    """
+
+    def __init__(self, stages: Sequence[StageModule], order: Sequence[Action], transport: Transport,
+                 random: RandomState, *, before_backward: Callable[[bool], None] | None = None) -> None:
+        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last one of its chunk in this step."""
+        self.stages = list(stages)
+        self.order = tuple(order)
+        self.transport = transport
+        self.random = random
+        self.before_backward = before_backward
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._last_backward = {action.chunk: action for action in self.order if action.kind == "B"}
+
+    def run(self, step: Step) -> Tensor | None:
+        """Forward and backward of every microbatch; the sum of their losses (float64) where this rank has the loss."""
+        return self._run(step, self.order)
+
+    @torch.no_grad()
+    def evaluate(self, step: Step) -> Tensor | None:
+        """The forwards alone, without autograd."""
+        return self._run(step, tuple(action for action in self.order if action.kind == "F"))
+
+    def _run(self, step: Step, actions: Sequence[Action]) -> Tensor | None:
+        self._loss: Tensor | None = None
+        for position, action in enumerate(actions):
+            if position + 1 < len(actions):
+                self._post(action)
+                self._post(actions[position + 1])
+            try:
+                self._forward(step, action) if action.kind == "F" else self._backward(step, action)
+            except PlanError:
+                raise
+            except Exception as error:
+                self._saved.clear()
+                self.transport.forget()
+                raise StepError(self._describe(step, action, error)) from error
+        self.transport.drain()
+        assert not torch.is_grad_enabled() or not self._saved, "a forward without its backward"
+        return self._loss
+
+    def _post(self, action: Action) -> None:
+        """Start to receive what ``action`` will need."""
+        stage = self.stages[action.chunk]
+        if action.kind == "F" and stage.receives:
+            self.transport.post(_values_into(stage, action), stage.receives)
+        if action.kind == "B" and any(b.requires_grad for b in stage.sends):
+            self.transport.post(_gradients_into(stage, action), stage.sends)
+
+    def _forward(self, step: Step, action: Action) -> None:
+        stage = self.stages[action.chunk]
+        received = self.transport.receive(_values_into(stage, action), stage.receives) if stage.receives else []
+        if torch.is_grad_enabled():
+            received = [t.requires_grad_(b.requires_grad) for t, b in zip(received, stage.receives, strict=True)]
+        microbatch = step.microbatches[action.microbatch]
+        self.random.begin(step.index, step.first_microbatch + action.microbatch)
+        outputs = stage.module(*received, *(microbatch[name] for name in stage.inputs),
+                               *(step.denominators[i] for i in stage.denominators))
+        sent = outputs[: len(stage.sends)]
+        if stage.sends:
+            self.transport.send(Message("F", stage.index, action.microbatch), sent)
+        if stage.has_loss:
+            loss = outputs[-1].detach().to(torch.float64)
+            self._loss = loss if self._loss is None else self._loss + loss
+        if torch.is_grad_enabled():
+            self._saved[action.chunk, action.microbatch] = _save(stage, received, outputs, step.scale)
+
+    def _backward(self, step: Step, action: Action) -> None:
+        stage = self.stages[action.chunk]
+        saved = self._saved.pop((action.chunk, action.microbatch))
+        gradients: list[Tensor] = []
+        if any(b.requires_grad for b in stage.sends):
+            gradients.extend(self.transport.receive(_gradients_into(stage, action), stage.sends))
+        if saved.loss_gradient is not None:
+            gradients.append(saved.loss_gradient)
+        if self.before_backward is not None:
+            self.before_backward(self._last_backward[action.chunk] == action)
+        roots = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))
+        self._send_gradients(stage, action, saved.received)
+
+    def _send_gradients(self, stage: StageModule, action: Action, received: Sequence[Tensor]) -> None:
+        leaves = [t for t, b in zip(received, stage.receives, strict=True) if b.requires_grad]
+        if leaves:
+            gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
+            self.transport.send(Message("B", stage.index - 1, action.microbatch), gradients)
+
+    def _describe(self, step: Step, action: Action, error: Exception) -> str:
+        groups, stage = self.transport.groups, self.stages[action.chunk]
+        verb = "forward" if action.kind == "F" else "backward"
+        return (f"rank {groups.rank} {groups.coordinate}, stage {stage.index}, step {step.index}, "
+                f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}")
+
+
+def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: float) -> Saved:
+    roots = [output for output, b in zip(outputs, stage.sends, strict=False) if b.requires_grad]
+    if stage.has_loss:
+        roots.append(outputs[-1])
+    edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
+    return Saved(received, edges, torch.full_like(outputs[-1], scale) if stage.has_loss else None)
+
+
+def _values_into(stage: StageModule, action: Action) -> Message:
+    return Message("F", stage.index - 1, action.microbatch)
+
+
+def _gradients_into(stage: StageModule, action: Action) -> Message:
+    return Message("B", stage.index, action.microbatch)
