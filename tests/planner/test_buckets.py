@@ -130,9 +130,7 @@ def test_unknown_alignment_and_empty_bucket_are_named_with_a_fix():
 )
 def test_buckets_and_shards_cover_each_element_of_each_parameter_once(sizes, num_ranks, alignment, bucket_size, alone):
     parameters = [(str(i), n) for i, n in enumerate(sizes)]
-    layout = lay_out(
-        parameters, num_ranks, alignment=alignment, bucket_size=bucket_size, alone={str(i) for i in alone}
-    )
+    layout = lay_out(parameters, num_ranks, alignment=alignment, bucket_size=bucket_size, alone={str(i) for i in alone})
     assert [s.name for s in layout.slots] == [name for name, _ in reversed(parameters)]
     stops = [0, *(b.world.stop for b in layout.buckets)]
     assert [b.world.start for b in layout.buckets] == stops[:-1]

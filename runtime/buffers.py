@@ -1,0 +1,308 @@
+"""Contiguous parameter and gradient buffers, filled by the backward and reduced bucket by bucket while it runs.
+
+    hook of parameter p       main_grad(p) = grad(p)         first microbatch of the step (no zeroing pass)
+                              main_grad(p) += grad(p)        the others
+    last gradient of the last microbatch of a bucket   ->   reduce-scatter of that bucket starts (asynchronous)
+
+``parameter.data`` becomes a view of the parameter buffer, so that an all-gather in place delivers the new weights.
+Buckets start in one order, fixed at construction, because every data-parallel rank must issue the same collectives in
+the same order whichever of its parameters got a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from passes.base import LocalParameter
+from planner import buckets as layouts
+
+# torch 2.13 deprecates the names that are the only ones in 2.11
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """Who shares the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else every rank owns all."""
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+    sharded: bool = True
+
+    @property
+    def num_shards(self) -> int:
+        return self.size if self.sharded else 1
+
+    @property
+    def shard_rank(self) -> int:
+        return self.rank if self.sharded else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKey:
+    """Parameters of one key share a buffer: their gradients need the same conversions and the same sums."""
+
+    parameter_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    partial_over: tuple[str, ...] = ()
+    tied_stages: tuple[int, ...] = ()
+    has_whole_segment: bool = False
+
+    @classmethod
+    def of(cls, local: LocalParameter, parameter: Tensor, gradient_dtype: torch.dtype | None) -> BufferKey:
+        partial_over = tuple(sorted(local.partial_over))
+        tied = tuple(local.tied_stages) if "embedding" in partial_over else ()
+        whole = local.placement.has_whole_segment and "tp" in partial_over
+        return cls(parameter.dtype, gradient_dtype or parameter.dtype, partial_over, tied, whole)
+
+
+@dataclass
+class Slot:
+    """A parameter's place: one view for its gradient, and the module parameters (several where tied) that feed it."""
+
+    local: LocalParameter
+    parameters: list[nn.Parameter]
+    position: int  # in the order of the backward
+    main_grad: Tensor
+    bucket: Bucket
+    is_fresh: bool = True  # no gradient yet in this step
+
+
+@dataclass
+class Bucket:
+    """The tensors of one bucket: the whole of it, and the part (``own_…``) of which this rank is the owner."""
+
+    layout: layouts.Bucket
+    parameters: Tensor
+    gradients: Tensor
+    own_parameters: Tensor
+    own_gradients: Tensor
+    slots: list[Slot] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)  # parameters whose gradient of the last microbatch is to come
+    work: Any = None
+    is_reducing: bool = False
+
+    @property
+    def position(self) -> int:
+        """When the backward completes it."""
+        return max(slot.position for slot in self.slots)
+
+    def rearm(self) -> None:
+        self.missing = {id(p) for slot in self.slots for p in slot.parameters}
+        self.work, self.is_reducing = None, False
+
+
+class Buffer:
+    """The parameters and gradients of one key, in two contiguous tensors of the same layout."""
+
+    def __init__(self, key: BufferKey, layout: layouts.BufferLayout, shard_rank: int, device: torch.device) -> None:
+        self.key = key
+        self.layout = layout
+        # zeros: padding must not add to norms, nor drift under weight decay
+        self.parameters = torch.zeros(layout.num_elements, dtype=key.parameter_dtype, device=device)
+        self.gradients = torch.zeros(layout.num_elements, dtype=key.gradient_dtype, device=device)
+        self.slots: dict[str, Slot] = {}
+        self.buckets = [self._bucket(bucket, shard_rank) for bucket in layout.buckets]
+
+    def _bucket(self, layout: layouts.Bucket, shard_rank: int) -> Bucket:
+        whole, own = layout.world, layout.shard(shard_rank, self.layout.num_ranks)
+        return Bucket(
+            layout,
+            self.parameters[whole.start : whole.stop],
+            self.gradients[whole.start : whole.stop],
+            self.parameters[own.start : own.stop],
+            self.gradients[own.start : own.stop],
+        )
+
+    def adopt(self, entries: Sequence[_Entry]) -> None:
+        """Move the parameters into this buffer; a tied parameter's later copies share the slot of the first."""
+        places = {slot.name: slot for slot in self.layout.slots}
+        for entry in entries:
+            fqn, shape = entry.local.fqn, entry.parameter.shape
+            place = places[fqn].world
+            view = self.parameters[place.start : place.stop].view(shape)
+            slot = self.slots.get(fqn)
+            if slot is None:
+                main_grad = self.gradients[place.start : place.stop].view(shape)
+                slot = Slot(entry.local, [], entry.position, main_grad, self.buckets[places[fqn].bucket])
+                self.slots[fqn] = slot
+                slot.bucket.slots.append(slot)
+                if not entry.parameter.is_meta:
+                    view.copy_(entry.parameter.detach())
+            slot.position = max(slot.position, entry.position)
+            slot.parameters.append(_rebase(entry.parameter, view))
+            entry.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    local: LocalParameter
+    parameter: nn.Parameter
+    position: int
+
+
+class GradientBuffers:
+    """All buffers of one rank, their gradient hooks, and the reductions and gathers over the data-parallel ranks.
+
+    The caller sets ``last_microbatch`` before each backward: True where it is the last one of its stage in this step.
+    ``launches`` records (buffer, bucket) of the reductions of the current step, in the order of their start.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[LocalParameter, nn.Parameter]],
+        data_parallel: DataParallel,
+        *,
+        gradient_dtype: torch.dtype | None = None,
+        alignment: str = "nccl",
+        bucket_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.data_parallel = data_parallel
+        self.last_microbatch = False
+        self.launches: list[tuple[int, int]] = []
+        self.buffers = [
+            _build(key, entries, data_parallel, alignment, bucket_size, torch.device(device))
+            for key, entries in _by_key(parameters, gradient_dtype).items()
+        ]
+        indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
+        self._order = sorted(indexed, key=lambda entry: entry[2].position)
+        self._next = 0
+        self._gathers: list[Any] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+            for slot in self.slots
+            for parameter in slot.parameters
+        ]
+        self.begin_step()
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for buffer in self.buffers for slot in buffer.slots.values()]
+
+    def begin_step(self) -> None:
+        """Forget every gradient: the next one of each parameter is copied instead of added."""
+        for slot in self.slots:
+            slot.is_fresh = True
+        for *_, bucket in self._order:
+            bucket.rearm()
+        self._next = 0
+        self.last_microbatch = False
+
+    def finish_grad_sync(self) -> None:
+        """Reduce the buckets that have not started, with zeros for parameters without a gradient, and wait for all.
+
+        Then ``own_gradients`` of each bucket are the sums over the data-parallel ranks, and the next step may begin.
+        """
+        for slot in self.slots:
+            if slot.is_fresh:
+                slot.main_grad.zero_()
+        while self._next < len(self._order):
+            self._launch()
+        for *_, bucket in self._order:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self.begin_step()
+
+    def start_parameter_gather(self) -> None:
+        """Send every rank the others' new parameters, in place; ``wait_parameters`` ends it."""
+        dp = self.data_parallel
+        if dp.num_shards == 1:
+            return
+        for *_, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
+            work = all_gather_single(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
+            self._gathers.append(work)
+
+    def wait_parameters(self) -> None:
+        """Return when the parameters of the last update are all here: call it before they are read."""
+        for work in self._gathers:
+            work.wait()
+        self._gathers.clear()
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        assert not slot.bucket.is_reducing, f"a gradient of {slot.local.fqn} came after the reduction of its bucket"
+        if slot.is_fresh:
+            slot.main_grad.copy_(parameter.grad)  # type: ignore[arg-type]
+            slot.is_fresh = False
+        else:
+            slot.main_grad.add_(parameter.grad)  # type: ignore[arg-type]
+        parameter.grad = None
+        if self.last_microbatch:
+            slot.bucket.missing.discard(id(parameter))
+            while self._next < len(self._order) and not self._order[self._next][2].missing:
+                self._launch()
+
+    def _launch(self) -> None:
+        if self._next == 0:
+            self.launches = []
+        buffer, index, bucket = self._order[self._next]
+        self._next += 1
+        self.launches.append((buffer, index))
+        bucket.is_reducing = True
+        dp = self.data_parallel
+        if dp.size == 1:
+            return
+        if dp.sharded:
+            bucket.work = _reduce_scatter(bucket.own_gradients, bucket.gradients, group=dp.group, async_op=True)
+        else:
+            bucket.work = dist.all_reduce(bucket.gradients, group=dp.group, async_op=True)
+
+
+def _by_key(
+    parameters: Iterable[tuple[LocalParameter, nn.Parameter]], gradient_dtype: torch.dtype | None
+) -> dict[BufferKey, list[_Entry]]:
+    """Trainable parameters by buffer, with their positions in the backward (the reverse of the given order)."""
+    groups: dict[BufferKey, list[_Entry]] = {}
+    seen: set[int] = set()
+    trainable = [(local, p) for local, p in parameters if local.requires_grad]
+    for position, (local, parameter) in zip(range(len(trainable) - 1, -1, -1), trainable, strict=True):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            key = BufferKey.of(local, parameter, gradient_dtype)
+            groups.setdefault(key, []).append(_Entry(local, parameter, position))
+    for key, entries in groups.items():
+        if key.tied_stages:  # stages list their parameters in different orders, yet the layouts have to be the same
+            entries.sort(key=lambda entry: entry.local.fqn)
+    return groups
+
+
+def _build(
+    key: BufferKey,
+    entries: list[_Entry],
+    dp: DataParallel,
+    alignment: str,
+    bucket_size: int | None,
+    device: torch.device,
+) -> Buffer:
+    sizes = {entry.local.fqn: entry.parameter.numel() for entry in entries}
+    layout = layouts.lay_out(
+        sizes.items(),
+        dp.num_shards,
+        alignment=alignment if dp.sharded else "none",  # nothing is cut, so nothing needs to be aligned
+        bucket_size=bucket_size or layouts.default_bucket_size(dp.size, alignment),
+    )
+    buffer = Buffer(key, layout, dp.shard_rank, device)
+    buffer.adopt(entries)
+    return buffer
+
+
+def _rebase(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
+    """Make ``view`` the parameter's storage; the object itself stays, as modules and graphs refer to it."""
+    if parameter.device == view.device:
+        parameter.data = view
+    else:
+        torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
+    return parameter
