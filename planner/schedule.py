@@ -1,0 +1,268 @@
+"""In which order a pipeline rank runs its microbatches: a schedule is data, one list of actions for each pp rank.
+
+    gpipe              all forwards, then all backwards
+    1f1b               pp - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, then the rest
+    interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
+
+Chunk c of pp rank r is stage c·pp + r. Forwards run in the order of the schedule table: for each group of G
+microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with its
+chunk counted from the end. (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
+section 2.2.)
+
+In text an action is ``F3.1``: forward of microbatch 3 on chunk 1. A schedule is a head line and a line a rank:
+
+    1f1b pp=2 vpp=1 microbatches=2 group=2
+    0: F0.0 F1.0 B0.0 B1.0
+    1: F0.0 B0.0 F1.0 B1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.errors import PlanError
+
+KINDS = ("gpipe", "1f1b", "interleaved_1f1b")
+FORWARD_ONLY, CUSTOM = "forward", "custom"
+
+_ACTION = re.compile(r"([FB])(\d+)\.(\d+)")
+_HEAD = re.compile(r"(\w+) pp=(\d+) vpp=(\d+) microbatches=(\d+) group=(\d+)")
+
+
+class Action(NamedTuple):
+    """Forward ("F") or backward ("B") of one microbatch on one chunk of a rank."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.chunk}"
+
+
+Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One list of actions for each pp rank, each running every (microbatch, chunk) forward once and backward once.
+
+    ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``). Raises
+    PlanError when a list misses or repeats an action; whether the lists fit each other is for ``simulate`` to find.
+    """
+
+    kind: str
+    pp: int
+    vpp: int
+    num_microbatches: int
+    group_size: int
+    orders: tuple[Order, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.orders) != self.pp:
+            raise PlanError(f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks")
+        cells = [(m, c) for m in range(self.num_microbatches) for c in range(self.vpp)]
+        kinds = "F" if self.kind == FORWARD_ONLY else "FB"
+        expected = sorted(Action(kind, m, c) for kind in kinds for m, c in cells)
+        for rank, order in enumerate(self.orders):
+            if sorted(order) != expected:
+                raise _not_each_once(rank, order, expected)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.vpp
+
+    @property
+    def table(self) -> tuple[tuple[int, int], ...]:
+        """The schedule table: (microbatch, chunk) of each forward in turn; a built kind has the same on every rank."""
+        return tuple((a.microbatch, a.chunk) for a in self.orders[0] if a.kind == "F")
+
+    def num_warmup(self, pp_rank: int) -> int:
+        """Forwards of ``pp_rank`` before its steady one-forward-one-backward turns."""
+        total = self.num_microbatches * self.vpp
+        if self.kind in KINDS:
+            return num_warmup(self.kind, self.pp, pp_rank, total, self.vpp, self.group_size)
+        leading = next((i for i, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), total + 1)
+        return max(leading - 1, 0)
+
+    def forward_only(self) -> Schedule:
+        """The same forwards without backwards, for evaluation."""
+        orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
+        return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders)
+
+
+def build_schedule(
+    kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
+) -> Schedule:
+    """The schedule of a kind in KINDS (None: interleaved_1f1b with vpp > 1, else 1f1b); a group is pp unless given.
+
+    Raises PlanError when the kind is unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
+    """
+    kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
+    group_size = pp if group_size is None else group_size
+    _check(kind, pp, num_microbatches, vpp, group_size)
+    orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
+    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
+
+
+def rank_order(
+    kind: str, pp: int, pp_rank: int, num_microbatches: int, vpp: int, group_size: int, extra_warmup: int = 0
+) -> Order:
+    """The actions of one rank. ``extra_warmup`` more forwards precede the first backward (1 to overlap experts)."""
+    table = schedule_table(num_microbatches, vpp, group_size)
+    forwards = [Action("F", m, c) for m, c in table]
+    backwards = [Action("B", m, vpp - 1 - c) for m, c in table]
+    warmup = num_warmup(kind, pp, pp_rank, len(table), vpp, group_size, extra_warmup)
+    steady = [a for pair in zip(forwards[warmup:], backwards, strict=False) for a in pair]
+    return (*forwards[:warmup], *steady, *backwards[len(table) - warmup :])
+
+
+def schedule_table(num_microbatches: int, vpp: int, group_size: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) of each forward in turn: by group of microbatches, then chunk, then microbatch."""
+    starts = range(0, num_microbatches, group_size)
+    return [
+        (microbatch, chunk)
+        for start in starts
+        for chunk in range(vpp)
+        for microbatch in range(start, min(start + group_size, num_microbatches))
+    ]
+
+
+def num_warmup(
+    kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_size: int, extra_warmup: int = 0
+) -> int:
+    """Warm-up forwards of a rank, of ``total`` = microbatches·vpp forwards in all."""
+    if kind == "gpipe":
+        return total
+    behind = pp - pp_rank - 1
+    warmup = behind * 2 + (vpp - 1) * group_size if vpp > 1 else behind
+    return min(warmup + extra_warmup, total)
+
+
+def format_order(order: Order) -> str:
+    """``F0.0 F1.0 B0.0 …``."""
+    return " ".join(map(str, order))
+
+
+def parse_order(text: str) -> Order:
+    """The inverse of ``format_order``. Raises PlanError at the first word that is no action."""
+    return tuple(_parse_action(word) for word in text.split())
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The text form: a head line, then a line for each rank."""
+    s = schedule
+    head = f"{s.kind} pp={s.pp} vpp={s.vpp} microbatches={s.num_microbatches} group={s.group_size}"
+    lines = [f"{rank}: {format_order(order)}" for rank, order in enumerate(s.orders)]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The inverse of ``format_schedule``; lists unlike those of the kind in the head make a ``custom`` schedule.
+
+    Raises PlanError when the text is no schedule or an action is missing or repeated.
+    """
+    head, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
+    match = _HEAD.fullmatch(head)
+    if not match:
+        raise PlanError(
+            f"schedule text begins with `{head}`, not with its sizes",
+            fix="begin with a line like `1f1b pp=2 vpp=1 microbatches=4 group=2`",
+        )
+    kind, (pp, vpp, num_microbatches, group_size) = match[1], map(int, match.groups()[1:])
+    orders = tuple(parse_order(_strip_rank(line, rank)) for rank, line in enumerate(lines))
+    if kind in KINDS:
+        _check(kind, pp, num_microbatches, vpp, group_size)
+        built = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
+        kind = kind if orders == built else CUSTOM
+    elif kind not in (CUSTOM, FORWARD_ONLY):
+        raise _unknown_kind(kind)
+    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
+
+
+def _strip_rank(line: str, rank: int) -> str:
+    name, colon, actions = line.partition(":")
+    if not colon or name.strip() != str(rank):
+        what = f"schedule text: the line of pp rank {rank} begins with `{line[:20]}`"
+        raise PlanError(what, fix=f"begin it with `{rank}:`")
+    return actions
+
+
+def _parse_action(word: str) -> Action:
+    match = _ACTION.fullmatch(word)
+    if not match:
+        fix = "write F or B, the microbatch, a dot, the chunk: F3.0"
+        raise PlanError(f"schedule text: `{word}` is no action", fix=fix)
+    return Action(match[1], int(match[2]), int(match[3]))
+
+
+def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+    if kind not in KINDS:
+        raise _unknown_kind(kind)
+    sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
+    for name, size in sizes.items():
+        if size < 1:
+            what = f"{kind} schedule: {name} = {size}"
+            raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
+    _check_vpp(kind, pp, vpp)
+    if kind != "gpipe" and num_microbatches < pp:
+        raise PlanError(
+            f"{kind} over pp = {pp} stages needs at least {pp} microbatches to fill the pipeline, but there are "
+            f"{num_microbatches}",
+            where="batch.global",
+            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use gpipe",
+        )
+    if kind == "interleaved_1f1b":
+        _check_groups(pp, num_microbatches, group_size)
+
+
+def _check_vpp(kind: str, pp: int, vpp: int) -> None:
+    interleaved = kind == "interleaved_1f1b"
+    if vpp > 1 and not interleaved:
+        fix = "use interleaved_1f1b, or set vpp to 1"
+        raise PlanError(f"{kind} runs one chunk a rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
+    if interleaved and (vpp == 1 or pp == 1):
+        raise PlanError(
+            f"interleaved_1f1b needs several chunks on several ranks, but pp = {pp} and vpp = {vpp}",
+            where="mesh.vpp",
+            fix="use 1f1b" if pp == 1 else "set vpp to 2 or more, or use 1f1b",
+        )
+
+
+def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
+    """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
+    if group_size < pp:
+        raise PlanError(
+            f"interleaved_1f1b: group size {group_size} is smaller than pp = {pp}, so a chunk's inputs come too late",
+            where="pipeline.group_size",
+            fix=f"set group_size to {pp} or more",
+        )
+    rest = num_microbatches % group_size
+    if 0 < rest < pp:
+        lower, upper = num_microbatches - rest, num_microbatches - rest + pp
+        raise PlanError(
+            f"interleaved_1f1b: {num_microbatches} microbatches in groups of {group_size} leave a last group of "
+            f"{rest}, smaller than pp = {pp}",
+            where="batch.global",
+            fix=f"use {lower} or {upper} microbatches, or another group_size",
+        )
+
+
+def _unknown_kind(kind: str) -> PlanError:
+    return PlanError(f"unknown schedule `{kind}`", where="pipeline.schedule", fix=f"choose one of {', '.join(KINDS)}")
+
+
+def _not_each_once(rank: int, order: Order, expected: list[Action]) -> PlanError:
+    missing = sorted(set(expected) - set(order))
+    foreign = sorted(set(order) - set(expected))
+    repeated = sorted(action for action, n in Counter(order).items() if n > 1)
+    for word, actions in (("misses", missing), ("has no place for", foreign), ("repeats", repeated)):
+        if actions:
+            return PlanError(
+                f"schedule: pp rank {rank} {word} {format_order(tuple(actions[:8]))}",
+                fix="run each microbatch's forward and backward exactly once on each chunk",
+            )
+    raise AssertionError("the lists are equal")

@@ -1,0 +1,158 @@
+"""Run a schedule before anything runs: does it end, how much of it is bubble, how much does a rank hold.
+
+    a forward of stage s waits for that microbatch's forward of stage s - 1
+    a backward of stage s waits for its own forward and that microbatch's backward of stage s + 1
+    bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
+
+First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. Then along
+that grid with costs, which gives start and end of every action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import PlanError
+from planner.schedule import Action, Order, Schedule
+
+Steps = tuple[tuple[Action | None, ...], ...]
+Span = tuple[float, float]
+_Event = tuple[str, int, int]  # kind, microbatch, stage
+
+_SHOWN_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What running a schedule would do. ``steps[t][rank]`` is the action at lock step t, None where the rank waits."""
+
+    steps: Steps
+    spans: tuple[tuple[Span, ...], ...]  # per rank, start and end of each of its actions, in units of the costs
+    duration: float
+    bubble_fraction: float
+    peak_in_flight: tuple[int, ...]  # per rank, the most (microbatch, chunk) pairs between their forward and backward
+
+    def grid(self) -> str:
+        return format_grid(self.steps)
+
+
+def simulate(
+    schedule: Schedule,
+    forward_cost: float | Sequence[float] = 1.0,
+    backward_cost: float | Sequence[float] = 2.0,
+) -> Simulation:
+    """Run ``schedule``; a cost is one number or a number for each stage (stage = chunk·pp + rank), in any unit of time.
+
+    Raises PlanError when ranks wait for each other forever; it shows the grid and what each rank waits for.
+    """
+    steps = _lock_steps(schedule)
+    costs = {"F": _per_stage(forward_cost, schedule), "B": _per_stage(backward_cost, schedule)}
+    spans = _spans(schedule, steps, costs)
+    duration = max(end for rank in spans for _, end in rank)
+    busy = sum(end - start for rank in spans for start, end in rank)
+    bubble = 1.0 - busy / (schedule.pp * duration) if duration else 0.0
+    return Simulation(steps, spans, duration, bubble, tuple(_peak_in_flight(order) for order in schedule.orders))
+
+
+def format_grid(steps: Steps, first: int = 0) -> str:
+    """A row for each step, a column for each rank; ``.`` where a rank waits. ``first`` numbers the first row."""
+    if not steps:
+        return "step  (nothing ran)"
+    width = max(6, *(len(str(a)) + 1 for row in steps for a in row if a))
+    head = "step  " + "".join(f"rank{rank}".ljust(width) for rank in range(len(steps[0])))
+    rows = [
+        f"{step:<6}" + "".join((str(action) if action else ".").ljust(width) for action in row)
+        for step, row in enumerate(steps, first)
+    ]
+    return "\n".join(line.rstrip() for line in [head, *rows])
+
+
+def _event(action: Action, rank: int, pp: int) -> _Event:
+    return action.kind, action.microbatch, action.chunk * pp + rank
+
+
+def _needs(event: _Event, num_stages: int) -> list[_Event]:
+    """What must be done before ``event``."""
+    kind, microbatch, stage = event
+    if kind == "F":
+        return [("F", microbatch, stage - 1)] if stage else []
+    after = [("B", microbatch, stage + 1)] if stage + 1 < num_stages else []
+    return [("F", microbatch, stage), *after]
+
+
+def _lock_steps(schedule: Schedule) -> Steps:
+    """In each step every rank runs its next action if all it needs was done in an earlier step."""
+    done: set[_Event] = set()
+    position = [0] * schedule.pp
+    steps = []
+    while any(at < len(order) for at, order in zip(position, schedule.orders, strict=True)):
+        row = tuple(_ready(schedule, rank, position[rank], done) for rank in range(schedule.pp))
+        if not any(row):
+            raise _deadlock(schedule, tuple(steps), position, done)
+        for rank, action in enumerate(row):
+            if action:
+                done.add(_event(action, rank, schedule.pp))
+                position[rank] += 1
+        steps.append(row)
+    return tuple(steps)
+
+
+def _ready(schedule: Schedule, rank: int, position: int, done: set[_Event]) -> Action | None:
+    order = schedule.orders[rank]
+    if position == len(order):
+        return None
+    event = _event(order[position], rank, schedule.pp)
+    return order[position] if all(need in done for need in _needs(event, schedule.num_stages)) else None
+
+
+def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_Event]) -> PlanError:
+    first = max(0, len(steps) - _SHOWN_STEPS)
+    waits = [
+        f"  rank {rank}: {order[at]} waits for {_missing(schedule, order[at], rank, done)}"
+        for rank, (order, at) in enumerate(zip(schedule.orders, position, strict=True))
+        if at < len(order)
+    ]
+    grid = "\n".join(f"  {line}" for line in format_grid(steps[first:], first).splitlines())
+    return PlanError(
+        f"schedule {schedule.kind} (pp = {schedule.pp}, vpp = {schedule.vpp}, {schedule.num_microbatches} "
+        f"microbatches) deadlocks at step {len(steps)}\n{grid}\n" + "\n".join(waits),
+        where="pipeline.schedule",
+        fix="put the awaited actions before those that wait for them in the lists of their ranks",
+    )
+
+
+def _missing(schedule: Schedule, action: Action, rank: int, done: set[_Event]) -> str:
+    needs = _needs(_event(action, rank, schedule.pp), schedule.num_stages)
+    kind, microbatch, stage = next(need for need in needs if need not in done)
+    return f"{Action(kind, microbatch, stage // schedule.pp)} of rank {stage % schedule.pp}"
+
+
+def _per_stage(cost: float | Sequence[float], schedule: Schedule) -> list[float]:
+    costs: list[float] = [*cost] if isinstance(cost, Sequence) else [cost] * schedule.num_stages
+    assert len(costs) == schedule.num_stages, f"{len(costs)} costs for {schedule.num_stages} stages"
+    return costs
+
+
+def _spans(schedule: Schedule, steps: Steps, costs: dict[str, list[float]]) -> tuple[tuple[Span, ...], ...]:
+    """Start and end of each action: a rank starts its next one when it is free and everything needed has ended."""
+    ends: dict[_Event, float] = {}
+    free = [0.0] * schedule.pp
+    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
+    for rank, action in ((rank, action) for row in steps for rank, action in enumerate(row) if action):
+        event = _event(action, rank, schedule.pp)
+        start = max([free[rank], *(ends[need] for need in _needs(event, schedule.num_stages))])
+        ends[event] = free[rank] = start + costs[action.kind][event[2]]
+        spans[rank].append((start, free[rank]))
+    return tuple(map(tuple, spans))
+
+
+def _peak_in_flight(order: Order) -> int:
+    """Without backwards nothing is kept: one at a time."""
+    if all(action.kind == "F" for action in order):
+        return 1
+    in_flight = peak = 0
+    for action in order:
+        in_flight += 1 if action.kind == "F" else -1
+        peak = max(peak, in_flight)
+    return peak
