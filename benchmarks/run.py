@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run(name: str, steps: int) -> Row:
-    """Start the processes of a run and merge their rows: the slowest rank's wall time, the ranks' mean CPU and worst RSS."""
+    """Start the processes of a run and merge their rows: the slowest rank's time, mean CPU, worst RSS."""
     size, _ = RUNS[name]
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "row"
@@ -60,7 +60,9 @@ def run(name: str, steps: int) -> Row:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, *launcher, *worker]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
         if done.returncode:
             raise SystemExit(f"{name} failed\n{done.stderr[-4000:]}")
         return merge([json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(size)])
@@ -89,8 +91,8 @@ def table(medians: dict[str, Row]) -> str:
     ]
     for name, row in medians.items():
         lines.append(
-            f"| {name} | {row['tokens_per_s']:.0f} | {row['step_ms']:.0f} | {row['cpu_ms']:.0f} | {row['peak_rss_mib']:.0f} "
-            f"| {row['first_loss']:.6f} | {row['last_loss']:.6f} |"
+            f"| {name} | {row['tokens_per_s']:.0f} | {row['step_ms']:.0f} | {row['cpu_ms']:.0f} "
+            f"| {row['peak_rss_mib']:.0f} | {row['first_loss']:.6f} | {row['last_loss']:.6f} |"
         )
     return "\n".join(lines)
 

@@ -52,10 +52,17 @@ def torch_tp2_dtensor(rank: int, size: int) -> Step:
 
     mesh, model = init_device_mesh("cpu", (size,)), build()
     column = ("attention.query", "attention.key", "attention.value", "up")
-    styles = {**{name: ColwiseParallel() for name in column}, "attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+    styles = {
+        **{name: ColwiseParallel() for name in column},
+        "attention.out": RowwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     for layer in model.layers:
         parallelize_module(layer, mesh, styles)
-    ends = {"embedding.token": RowwiseParallel(input_layouts=Replicate()), "head.linear": ColwiseParallel(use_local_output=False)}
+    ends = {
+        "embedding.token": RowwiseParallel(input_layouts=Replicate()),
+        "head.linear": ColwiseParallel(use_local_output=False),
+    }
     parallelize_module(model, mesh, ends)
     optimizer = optimizer_of(model.parameters())
 

@@ -1,6 +1,6 @@
 """One process of one measured run; started by run.py. Writes one JSON line: times, CPU, memory, losses.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.worker torch_tp2_by_hand --output FILE
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.worker torch_tp2_by_hand --output FILE
 """
 
 from __future__ import annotations

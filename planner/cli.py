@@ -69,13 +69,16 @@ class ScheduleFormat(StrEnum):
 
 
 @app.command(
-    "plan", epilog="Example: meshwright plan hf:examples/gpt2_small.json examples/gpt2_tp2_pp2.yaml --format json -o p.json"
+    "plan",
+    epilog="Example: meshwright plan hf:examples/gpt2_small.json examples/gpt2_tp2_pp2.yaml --format json -o p.json",
 )
 def plan_command(
     model: Model,
     spec: SpecFile,
     format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
+    ] = None,
 ) -> None:
     """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
     from planner import plan
@@ -109,13 +112,13 @@ def search_command(
 ) -> None:
     """Rank the layouts that fit a cluster. Not available yet: name the sizes in `mesh` and use `plan`."""
     raise PlanError(
-        "search is not available yet", where=str(spec), fix="write the sizes of the axes in `mesh` and run `meshwright plan`"
+        "search is not available yet",
+        where=str(spec),
+        fix="write the sizes of the axes in `mesh` and run `meshwright plan`",
     )
 
 
-@app.command(
-    "groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4"
-)
+@app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
 def groups_command(
     world_size: Annotated[int, typer.Option(help="Number of processes.")],
     tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
@@ -145,6 +148,30 @@ def _ranks(ranks: list[int]) -> str:
     return f"[{','.join(map(str, ranks))}]"
 
 
+@app.command("schedule", epilog="Example: meshwright schedule --pp 4 --microbatches 8 --kind 1f1b")
+def schedule_command(
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")],
+    microbatches: Annotated[int, typer.Option(help="Microbatches of one step of one dp rank.")],
+    vpp: Annotated[int, typer.Option(help="Chunks of each rank (virtual stages).")] = 1,
+    group_size: Annotated[int | None, typer.Option(help="Microbatches of a group; as --pp if not given.")] = None,
+    kind: Annotated[str | None, typer.Option(help="gpipe, 1f1b or interleaved_1f1b; by --vpp if not given.")] = None,
+    format: Annotated[ScheduleFormat, typer.Option(help="How to print the schedule.")] = ScheduleFormat.table,
+) -> None:
+    """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
+    from planner.schedule import build_schedule
+    from planner.schedule_views import schedule_svg, schedule_text, schedule_to_dict
+    from planner.simulate import simulate
+
+    schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
+    simulation = simulate(schedule)
+    if format is ScheduleFormat.json:
+        write_text(json.dumps(schedule_to_dict(schedule, simulation)))
+    elif format is ScheduleFormat.svg:
+        write_text(schedule_svg(schedule, simulation))
+    else:
+        write_text(schedule_text(schedule, simulation))
+
+
 def write_text(text: str, path: Path | None = None) -> None:
     """To stdout, or to ``path``. Raises PlanError where the file cannot be written."""
     if path is None:
@@ -153,7 +180,9 @@ def write_text(text: str, path: Path | None = None) -> None:
     try:
         path.write_text(text if text.endswith("\n") else text + "\n")
     except OSError as error:
-        raise PlanError(f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file") from error
+        raise PlanError(
+            f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"
+        ) from error
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -31,7 +31,7 @@ FORMS = "package.module:callable, path/file.py:callable, or hf:DIR_OR_CONFIG.jso
 
 
 def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -> nn.Module:
-    """The module that ``reference`` names. With ``materialize`` an ``hf:`` model gets real weights, the same for a seed.
+    """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed.
 
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
@@ -109,7 +109,8 @@ def _call(build: Any, reference: str) -> nn.Module:
         return build
     if not callable(build):
         raise PlanError(
-            f"MODEL {reference!r} is a {type(build).__name__}, not a callable", fix="name a function that returns a model"
+            f"MODEL {reference!r} is a {type(build).__name__}, not a callable",
+            fix="name a function that returns a model",
         )
     try:
         model = build()
@@ -182,7 +183,9 @@ def _read_config(path: Path) -> Any:
         raise PlanError(f"{file} is not JSON: {error}", where=Where(file=str(file))) from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise PlanError(
-            f"{file} names no model_type", where=Where(file=str(file)), fix="give the config.json of a transformers model"
+            f"{file} names no model_type",
+            where=Where(file=str(file)),
+            fix="give the config.json of a transformers model",
         )
     try:
         return AutoConfig.from_pretrained(str(file))

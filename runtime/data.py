@@ -1,7 +1,7 @@
 """Text as bytes: batches for a language model from any text at hand, without a tokenizer or a download.
 
-Token i is byte i of the text, 0..255. Sequence windows are drawn from (seed, step) alone, so every rank of every layout,
-and a single process, see the same global batch. By the names of the spec's inputs:
+Token i is byte i of the text, 0..255. Sequence windows are drawn from (seed, step) alone, so every rank of every
+layout, and a single process, see the same global batch. By the names of the spec's inputs:
 
     input_ids, tokens, idx    the window [length]
     labels                    the same window (Hugging Face models shift it inside)
@@ -14,13 +14,13 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from planner.errors import PlanError
+from planner.spec_sections import InputSpec
 
 NUM_BYTES = 256
 STDLIB = "stdlib"
@@ -28,7 +28,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", 
 
 
 def read_text(source: str) -> np.ndarray:
-    """All bytes [n] (uint8) of a file, of a directory's files in sorted order, or of Python's own library for ``stdlib``.
+    """All bytes [n] (uint8) of a file, of a directory's files in sorted order, or of Python's library for ``stdlib``.
 
     Raises PlanError if there is nothing to read.
     """
@@ -53,17 +53,19 @@ def _files(source: str) -> list[Path]:
         return [path]
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    raise PlanError(f"no file or directory {source}", where="--data", fix="name a text file or directory, or write stdlib")
+    raise PlanError(
+        f"no file or directory {source}", where="--data", fix="name a text file or directory, or write stdlib"
+    )
 
 
 class ByteBatches:
     """Global batches from a text. Owns the text (uint8 [n]) and the recipe of each input."""
 
-    def __init__(self, text: np.ndarray, inputs: Mapping[str, Any], global_size: int, seed: int) -> None:
+    def __init__(self, text: np.ndarray, inputs: Mapping[str, InputSpec], global_size: int, seed: int) -> None:
         self.text, self.global_size, self.seed = text, global_size, seed
-        self.recipes = {name: _recipe(name, inputs) for name in inputs}
-        self.dtypes = {name: getattr(torch, str(_field(inputs, name, "dtype")).removeprefix("torch.")) for name in inputs}
-        self.length = max(int(_field(inputs, name, "shape")[0]) for name in inputs)
+        self.recipes = {name: _recipe(name, spec.high) for name, spec in inputs.items()}
+        self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in inputs.items()}
+        self.length = max(spec.shape[0] for spec in inputs.values())
         if len(text) <= self.length:
             raise PlanError(
                 f"the data holds {len(text)} bytes, a sequence takes {self.length + 1}",
@@ -80,14 +82,6 @@ class ByteBatches:
         return {name: recipe(tokens).to(self.dtypes[name]).contiguous() for name, recipe in self.recipes.items()}
 
 
-def _field(inputs: Mapping[str, Any], name: str, field: str) -> Any:
-    """A field of an input, or that of the input it is like."""
-    spec = inputs[name]
-    if spec.like:
-        spec = inputs[spec.like]
-    return getattr(spec, field)
-
-
 _RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
     "input_ids": lambda tokens: tokens[:, :-1],
     "tokens": lambda tokens: tokens[:, :-1],
@@ -100,14 +94,13 @@ _RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _recipe(name: str, inputs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+def _recipe(name: str, high: int | None) -> Callable[[Tensor], Tensor]:
     if name not in _RECIPES:
         raise PlanError(
             f"text as bytes cannot feed the input {name!r}",
             where=f"inputs.{name}",
             fix=f"name the inputs {', '.join(_RECIPES)}, or call runtime.Engine with batches of your own",
         )
-    high = _field(inputs, name, "high")
     if name in ("input_ids", "tokens", "idx") and high is not None and high < NUM_BYTES:
         raise PlanError(
             f"inputs.{name}.high is {high}; text as bytes takes tokens up to {NUM_BYTES - 1}",

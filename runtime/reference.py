@@ -1,0 +1,75 @@
+"""The truth: the unmodified model in one process, trained by plain torch on the whole global batch.
+
+Nothing of the planner or of the passes takes part, so a difference to the engine is a difference to what the user's
+model computes alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import PlanError
+from planner.spec import Spec
+from runtime.lr import learning_rate
+
+
+class OneProcess:
+    """Owns a copy of the model, torch's AdamW over it, and the count of updates."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self.model = copy.deepcopy(model)
+        if spec.precision.parameters is not None:
+            self.model.to(getattr(torch, spec.precision.parameters))
+        self.spec = spec
+        o = spec.optimizer
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.num_updates = 0
+
+    def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
+        """The loss of the global batch; gradients are left in ``.grad``."""
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model(**batch), self.spec.loss)
+        loss.backward()
+        return loss.item()
+
+    def update(self) -> float:
+        """Clip, one AdamW step at this update's learning rate; returns the gradient norm before clipping."""
+        o = self.spec.optimizer
+        parameters = self.optimizer.param_groups[0]["params"]
+        norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
+        s = o.schedule
+        rate = learning_rate(self.num_updates, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        self.num_updates += 1
+        return norm.item()
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> float:
+        loss = self.forward_backward(batch)
+        self.update()
+        return loss
+
+
+def loss_of(output: Any, wanted: str) -> Tensor:
+    """The loss among a model's outputs: the one named ``wanted``, else ``loss``, else the only scalar with gradient."""
+    if isinstance(output, Tensor):
+        return output
+    named = output.items() if isinstance(output, Mapping) else enumerate(output)
+    scalars = {str(k): v for k, v in named if isinstance(v, Tensor) and v.ndim == 0 and v.requires_grad}
+    if wanted in scalars:
+        return scalars[wanted]
+    if "loss" in scalars:
+        return scalars["loss"]
+    if wanted == "auto" and len(scalars) == 1:
+        return next(iter(scalars.values()))
+    raise PlanError(
+        f"no output of the model is the loss {wanted!r} (scalars with a gradient: {', '.join(scalars) or 'none'})",
+        where="loss",
+        fix="set loss: {output: NAME}",
+    )

@@ -1,0 +1,127 @@
+"""Train a model by its plan on the bytes of a text; beside it, if asked, the same training in one process.
+
+``train`` plans once here, so that bad input ends before any process starts, then runs ``run_rank`` on every rank:
+started here, or by torchrun, where ``train`` itself is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from planner import plan
+from planner.errors import PlanError, Where
+from planner.model_ref import load_model
+from planner.spec import Spec
+from runtime.data import ByteBatches, read_text
+from runtime.engine import Engine
+from runtime.launch import launch
+from runtime.progress import Progress
+from runtime.reference import OneProcess
+
+TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank needs to know; the same on all of them."""
+
+    model: str
+    spec: str
+    data: str
+    num_steps: int
+    compare: bool = False
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One line of the log. ``one_process_loss`` is the loss of the single process, where it runs beside."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    skipped: bool = False
+    one_process_loss: float | None = None
+
+
+def train(job: Job, num_ranks: int | None = None, show_plan: Callable[[Any], None] | None = None) -> list[StepRow]:
+    """Run the job and return its rows. ``num_ranks``: local processes to start; the plan's world size if not given.
+
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    if "RANK" in os.environ:
+        return run_rank(job)
+    spec = Spec.load(job.spec)
+    decided = plan(load_model(job.model), spec)
+    check_log(job.log)
+    ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
+    world_size = decided.mesh.world_size
+    if num_ranks is not None and num_ranks != world_size:
+        raise PlanError(
+            f"--nproc {num_ranks}, but the mesh takes {world_size} processes",
+            where=spec.location("mesh"),
+            fix=f"use --nproc {world_size}, or change the mesh",
+        )
+    if show_plan is not None:
+        show_plan(decided)
+    del decided
+    if world_size == 1:
+        return run_rank(job)
+    return launch(run_rank, world_size, job, timeout_seconds=TIMEOUT_SECONDS)[0]
+
+
+def run_rank(job: Job) -> list[StepRow]:
+    """The training loop of one rank. Rank 0 shows progress, writes the log and returns the rows; the others nothing."""
+    spec = Spec.load(job.spec)
+    batches = ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
+    model = weights_of(job.model, spec)
+    leads = int(os.environ.get("RANK", "0")) == 0
+    beside = OneProcess(model, spec) if job.compare and leads else None
+    engine = Engine(plan(model, spec))
+    del model
+    rows = []
+    with Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare) as progress:
+        for step in range(job.num_steps):
+            batch = batches.batch(step)
+            report = engine.train_step(batch)
+            if leads:
+                alone = beside.train_step(batch) if beside else None
+                rows.append(StepRow(
+                    step + 1, report.loss, report.grad_norm, report.lr, report.tokens_per_s, report.skipped, alone
+                ))  # fmt: skip
+                progress.show(rows[-1])
+    if dist.is_initialized():
+        dist.barrier()
+    engine.close()
+    return rows
+
+
+def weights_of(reference: str, spec: Spec) -> nn.Module:
+    """The model with real weights, the same on every rank: its own, or seeded ones."""
+    return load_model(reference, materialize=True, seed=spec.seed)
+
+
+def check_log(log: str | None) -> None:
+    """Raise PlanError if the log cannot be written; an old one is replaced."""
+    if log is None:
+        return
+    try:
+        Path(log).write_text("")
+    except OSError as error:
+        raise PlanError(
+            f"cannot write the log: {error.strerror}", where=Where(file=log), fix="name a writable file"
+        ) from error
+
+
+def largest_difference(rows: list[StepRow]) -> float:
+    """The largest |loss - loss of one process| over the steps."""
+    return max((abs(r.loss - r.one_process_loss) for r in rows if r.one_process_loss is not None), default=0.0)
