@@ -1,0 +1,80 @@
+"""Which cuts are worth discussing for each value: rules are asked until they name no new one.
+
+Linears, embeddings and attention seed cuts of their weights and heads; every other rule carries them one step, forward
+or backward. What nobody asks for is never considered, so a block of 80 nodes has a handful of cuts a value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from torch import fx
+
+from planner.rules import Option, Site, options_of
+from planner.types import I, Placement, R
+
+MAX_CUTS = 12
+
+
+class Candidates:
+    """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
+
+    def __init__(self, nodes: Iterable[fx.Node], tp: int, producers: dict[str, list[fx.Node]],
+                 readers: dict[str, list[fx.Node]]) -> None:
+        self.tp = tp
+        self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
+        self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
+        self._readers = readers
+        self.cuts: dict[str, set[Placement]] = defaultdict(set)
+        self.options: dict[str, list[Option]] = {}
+        self._settle()
+
+    def _settle(self) -> None:
+        queue = deque(self.nodes)
+        queued = {n.name for n in queue}
+        while queue:
+            node = queue.popleft()
+            queued.discard(node.name)
+            for changed in self._visit(node):
+                for other in (changed, *self._readers.get(changed.name, ()), *self._siblings(changed)):
+                    if other.name not in queued:
+                        queue.append(other)
+                        queued.add(other.name)
+
+    def _siblings(self, node: fx.Node) -> list[fx.Node]:
+        """The split, or the tensor, whose pieces' wishes are joined."""
+        return [p for p in node.all_input_nodes if p.op == "call_function"]
+
+    def _visit(self, node: fx.Node) -> list[fx.Node]:
+        """Ask the rule of ``node``; returns the nodes whose cuts grew."""
+        if node.op == "placeholder":
+            self.options[node.name] = self._of_placeholder(node)
+            return []
+        site = Site(node, self.tp, self.cuts)
+        options = self.options[node.name] = options_of(site)
+        grown = [node] if self._add(node, (o.out for o in options)) else []
+        for position, value in enumerate(site.inputs):
+            wanted = {o.args[position] for o in options}
+            for producer in self._producers.get(value.name, [value]):
+                if self._add(producer, wanted):
+                    grown.append(producer)
+                    if producer.op == "placeholder":
+                        self.options[producer.name] = self._of_placeholder(producer)
+        return grown
+
+    def _add(self, node: fx.Node, placements: Iterable[Placement]) -> bool:
+        cuts = self.cuts[node.name]
+        before = len(cuts)
+        for placement in placements:
+            if placement.is_sharded and len(cuts) < MAX_CUTS:
+                cuts.add(placement)
+        return len(cuts) > before
+
+    def _of_placeholder(self, node: fx.Node) -> list[Option]:
+        """A parameter may be held in any type that a reader wants; all else is the same on every rank."""
+        if not node.meta.get("parameter") or self.tp == 1:
+            return [Option((), I, "whole", whole=True)]
+        kinds = [I, R] if node.meta.get("grad") else [I]
+        return [Option((), k, "replicate", whole=True) for k in kinds] + \
+               [Option((), cut, "shard") for cut in sorted(self.cuts[node.name])]

@@ -1,0 +1,59 @@
+"""Which type may become which, and what moves: every change of type over the tp axis is a named collective.
+
+    f       I → R    forward nothing, backward all-reduce          g       P → I    forward all-reduce, backward nothing
+    slice   I → V    forward slice, backward all-gather            slice   R → V    forward slice, backward nothing
+    gather  V → R    all-gather, backward reduce-scatter           gather  V → I    all-gather, backward slice
+    scatter P → V    reduce-scatter, backward all-gather           first   I → P    kept on rank 0, backward nothing
+    g f     P → R    all-reduce, backward all-reduce
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.types import Placement
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How a value changes type: the collectives it runs in the forward and in the backward ("" for none)."""
+
+    name: str
+    forward: str = ""
+    backward: str = ""
+
+
+TABLE: dict[tuple[str, str], Conversion] = {
+    ("I", "R"): Conversion("f", "", ALL_REDUCE),
+    ("P", "I"): Conversion("g", ALL_REDUCE, ""),
+    ("P", "R"): Conversion("g f", ALL_REDUCE, ALL_REDUCE),
+    ("I", "V"): Conversion("slice", "", ALL_GATHER),
+    ("R", "V"): Conversion("cut", "", ""),
+    ("V", "R"): Conversion("gather", ALL_GATHER, REDUCE_SCATTER),
+    ("V", "I"): Conversion("collect", ALL_GATHER, ""),
+    ("P", "V"): Conversion("scatter", REDUCE_SCATTER, ALL_GATHER),
+    ("I", "P"): Conversion("first", "", ""),
+}
+
+
+def conversion(before: Placement, after: Placement, *, grad: bool, parameter: bool) -> Conversion | None:
+    """The conversion between two types; None where there is none.
+
+    Without a gradient only the forward counts. A parameter is never gathered: it is held as its readers want it.
+    """
+    if before == after:
+        return Conversion("")
+    found = TABLE.get((before.kind, after.kind))
+    if found is None or not _even(before, after):
+        return None
+    if parameter and (found.forward or found.name == "slice"):
+        return None
+    return found if grad else Conversion(found.name, found.forward, "")
+
+
+def _even(before: Placement, after: Placement) -> bool:
+    """Collectives move evenly cut dims alone; whole segments have no one owner."""
+    cut = before if before.is_sharded else after
+    return not (cut.has_whole_segment or cut.padding)

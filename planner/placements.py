@@ -1,0 +1,134 @@
+"""Decide the type of every value over tp: one block of each kind by exact minimal cost, stamped on its copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import fx
+
+from planner.blocks import Blocks
+from planner.candidates import Candidates
+from planner.capture import Program
+from planner.errors import PlanError
+from planner.flops import node_flops
+from planner.rules import Option
+from planner.solve import Costs, Weights, solve
+from planner.types import Placement
+
+
+@dataclass(frozen=True)
+class Placements:
+    """The chosen option of every node (parameters included), by node name."""
+
+    tp: int
+    options: dict[str, Option]
+    origins: dict[str, str]
+
+    def of(self, node: fx.Node) -> Placement:
+        """The type of the value that ``node`` makes."""
+        return self.options[node.name].out
+
+    def wanted(self, node: fx.Node, position: int) -> Placement:
+        """The type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
+        return self.options[node.name].args[position]
+
+
+def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict[str, str] | None = None) -> Placements:
+    """Type every node. Raises PlanError where an override cannot be met."""
+    nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
+    for node in nodes:
+        if node.name in program.parameters:
+            node.meta["parameter"] = program.parameters[node.name]
+    rep = {n.name: blocks.representative.get(n.name, n.name) for n in nodes}
+    edges, producers, readers = _edges(program, nodes, rep)
+    chosen = [n for n in nodes if rep[n.name] == n.name]
+    candidates = Candidates(chosen, tp, producers, readers)
+    origins = _constrain(program, candidates, overrides or {})
+    options = solve(candidates, _costs(nodes, rep, blocks), edges, Weights())
+    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, {n.name: origins.get(rep[n.name], "solver")
+                                                                          for n in nodes})
+
+
+def _edges(program: Program, nodes: list[fx.Node], rep: dict[str, str]) -> tuple[
+        dict[str, list[fx.Node]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
+    """Who feeds and who reads a representative, over all its instances: a block is fed by what comes before any copy."""
+    edges: dict[str, dict[str, fx.Node]] = {}
+    producers: dict[str, dict[str, fx.Node]] = {}
+    readers: dict[str, dict[str, fx.Node]] = {}
+    for node in nodes:
+        reader = program.node(rep[node.name])
+        for position, (value, inner) in enumerate(zip(node.all_input_nodes, reader.all_input_nodes, strict=True)):
+            source = program.node(rep[value.name])
+            edges.setdefault(f"{reader.name}:{position}", {})[source.name] = source
+            producers.setdefault(inner.name, {})[source.name] = source
+            readers.setdefault(source.name, {})[reader.name] = reader
+    for table in (edges, producers, readers):
+        assert all(table.values())
+    return ({k: list(v.values()) for k, v in edges.items()}, {k: list(v.values()) for k, v in producers.items()},
+            {k: list(v.values()) for k, v in readers.items()})
+
+
+def _bytes(node: fx.Node) -> float:
+    val = node.meta["val"]
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return float(sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)))
+
+
+def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
+    """Normalise to one block: its FLOPs, its matrices, and the tensor that passes between blocks."""
+    instances = Counter(rep.values())
+    flops = {n.name: float(node_flops(n)) for n in nodes if rep[n.name] == n.name and n.op == "call_function"}
+    matrix = {n.name: _bytes(n) for n in nodes if rep[n.name] == n.name and n.meta.get("parameter")
+              and len(n.meta["val"].shape) > 1}
+    count = max(1, len(blocks.instances))
+    block_flops = max(1.0, sum(v * instances[k] for k, v in flops.items()) / count)
+    block_bytes = max(1.0, sum(v * instances[k] for k, v in matrix.items()) / count)
+    inner = [_bytes(n) for n in nodes if n.op == "call_function" and n.meta.get("grad") and flops.get(n.name)]
+    residual = sorted(inner)[len(inner) // 4] if inner else 1.0
+    return Costs({k: v / block_flops for k, v in flops.items()}, {k: v / block_bytes for k, v in matrix.items()},
+                 {n.name: _bytes(n) / max(residual, 1.0) for n in nodes}, dict(instances))
+
+
+def _constrain(program: Program, candidates: Candidates, overrides: dict[str, str]) -> dict[str, str]:
+    """Leave to each overridden parameter only the options of the style asked for; says where each came from."""
+    origins: dict[str, str] = {}
+    for pattern, style in overrides.items():
+        hits = [n for n, fqn in program.parameters.items() if _matches(program, n, fqn, pattern)]
+        if not hits:
+            names = sorted({f.rpartition(".")[0] for f in program.parameters.values()})
+            raise PlanError(f"tensor_parallel.overrides: `{pattern}` matches no parameter",
+                            where="tensor_parallel.overrides", fix=f"use a glob over dotted names such as {names[0]}")
+        for name in hits:
+            if name not in candidates.options:
+                continue
+            kept = [o for o in candidates.options[name] if _is_style(o.out, style, candidates, name)]
+            if not kept:
+                raise PlanError(f"tensor_parallel.overrides: `{program.parameters[name]}` cannot be {style}",
+                                where="tensor_parallel.overrides", fix="choose another style, or replicate")
+            candidates.options[name] = kept
+            origins[name] = f"override {pattern}"
+    return origins
+
+
+def _matches(program: Program, name: str, fqn: str, pattern: str) -> bool:
+    names = [fqn, *(a for a, first in program.aliases.items() if first == fqn)]
+    return any(fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern) for n in names)
+
+
+def _is_style(placement: Placement, style: str, candidates: Candidates, name: str) -> bool:
+    if style == "replicate":
+        return not placement.is_sharded
+    node = next(n for n in candidates.nodes if n.name == name)
+    if len(node.meta["val"].shape) == 1:
+        return True
+    transposed = any(str(u.target).startswith("aten.mm") for u in node.users)
+    dims = {"column": 1 if transposed else 0, "row": 0 if transposed else 1, "vocab": 0}
+    return placement.is_sharded and placement.dim == dims.get(style, placement.dim)
+
+
+def num_elements(shape: tuple[int, ...]) -> int:
+    return prod(shape)

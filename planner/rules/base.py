@@ -1,0 +1,92 @@
+"""What a rule sees and what it says.
+
+A rule is a function from a Site (one graph node and the cuts under discussion for its inputs and its output) to the
+Options it admits: the types its inputs must have, the type its output then has. All-I and all-R are always admitted and
+need no rule; a rule lists the sharded (V) and partial (P) ways. Rules are asked again until no new cut turns up, so a
+rule need only look one step ahead: from its inputs' candidates to its output, and from its output's back to its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from planner.types import I, P, Placement, R
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One admissible typing of a node: a type for each of ``Site.inputs``, in order, and for the output.
+
+    ``whole`` says that every rank computes all of the node (its FLOPs are redundant).
+    """
+
+    args: tuple[Placement, ...]
+    out: Placement
+    rule: str
+    whole: bool = False
+
+
+Rule = Callable[["Site"], Iterable[Option]]
+
+
+class Site:
+    """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values."""
+
+    def __init__(self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]]) -> None:
+        self.node = node
+        self.tp = tp
+        self.inputs = tuple(node.all_input_nodes)
+        self._candidates = candidates
+
+    def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
+        """Global shape of an input, or of the output; of a tuple-valued node the first tensor's."""
+        val = (node or self.node).meta["val"]
+        val = val if isinstance(val, torch.Tensor) else val[0]
+        return tuple(int(n) for n in val.shape)
+
+    def candidates(self, node: fx.Node | None = None) -> list[Placement]:
+        """The cuts (V types) under discussion for an input, or for the output, in a fixed order."""
+        return sorted(self._candidates.get((node or self.node).name, ()))
+
+    def grad(self, node: fx.Node) -> bool:
+        return bool(node.meta.get("grad"))
+
+    def divides(self, size: int) -> bool:
+        return size % self.tp == 0
+
+    def option(self, out: Placement, given: Mapping[fx.Node, Placement], rule: str) -> Option:
+        """An option where the inputs not in ``given`` are R: what a sharded computation reads whole has partial gradients."""
+        args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
+        return Option(args, self.settle(self.node, out), rule)
+
+    def settle(self, node: fx.Node, placement: Placement) -> Placement:
+        """Without a gradient R and I are the same thing: I is the one name for it."""
+        return I if placement.kind == "R" and not self.grad(node) else placement
+
+    def uniform(self) -> Iterator[Option]:
+        """The typings that every op admits: all inputs I, and (where a gradient flows) all R."""
+        yield Option(tuple(I for _ in self.inputs), I, "whole", whole=True)
+        if self.grad(self.node):
+            yield Option(tuple(self.settle(n, R) for n in self.inputs), R, "whole", whole=True)
+
+    def partial(self, linear_in: Iterable[fx.Node], rule: str = "partial") -> Option:
+        """Partial sums in, partial sums out; the other inputs are factors (R)."""
+        return self.option(P, dict.fromkeys(linear_in, P), rule)
+
+
+def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:
+    """The cut that a broadcast operand of ``shape`` has when the result is cut as ``out``; R where it is broadcast there."""
+    dim = out.dim - (len(out_shape) - len(shape))
+    if dim < 0 or shape[dim] != out_shape[out.dim]:
+        return R
+    return out.moved(dim)
+
+
+def lifted(cut: Placement, shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Placement | None:
+    """The cut of a broadcast result when an operand of ``shape`` is cut as ``cut``; None where that dim is broadcast."""
+    dim = cut.dim + len(out_shape) - len(shape)
+    return cut.moved(dim) if out_shape[dim] == shape[cut.dim] else None

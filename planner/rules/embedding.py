@@ -1,0 +1,40 @@
+"""embedding(W[v, h], ids[b, s]).
+
+    vocabulary   W cut by rows, possibly padded: ids out of a rank's range give zeros, the result is P
+    features     W cut by columns: the result is cut on its last dim (a bias table of [buckets, heads] by heads)
+    tokens       ids cut, W whole (R)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from planner.rules.base import Option, Site
+from planner.types import P, Placement, R, Segment, padded_vocabulary
+
+
+def embedding(site: Site) -> Iterator[Option]:
+    weight, ids = site.node.args[:2]
+    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    rows, columns = site.shape(weight)
+    for cut in vocabulary_cuts(site, rows, 0):
+        yield site.option(P, {weight: cut}, "vocabulary")
+    last = len(site.shape()) - 1
+    wanted = {c for c in site.candidates() if c.dim == last} | {c.moved(last) for c in site.candidates(weight) if c.dim == 1}
+    if site.divides(columns):
+        wanted.add(Placement("V", last, (Segment(columns),)))
+    for cut in sorted(wanted):
+        yield site.option(cut, {weight: cut.moved(1)}, "features")
+    for cut in sorted({*site.candidates(ids), *(c for c in site.candidates() if c.dim < last)}):
+        yield site.option(cut, {weight: R, ids: cut}, "tokens")
+
+
+def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
+    """A plain cut where the rows divide; else the padded one, where padding is not most of the table."""
+    if site.divides(rows):
+        return [Placement("V", dim, (Segment(rows),))]
+    if rows > 16 * site.tp:
+        return [Placement("V", dim, (Segment(rows),), padded_vocabulary(rows, site.tp) - rows)]
+    return []

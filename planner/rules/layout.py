@@ -1,0 +1,171 @@
+"""Ops that move elements without computing: reshape, permute, expand, split, slice, cat, and what indexes them.
+
+A cut follows its elements. Along the dim that a split, slice or cat works on, it survives where the pieces are whole
+segments: so one fused projection feeds Q, K and V without leaving its rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.rules.base import Option, Site
+from planner.rules.reshape import reshape_cut
+from planner.types import P, Placement, R, Segment
+
+aten = torch.ops.aten
+
+
+def reshape(site: Site) -> Iterator[Option]:
+    (x,) = site.inputs
+    before, after = site.shape(x), site.shape()
+    pairs = {(c, reshape_cut(c, before, after, site.tp)) for c in site.candidates(x)}
+    pairs |= {(reshape_cut(c, after, before, site.tp), c) for c in site.candidates()}
+    for cut, out in sorted(((a, b) for a, b in pairs if a and b), key=str):
+        if reshape_cut(cut, before, after, site.tp) == out:
+            yield site.option(out, {x: cut}, "reshape")
+    yield site.partial([x])
+
+
+def permute(site: Site) -> Iterator[Option]:
+    (x,) = site.inputs
+    dims: Any = site.node.args[1]
+    dims = [d % len(dims) for d in dims]
+    cuts = {c for c in site.candidates(x)} | {c.moved(dims[c.dim]) for c in site.candidates()}
+    for cut in sorted(cuts):
+        yield site.option(cut.moved(dims.index(cut.dim)), {x: cut}, "permute")
+    yield site.partial([x])
+
+
+def expand(site: Site) -> Iterator[Option]:
+    """A dim that is repeated may be cut after: each rank repeats its share of times, from a whole (R) input."""
+    (x,) = site.inputs
+    shape, out_shape = site.shape(x), site.shape()
+    shift = len(out_shape) - len(shape)
+    cuts = set(site.candidates()) | {c.moved(c.dim + shift) for c in site.candidates(x)
+                                     if shape[c.dim] == out_shape[c.dim + shift]}
+    for cut in sorted(cuts):
+        dim = cut.dim - shift
+        kept = dim >= 0 and shape[dim] == out_shape[cut.dim]
+        yield site.option(cut, {x: cut.moved(dim)} if kept else {}, "expand")
+    yield site.partial([x])
+
+
+def split(site: Site) -> Iterator[Option]:
+    """The tuple's type is its input's; the pieces' types follow in ``getitem``."""
+    (x,) = site.inputs
+    sizes: Any = site.node.args[1]
+    dim = int(site.node.args[2])  # pyright: ignore[reportArgumentType]
+    cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim or _pieces(c, sizes) is not None}
+    pieces = {u.args[1]: u for u in site.node.users if u.target is operator.getitem}
+    cuts.update(_joint_cuts(site, [(n, pieces.get(i)) for i, n in enumerate(sizes)], dim))
+    for piece in pieces.values():
+        cuts.update(c for c in site.candidates(piece) if c.dim != dim)
+    for cut in sorted(cuts):
+        yield site.option(cut, {x: cut}, "split")
+    yield site.partial([x])
+
+
+def getitem(site: Site) -> Iterator[Option]:
+    (source,) = site.inputs
+    index = int(site.node.args[1])  # pyright: ignore[reportArgumentType]
+    if source.target is not aten.split_with_sizes.default:
+        for cut in site.candidates(source):
+            yield site.option(cut, {source: cut}, "item")
+        return
+    sizes: Any = source.args[1]
+    dim = int(source.args[2])  # pyright: ignore[reportArgumentType]
+    for cut in site.candidates(source):
+        if cut.dim != dim:
+            yield site.option(cut, {source: cut}, "item")
+        elif (pieces := _pieces(cut, sizes)) is not None:
+            yield site.option(pieces[index], {source: cut}, "segment")
+    yield site.partial([source])
+
+
+def slice_(site: Site) -> Iterator[Option]:
+    x = site.inputs[0]
+    _, dim, start, end, *step = site.node.args
+    size = site.shape(x)[dim]  # pyright: ignore
+    cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}
+    for cut in sorted(cuts):
+        yield site.option(cut, {x: cut}, "slice")
+    if not step:
+        along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))  # pyright: ignore
+        bounds = [start, end - start, size - end]  # pyright: ignore
+        for cut in sorted(along):
+            pieces = _pieces(cut, bounds)
+            if pieces is not None:
+                yield site.option(pieces[1], {x: cut}, "segment")
+    yield site.partial([x])
+
+
+def cat(site: Site) -> Iterator[Option]:
+    dim = int(site.node.args[1] if len(site.node.args) > 1 else 0) % len(site.shape())  # pyright: ignore
+    everywhere = {c for n in (*site.inputs, site.node) for c in site.candidates(n)}
+    for cut in sorted(c for c in everywhere if c.dim != dim):
+        yield site.option(cut, dict.fromkeys(site.inputs, cut), "cat")
+    operands: Any = site.node.args[0]
+    if len(set(operands)) == len(operands):
+        yield from _cat_along(site, list(operands), dim)
+    yield site.partial(site.inputs)
+
+
+def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
+    """Each operand cut along the dim of concatenation: the result's segments are theirs in a row."""
+    choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
+    if any(choices) and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
+        cuts = [c[0] if c else Placement("V", dim, (Segment(site.shape(n)[dim]),))
+                for c, n in zip(choices, operands, strict=True)]
+        segments = tuple(s for c in cuts for s in c.segments)
+        yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), "cat")
+
+
+def _pieces(cut: Placement, sizes: list[int]) -> list[Placement] | None:
+    """The types of the pieces when a dim cut as ``cut`` is split into ``sizes``; None where a segment would be torn."""
+    if cut.padding:
+        return None
+    result, queue = [], list(cut.segments)
+    for size in sizes:
+        taken: list[Segment] = []
+        while sum(s.size for s in taken) < size and queue:
+            taken.append(queue.pop(0))
+        if sum(s.size for s in taken) != size:
+            return None
+        whole = all(not s.sharded for s in taken)
+        result.append(R if whole else Placement("V", cut.dim, tuple(taken)))
+    return result
+
+
+def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) -> Iterator[Placement]:
+    """Cuts of a dim from what its pieces want: every piece cut; and only those that someone wants cut, the rest whole."""
+    wanted = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] if n else [] for _, n in pieces]
+    if all(w or site.divides(size) for w, (size, _) in zip(wanted, pieces, strict=True)):
+        yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
+                                        for s in (w[0].segments if w else (Segment(size),))))
+    if any(wanted) and not all(wanted):
+        yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
+                                        for s in (w[0].segments if w else (Segment(size, sharded=False),))))
+
+
+def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
+    """Slices of one tensor along one dim that tile it are a split in other words."""
+    slices = [u for u in x.users if u.target is aten.slice.Tensor and u.args[1] == dim and len(u.args) == 4]
+    points = sorted({0, site.shape(x)[dim], *(int(b) for u in slices for b in u.args[2:4])})  # pyright: ignore
+    exact = {(u.args[2], u.args[3]): u for u in slices}
+    if len(points) > 2:
+        yield from _joint_cuts(site, [(b - a, exact.get((a, b))) for a, b in pairwise(points)], dim)
+
+
+def select_rows(site: Site) -> Iterator[Option]:
+    """index_select(x, dim, index), gather with a whole index: cut on any other dim; linear in x."""
+    x = site.inputs[0]
+    dim = int(site.node.args[1]) % len(site.shape(x))  # pyright: ignore[reportArgumentType]
+    for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
+        yield site.option(cut, {x: cut}, "index")
+    yield site.option(P, {x: P}, "partial")

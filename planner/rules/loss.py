@@ -1,0 +1,26 @@
+"""cross_entropy_loss(logits, target): on logits cut over the vocabulary, never gathered.
+
+    vocabulary   logits cut on the class dim, padding masked; ranks exchange per token the maximum, then the sum of
+                 exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from planner.rules.base import Option, Site
+from planner.rules.embedding import vocabulary_cuts
+from planner.types import I, R
+
+
+def cross_entropy(site: Site) -> Iterator[Option]:
+    logits = site.node.args[0]
+    assert isinstance(logits, fx.Node)
+    shape = site.shape(logits)
+    if len(shape) != 2 or len(site.inputs) != 2:
+        return
+    cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
+    for cut in sorted(cuts | set(vocabulary_cuts(site, shape[1], 1))):
+        yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, "vocabulary")

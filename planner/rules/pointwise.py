@@ -1,0 +1,81 @@
+"""Pointwise ops: cut wherever their operands are cut, on the same dim after broadcasting.
+
+    y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
+    add, sub, neg, ×constant, casts, copies are linear: P in, P out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from planner.rules.base import Option, Site, aligned, lifted
+from planner.types import Placement
+
+aten = torch.ops.aten
+
+SUMS = {aten.add.Tensor, aten.sub.Tensor}
+SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+UNARY_LINEAR = {aten.neg.default, aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.to.dtype,
+                aten.detach.default}
+
+
+def pointwise(site: Site) -> Iterator[Option]:
+    """Options of an elementwise op with broadcasting."""
+    for cut in _cuts(site):
+        given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs}
+        yield site.option(cut, given, "pointwise")
+    yield from _partial(site)
+
+
+def _cuts(site: Site) -> list[Placement]:
+    cuts = set(site.candidates())
+    for node in site.inputs:
+        found = (lifted(cut, site.shape(node), site.shape()) for cut in site.candidates(node))
+        cuts.update(cut for cut in found if cut is not None)
+    return sorted(cuts)
+
+
+def _partial(site: Site) -> Iterator[Option]:
+    """Linear ops carry partial sums; a cast to fewer bits would round each part, so it does not."""
+    target, args = site.node.target, site.node.args
+    if not site.grad(site.node):
+        return
+    if target in SUMS and all(isinstance(a, fx.Node) for a in args[:2]) and len(site.inputs) == 2:
+        yield site.partial(site.inputs)
+    elif target in SCALINGS and isinstance(args[0], fx.Node) and args[0] is not args[1]:
+        yield site.partial(args[:1])  # pyright: ignore[reportArgumentType]
+        if target is aten.mul.Tensor and isinstance(args[1], fx.Node):
+            yield site.partial(args[1:2])  # pyright: ignore[reportArgumentType]
+    elif target in UNARY_LINEAR and not _narrows(site):
+        yield site.partial(site.inputs)
+
+
+def _narrows(site: Site) -> bool:
+    before, after = site.inputs[0].meta["val"].dtype, site.node.meta["val"].dtype
+    return torch.promote_types(before, after) != after
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
+    if target in FORGOTTEN:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags \
+        and not target._schema.is_mutable
+
+
+FORGOTTEN = {
+    getattr(getattr(aten, name), overload) for name, overload in (
+        ("to", "dtype"), ("contiguous", "default"), ("clone", "default"), ("detach", "default"),
+        ("dropout", "default"), ("masked_fill", "Scalar"), ("masked_fill", "Tensor"), ("zeros_like", "default"),
+        ("ones_like", "default"), ("full_like", "default"), ("where", "self"), ("where", "ScalarOther"),
+        ("where", "ScalarSelf"), ("where", "Scalar"), ("gelu", "default"), ("silu", "default"), ("relu6", "default"),
+        ("softplus", "default"), ("__and__", "Tensor"), ("__or__", "Tensor"), ("square", "default"),
+        ("type_as", "default"), ("rsub", "Scalar"), ("rsub", "Tensor"), ("true_divide", "Tensor"), ("mish", "default"),
+        ("leaky_relu", "default"), ("hardswish", "default"), ("selu", "default"), ("celu", "default"),
+        ("subtract", "Tensor"), ("multiply", "Tensor"), ("divide", "Tensor"), ("log_sigmoid", "default"),
+        ("clamp", "default"), ("clip", "default"), ("float_power", "Tensor_Scalar"), ("prelu", "default"))
+    if hasattr(getattr(aten, name, None), overload)
+} - {aten.prelu.default}

@@ -1,0 +1,76 @@
+"""Ops along one or several dims: a cut elsewhere survives; a sum over the cut dim gives partial sums.
+
+    sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
+    softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from planner.rules.base import Option, Site
+from planner.types import P, Placement
+
+aten = torch.ops.aten
+
+
+def reduction(site: Site) -> Iterator[Option]:
+    """sum, mean, amax, var …: ``op(x, dims?, keepdim?)``."""
+    x = site.inputs[0]
+    shape = site.shape(x)
+    dims = reduced_dims(site.node, len(shape))
+    kept = len(site.shape()) == len(shape)
+    places = [d for d in range(len(shape)) if kept or d not in dims]
+    cuts = set(site.candidates(x)) | {c.moved(places[c.dim]) for c in site.candidates() if places[c.dim] not in dims}
+    for cut in sorted(cuts):
+        if cut.dim not in dims:
+            yield site.option(cut.moved(places.index(cut.dim)), {x: cut}, "reduce elsewhere")
+        elif site.node.target in SUMS and not cut.padding and not cut.has_whole_segment:
+            yield site.option(P, {x: cut}, "partial sum")
+    if site.node.target in SUMS and site.grad(site.node):
+        yield site.partial([x])
+
+
+SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+
+
+def reduced_dims(node: Any, ndim: int) -> set[int]:
+    """The dims an op reduces; all where it names none."""
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    dims = given.get("dim", given.get("dims"))
+    if dims is None or dims == []:
+        return set(range(ndim))
+    return {d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+
+
+def along_dim(site: Site) -> Iterator[Option]:
+    """softmax(x, dim), cumsum(x, dim), topk …: every output is cut as x is, on any other dim."""
+    x = site.inputs[0]
+    ndim = len(site.shape(x))
+    dims = reduced_dims(site.node, ndim) if _has_dim(site) else {ndim - 1}
+    for cut in sorted({*site.candidates(x), *site.candidates()}):
+        if cut.dim not in dims and cut.dim < len(site.shape()):
+            yield site.option(cut, {n: _as(site, n, cut) for n in site.inputs}, "along a whole dim")
+
+
+def _has_dim(site: Site) -> bool:
+    return any(a.name in ("dim", "dims") for a in site.node.target._schema.arguments)  # pyright: ignore
+
+
+def _as(site: Site, node: Any, cut: Placement) -> Placement:
+    from planner.types import R
+    return cut if site.shape(node) == site.shape(site.inputs[0]) else R
+
+
+def norm(site: Site) -> Iterator[Option]:
+    """layer_norm(x, shape, w, b), rms_norm(x, shape, w): the last dims are whole, weight and bias are R."""
+    x = site.inputs[0]
+    normalized: Any = site.node.args[1]
+    first = len(site.shape(x)) - len(normalized)
+    for cut in sorted({*site.candidates(x), *site.candidates()}):
+        if cut.dim < first:
+            yield site.option(cut, {x: cut}, "norm")

@@ -1,0 +1,154 @@
+"""The cheapest typing of a graph, exactly: a small integer program (SciPy's HiGHS).
+
+    x[n, o] ∈ {0, 1}    node n takes option o                      Σ_o x[n, o] = 1
+    w[v, t] ∈ [0, 1]    value v is there in type t                 Σ_{o wants t} x[reader, o] ≤ w[v, t]
+    z[v, s, t]          v is converted from s to t, once for all   w[v, t] ≤ Σ_s z[v, s, t],  z[v, s, t] ≤ Σ_{o gives s} x[v, o]
+
+so that all readers share one f. The cost of a block, first to last in weight: FLOPs that every rank repeats, matrices
+that every rank holds whole, bytes moved, number of collectives. One block of each kind is decided; copies follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+from torch import fx
+
+from planner.candidates import Candidates
+from planner.conversions import conversion
+from planner.errors import PlanError
+from planner.rules import Option
+from planner.types import Placement
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a typing costs, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call."""
+
+    flops: float = 1e3
+    parameters: float = 1e2
+    bytes: float = 1.0
+    call: float = 0.05
+    step: float = 0.01  # a gradient summed once a step instead of once a microbatch
+    kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Per-node numbers in those units: FLOPs, matrix bytes and activation bytes, and how many instances a node stands for."""
+
+    flops: Mapping[str, float]
+    matrix: Mapping[str, float]
+    activation: Mapping[str, float]
+    instances: Mapping[str, int]
+
+
+def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[fx.Node]], weights: Weights) -> dict[str, Option]:
+    """The cheapest option of every representative node. ``edges``: reader's input name → the values that feed it."""
+    return _Program(candidates, costs, edges, weights).solve()
+
+
+class _Program:
+    """Owns the integer program under construction."""
+
+    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[fx.Node]], weights: Weights) -> None:
+        self.candidates, self.costs, self.edges, self.weights = candidates, costs, edges, weights
+        self.objective: list[float] = []
+        self.integral: list[int] = []
+        self.rows: list[tuple[list[int], list[float], float, float]] = []
+        self.x: dict[tuple[str, int], int] = {}
+        self.w: dict[tuple[str, Placement], int] = {}
+
+    def solve(self) -> dict[str, Option]:
+        for node in self.candidates.nodes:
+            self._choose(node)
+        for node in self.candidates.nodes:
+            self._read(node)
+        answer = self._run()
+        return {n.name: self._chosen(n, answer) for n in self.candidates.nodes}
+
+    def _variable(self, cost: float, integral: bool) -> int:
+        self.objective.append(cost)
+        self.integral.append(int(integral))
+        return len(self.objective) - 1
+
+    def _choose(self, node: fx.Node) -> None:
+        options = self.candidates.options[node.name]
+        for index, option in enumerate(options):
+            self.x[node.name, index] = self._variable(self._option_cost(node, option, index), True)
+        variables = [self.x[node.name, i] for i in range(len(options))]
+        self.rows.append((variables, [1.0] * len(variables), 1.0, 1.0))
+
+    def _option_cost(self, node: fx.Node, option: Option, index: int) -> float:
+        weights, times = self.weights, self.costs.instances[node.name]
+        cost = weights.kind[option.out.kind] + 1e-7 * index
+        if option.whole:
+            share = 1 - 1 / self.candidates.tp
+            cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
+            cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
+        if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
+            cost += weights.step * (1 + self.costs.activation[node.name])
+        return cost * times
+
+    def _read(self, node: fx.Node) -> None:
+        """Each type that an option of ``node`` wants of an input must be there."""
+        for position, value in enumerate(node.all_input_nodes):
+            for producer in self.edges.get(f"{node.name}:{position}", [value]):
+                wanted: dict[Placement, list[int]] = {}
+                for index, option in enumerate(self.candidates.options[node.name]):
+                    wanted.setdefault(option.args[position], []).append(self.x[node.name, index])
+                for placement, variables in wanted.items():
+                    there = self._available(producer, placement)
+                    self.rows.append(([*variables, there], [1.0] * len(variables) + [-1.0], -np.inf, 0.0))
+
+    def _available(self, value: fx.Node, placement: Placement) -> int:
+        """The variable w[value, placement], made at its first reader together with its conversions z."""
+        key = (value.name, placement)
+        if key in self.w:
+            return self.w[key]
+        there = self.w[key] = self._variable(0.0, False)
+        produced: dict[Placement, list[int]] = {}
+        for index, option in enumerate(self.candidates.options[value.name]):
+            produced.setdefault(option.out, []).append(self.x[value.name, index])
+        sources = []
+        for before, variables in produced.items():
+            cost = self._conversion_cost(value, before, placement)
+            if cost is not None:
+                z = self._variable(cost, False)
+                sources.append(z)
+                self.rows.append(([z, *variables], [1.0] + [-1.0] * len(variables), -np.inf, 0.0))
+        self.rows.append(([there, *sources], [1.0] + [-1.0] * len(sources), -np.inf, 0.0))
+        return there
+
+    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement) -> float | None:
+        if isinstance(value.meta["val"], (tuple, list)) and before != after:
+            return None
+        found = conversion(before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter")))
+        if found is None:
+            return None
+        calls = bool(found.forward) + bool(found.backward)
+        size = self.costs.activation[value.name]
+        return (calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) \
+            * self.costs.instances[value.name]
+
+    def _run(self) -> np.ndarray:
+        count = len(self.objective)
+        data = [(r, c, v) for r, (cols, vals, _, _) in enumerate(self.rows) for c, v in zip(cols, vals, strict=True)]
+        row, column, value = (list(t) for t in zip(*data, strict=True))
+        matrix = csr_matrix((value, (row, column)), shape=(len(self.rows), count))
+        constraints = LinearConstraint(matrix, [r[2] for r in self.rows], [r[3] for r in self.rows])  # pyright: ignore
+        result: Any = milp(np.array(self.objective), constraints=constraints, integrality=np.array(self.integral),
+                           bounds=Bounds(0, 1), options={"mip_rel_gap": 0.0, "time_limit": 120.0})
+        if result.x is None:
+            raise PlanError("no way to shard the model satisfies every constraint",
+                            where="tensor_parallel.overrides", fix="remove an override, or use tp: 1")
+        return result.x
+
+    def _chosen(self, node: fx.Node, answer: np.ndarray) -> Option:
+        options = self.candidates.options[node.name]
+        return max(enumerate(options), key=lambda item: answer[self.x[node.name, item[0]]])[1]
