@@ -75,8 +75,7 @@ class ByteBatches:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The global batch of a step: every input as [global, length]."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + step)
-        starts = torch.randint(len(self.text) - self.length, (self.global_size,), generator=generator)
+        starts = np.random.default_rng([self.seed, step]).integers(len(self.text) - self.length, size=self.global_size)
         windows = np.stack([self.text[s : s + self.length + 1] for s in starts.tolist()])
         tokens = torch.from_numpy(windows.astype(np.int64))
         return {name: recipe(tokens).to(self.dtypes[name]).contiguous() for name, recipe in self.recipes.items()}

@@ -1,0 +1,159 @@
+"""MODEL of the command line: what it can name, and one clear error for each way to get it wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import PlanError
+from planner.model_ref import load_model, parameters_on_meta
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_hidden_layers": 1,
+    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(content, name="config.json"):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch, request):
+    """A user's file of a name of its own, taken off the import path again."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"users_{abs(hash(request.node.nodeid))}"
+
+    def write(text):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        return path
+
+    yield write
+    sys.modules.pop(name, None)
+
+
+def test_file_reference_builds_the_model(source):
+    path = source("from torch import nn\ndef build():\n    return nn.Linear(3, 4)\n")
+    assert load_model(f"{path}:build").weight.shape == (4, 3)
+
+
+def test_file_may_import_its_neighbours(source, tmp_path):
+    (tmp_path / "neighbour_of_model.py").write_text("width = 5\n")
+    path = source(
+        "from neighbour_of_model import width\nfrom torch import nn\ndef build():\n    return nn.Linear(width, width)\n"
+    )
+    assert load_model(f"{path}:build").in_features == 5
+
+
+def test_module_reference_builds_the_model():
+    assert isinstance(load_model("torch.nn:Identity"), nn.Identity)
+
+
+def test_hugging_face_config_stands_on_meta_with_real_buffers(config):
+    model = load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM']})}")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
+
+
+def test_hugging_face_head_follows_architectures(config):
+    assert type(load_model(f"hf:{config(LLAMA)}")).__name__ == "LlamaForSequenceClassification"
+
+
+def test_hugging_face_without_architectures_is_a_causal_language_model(config):
+    assert type(load_model(f"hf:{config(GPT2)}")).__name__ == "GPT2LMHeadModel"
+
+
+def test_hugging_face_directory_is_read_by_its_config(config):
+    assert type(load_model(f"hf:{config(GPT2).parent}")).__name__ == "GPT2LMHeadModel"
+
+
+def test_materialized_weights_follow_the_seed(config):
+    first, again, other = (load_model(f"hf:{config(GPT2)}", materialize=True, seed=s) for s in (1, 1, 2))
+    name = "transformer.wte.weight"
+    assert torch.equal(first.get_parameter(name), again.get_parameter(name))
+    assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
+
+
+def test_materialized_directory_has_its_own_weights(config, tmp_path):
+    saved = load_model(f"hf:{config(GPT2)}", materialize=True, seed=7)
+    saved.save_pretrained(tmp_path / "saved")
+    model = load_model(f"hf:{tmp_path / 'saved'}", materialize=True, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+def test_parameters_on_meta_keeps_ties_flags_and_buffers():
+    with parameters_on_meta():
+        model = nn.Module()
+        model.a, model.b = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        model.a.bias = nn.Parameter(torch.ones(4), requires_grad=False)
+        model.tied = model.a.weight
+    assert model.tied is model.a.weight
+    assert model.tied.is_meta
+    assert not model.a.bias.requires_grad
+    assert torch.equal(model.b.running_var, torch.ones(4))
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("gpt", "is not understood"),
+        ("no_such_module:build", "module 'no_such_module' cannot be imported"),
+        ("no_such_file.py:build", "no file no_such_file.py"),
+        ("torch.nn:Lineer", "there is no 'Lineer' in torch.nn"),
+        ("torch.nn:Linear", "failed when called without arguments"),
+        ("torch:pi", "is a float, not a callable"),
+        ("builtins:list", "returned a list, not an nn.Module"),
+        ("hf:no_such_directory", "no file no_such_directory"),
+    ],
+)
+def test_bad_reference_gets_one_clear_error(reference, words):
+    with pytest.raises(PlanError, match=words):
+        load_model(reference)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "names no model_type"),
+        ({"model_type": "no_such_type"}, "no config that transformers"),
+    ],
+)
+def test_bad_config_gets_one_clear_error(config, content, words):
+    with pytest.raises(PlanError, match=words):
+        load_model(f"hf:{config(content)}")
+
+
+def test_failing_callable_names_the_users_line(source):
+    path = source("def build():\n    width = 3\n    raise RuntimeError('too wide')\n")
+    with pytest.raises(PlanError, match="RuntimeError: too wide") as caught:
+        load_model(f"{path}:build")
+    assert f"{path.name}:3" in str(caught.value)
+
+
+def test_syntax_error_names_the_users_line(source):
+    path = source("x = 1\ndef build(:\n")
+    with pytest.raises(PlanError, match="SyntaxError") as caught:
+        load_model(f"{path}:build")
+    assert f"{path.name}:2" in str(caught.value)
+
+
+def test_own_package_of_our_name_is_said(source, tmp_path):
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "blocks_of_mine.py").write_text("")
+    path = source("import runtime.blocks_of_mine\n")
+    with pytest.raises(PlanError, match="imports its own 'runtime', which meshwright's package of the same name hides"):
+        load_model(f"{path}:build")

@@ -1,0 +1,52 @@
+"""Imports point one way, and the planner touches neither process groups nor devices."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+UPSTREAM = {"planner": {"passes", "runtime"}, "passes": {"runtime"}}
+NO_TORCH = ("mesh.py", "schedule.py", "simulate.py", "slots.py", "buckets.py")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return names
+
+
+def attributes(path: Path) -> set[str]:
+    """Every dotted access such as ``torch.cuda``."""
+    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("package", UPSTREAM)
+def test_imports_point_upstream(package):
+    for path in (ROOT / package).rglob("*.py"):
+        roots = {name.partition(".")[0] for name in imported(path)}
+        assert not roots & UPSTREAM[package], path.name
+
+
+@pytest.mark.parametrize("banned", ["torch.distributed", "torch.cuda"])
+def test_planner_never_uses(banned):
+    for path in (ROOT / "planner").rglob("*.py"):
+        used = imported(path) | attributes(path)
+        assert not {name for name in used if name == banned or name.startswith(banned + ".")}, path.name
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_arithmetic_of_ranks_and_orders_needs_no_torch(name):
+    roots = {imported_name.partition(".")[0] for imported_name in imported(ROOT / "planner" / name)}
+    assert not roots & {"torch", "transformers"}
+
+
+def test_tests_are_no_package():
+    assert not list((ROOT / "tests").rglob("__init__.py"))
