@@ -10,16 +10,18 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
 from planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
 
 BAD_INPUT = 2
 
@@ -79,6 +81,7 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="A row for every block, also where they repeat.")] = False,
 ) -> None:
     """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
     from planner import plan
@@ -87,20 +90,35 @@ def plan_command(
 
     checked = Spec.load(spec)
     result = plan(load_model(model), checked)
-    write_text(format_plan(result, format), output)
+    if format is PlanFormat.table and output is None:
+        show_plan(result, full=full)
+    else:
+        write_text(format_plan(result, format, full=full), output)
 
 
-def format_plan(plan: Any, format: PlanFormat) -> str:
-    """The plan as text: a table for people, or JSON, YAML or HTML."""
-    if format is PlanFormat.json:
-        return json.dumps(plan.to_dict(), indent=2)
-    if format is PlanFormat.yaml:
-        return yaml.safe_dump(json.loads(json.dumps(plan.to_dict())), sort_keys=False)
-    if format is PlanFormat.html:
-        from planner.explain import to_html
+def show_plan(plan: Plan, *, full: bool = False) -> None:
+    """The plan's tables on stdout: in colours and at its width in a terminal, as plain text elsewhere."""
+    from planner.explain import print_plan
 
-        return to_html(plan)
-    return plan.describe()
+    if sys.stdout.isatty():
+        print_plan(plan, full=full)
+    else:
+        write_text(plan.describe(full=full))
+
+
+def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
+    """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
+    from planner.explain import to_html, to_yaml
+
+    match format:
+        case PlanFormat.json:
+            return json.dumps(plan.to_dict(), indent=2)
+        case PlanFormat.yaml:
+            return to_yaml(plan)
+        case PlanFormat.html:
+            return to_html(plan, full=full)
+        case PlanFormat.table:
+            return plan.describe(full=full)
 
 
 @app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5")

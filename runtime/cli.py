@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, write_text
+from planner.cli import Model, SpecFile, app, show_plan, write_text
 
 CHECK_FAILED = 1
 
@@ -42,16 +42,13 @@ def train_command(
     nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
     compare: Annotated[bool, typer.Option(help="Train in one process beside, and print both losses.")] = False,
     log: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write every step here as JSON.")] = None,
-    show_plan: Annotated[bool, typer.Option(help="Print the plan first.")] = False,
+    with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
 ) -> None:
     """Train on the bytes of a text. Starts the local processes itself; under torchrun it is one of them."""
     from runtime.train import Job, largest_difference, train
 
-    def show(plan: Any) -> None:
-        write_text(format_plan(plan, PlanFormat.table))
-
     job = Job(model, str(spec), data, steps, compare, str(log) if log else None)
-    rows = train(job, nproc, show if show_plan else None)
+    rows = train(job, nproc, show_plan if with_plan else None)
     if compare and rows:
         write_text(f"largest difference to one process over {len(rows)} steps: {largest_difference(rows):.2e}")
 
