@@ -1,8 +1,8 @@
 """Find the repeated blocks of a captured model: by structure, never by a name.
 
-Every node knows the chain of module calls that it was traced in (``nn_module_stack``), which gives a tree of calls. A call's
-kind is the hash of its nodes: ops, shapes, arguments and edges counted from its own first node. Blocks are calls with one
-parent that follow each other in the flow of data and either repeat a kind or stand in one list:
+Every node knows the chain of module calls that it was traced in (``nn_module_stack``), which gives a tree of calls. A
+call's kind is the hash of its nodes: ops, shapes, arguments and edges counted from its own first node. Blocks are calls
+with one parent that follow each other in the flow of data and either repeat a kind or stand in one list:
 
     layers.0  layers.1  layers.2  layers.3          one list of kind A: four blocks
     blocks["a"] blocks["b"] blocks["c"]             kinds A B A: three blocks
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -67,7 +68,7 @@ class Blocks:
 
 
 def find_blocks(program: Program) -> Blocks:
-    """The repeated blocks of ``program``, in time proportional to its nodes. Empty where nothing repeats or is listed."""
+    """The repeated blocks of ``program``, in time proportional to its nodes; empty where nothing repeats or is listed."""
     finder = _Finder(program)
     calls = finder.search(finder.root, 2) or finder.search(finder.root, 1)
     calls.sort(key=lambda call: finder.order[call.nodes[0]])
@@ -111,7 +112,8 @@ class _Finder:
     def _signature(self, node: fx.Node) -> int:
         """Hash of what a node is by itself; also notes its operands, in order and with repetition."""
         operands = self.operands[node] = []
-        return hash((str(node.target), _skeleton(node.args, operands), _skeleton(node.kwargs, operands), _value_key(node)))
+        arguments = _skeleton((node.args, dict(node.kwargs)), operands)
+        return hash((str(node.target), arguments, _value_key(node)))
 
     def search(self, call: _Call, least: int) -> list[_Call]:
         """The blocks below ``call``; a block has at least ``least`` products (linears, attention)."""
@@ -120,9 +122,7 @@ class _Finder:
         for child in call.children.values():
             if child.num_products < least:
                 continue
-            if child not in members:
-                found += self.search(child, least)
-            elif self._only_contains(child, least):
+            if child not in members or self._only_contains(child, least):
                 found += self.search(child, least)
             else:
                 found.append(child)
@@ -264,7 +264,7 @@ def _reach(parent: _Call, children: list[_Call]) -> dict[_Call, int]:
 def _follow(calls: list[_Call], reach: dict[_Call, int]) -> bool:
     """Whether most calls depend on the one before: a chain, not things side by side."""
     position = {call: i for i, call in enumerate(reach)}
-    linked = sum(bool(reach[b] >> position[a] & 1) for a, b in zip(calls, calls[1:], strict=False))
+    linked = sum(bool(reach[b] >> position[a] & 1) for a, b in pairwise(calls))
     return 2 * linked > len(calls) - 1
 
 

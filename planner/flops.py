@@ -1,12 +1,12 @@
 """What one node costs: floating-point operations of products, bytes that everything else moves. Read off the shapes.
 
     linear, mm, bmm, matmul     2 · (elements of the result) · (length of the contracted dim)
-    attention                   2 · b · h · s_q · s_k · (d + d_v)      (the causal half is counted: the usual convention)
+    attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     convolution                 2 · (elements of the result) · (weights that one of them reads)
     embedding, elementwise, …   0 operations; bytes = what it reads + what it writes
 
-Forward, for one microbatch and the whole (unsharded) tensors. Backward is about twice that, for every node alike, so that
-shares and balances may leave it out.
+Forward, for one microbatch and the whole (unsharded) tensors. Backward is about twice that, for every node alike, so
+that shares and balances may leave it out.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _convolution(node: fx.Node) -> int:
 def _einsum(node: fx.Node) -> int:
     """Operands are taken in from left to right; each product loops over all letters then in play."""
     equation, operands = node.args[0], node.args[1]
-    assert isinstance(equation, str) and isinstance(operands, (tuple, list))
+    assert isinstance(equation, str)
+    assert isinstance(operands, (tuple, list))
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = [_letters(term, len(_shape(x))) for term, x in zip(left.split(","), operands, strict=True)]
     sizes: dict[str, int] = {}
