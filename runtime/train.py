@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-
 from planner import plan
 from planner.errors import PlanError, Where
 from planner.model_ref import load_model
@@ -24,6 +21,7 @@ from runtime.engine import Engine
 from runtime.launch import launch
 from runtime.progress import Progress
 from runtime.reference import OneProcess
+from runtime.report import StepReport
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -83,31 +81,26 @@ def run_rank(job: Job) -> list[StepRow]:
     """The training loop of one rank. Rank 0 shows progress, writes the log and returns the rows; the others nothing."""
     spec = Spec.load(job.spec)
     batches = ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
-    model = weights_of(job.model, spec)
+    model = load_model(job.model, materialize=True, seed=spec.seed)
     leads = int(os.environ.get("RANK", "0")) == 0
     beside = OneProcess(model, spec) if job.compare and leads else None
-    engine = Engine(plan(model, spec))
+    decided = plan(model, spec)
     del model
     rows = []
-    with Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare) as progress:
+    progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
+    with Engine(decided) as engine, progress:
         for step in range(job.num_steps):
             batch = batches.batch(step)
             report = engine.train_step(batch)
             if leads:
                 alone = beside.train_step(batch) if beside else None
-                rows.append(StepRow(
-                    step + 1, report.loss, report.grad_norm, report.lr, report.tokens_per_s, report.skipped, alone
-                ))  # fmt: skip
+                rows.append(_row(step + 1, report, alone))
                 progress.show(rows[-1])
-    if dist.is_initialized():
-        dist.barrier()
-    engine.close()
     return rows
 
 
-def weights_of(reference: str, spec: Spec) -> nn.Module:
-    """The model with real weights, the same on every rank: its own, or seeded ones."""
-    return load_model(reference, materialize=True, seed=spec.seed)
+def _row(step: int, report: StepReport, alone: float | None) -> StepRow:
+    return StepRow(step, report.loss, report.grad_norm, report.lr, report.tokens_per_s, report.skipped, alone)
 
 
 def check_log(log: str | None) -> None:

@@ -1,0 +1,178 @@
+"""The command line: good commands print, bad input ends with one message on stderr, exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from runtime.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+GPT, GPT_SPEC = f"{ROOT / 'examples' / 'gpt.py'}:build", str(ROOT / "examples" / "gpt.yaml")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def spec_with(tmp_path, old, new):
+    path = tmp_path / "spec.yaml"
+    text = Path(GPT_SPEC).read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def assert_bad_input(result, *words):
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    for word in words:
+        assert word in result.stderr
+
+
+def test_groups_as_json_has_dense_and_expert_tokens():
+    result = run("groups", "--world-size", 16, "--tp", 4, "--pp", 2, "--etp", 1, "--ep", 4, "--format", "json")
+    groups = json.loads(result.stdout)
+    assert groups["dense"]["dp"][:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups["expert"]["ep"][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_groups_as_table_lists_every_rank_of_a_group():
+    result = run("groups", "--world-size", 16, "--tp", 4, "--pp", 2)
+    assert result.exit_code == 0
+    assert "[0,8]  [1,9]  [2,10]" in result.stdout
+
+
+def test_schedule_as_json_equals_the_oracle():
+    cases = json.loads((ROOT / "tests" / "oracles" / "schedules.json").read_text())["cases"]
+    case = next(c for c in cases if c["pp"] == 4 and c["vpp"] is None and c["num_microbatches"] == 12)
+    arguments = ["--pp", 4, "--microbatches", case["num_microbatches"], "--format", "json"]
+    result = json.loads(run("schedule", *arguments).stdout)
+    rank = result["ranks"][case["pp_rank"]]
+    assert result["schedule_table"] == case["schedule_table"]
+    assert rank["num_warmup"] == case["num_warmup_microbatches"]
+    assert rank["order"] == case["order"]
+    assert rank["steps"] == case["steps"]
+
+
+def test_schedule_as_table_is_a_step_by_rank_grid():
+    lines = run("schedule", "--pp", 2, "--microbatches", 2).stdout.splitlines()
+    assert lines[3].split() == ["step", "rank0", "rank1"]
+    assert lines[4].split() == ["0", "F0.0", "."]
+    assert lines[5].split() == ["1", "F1.0", "F0.0"]
+
+
+def test_schedule_as_svg_has_a_bar_for_each_action():
+    text = run("schedule", "--pp", 2, "--microbatches", 4, "--format", "svg").stdout
+    assert text.startswith("<svg")
+    assert text.count("<rect") == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "train", "groups", "schedule", "search"])
+def test_help_shows_an_example(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "meshwright" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["groups", "--world-size", 15, "--tp", 4], ["PlanError: world size 15 is not divisible by", "fix:"]),
+        (["groups", "--world-size", 8, "--order", "tp-xp"], ["PlanError", "xp"]),
+        (["groups", "--world-size", 0], ["PlanError"]),
+        (["groups", "--world-size", "many"], ["--world-size"]),
+        (["schedule", "--pp", 4, "--microbatches", 2], ["needs at least 4 microbatches", "fix:"]),
+        (["schedule", "--pp", 2, "--microbatches", 4, "--kind", "zigzag"], ["unknown schedule `zigzag`"]),
+        (["search", GPT, GPT_SPEC], ["not available yet"]),
+        (["plan", GPT, "no_such.yaml"], ["no_such.yaml"]),
+        (["plan", "no_such_file.py:build", GPT_SPEC], ["no file no_such_file.py"]),
+        (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),
+        (["verify", GPT, "no_such.yaml"], ["no_such.yaml"]),
+        (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
+        (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh takes 4 processes"]),
+        (["nonsense"], ["No such command"]),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
+    assert_bad_input(run(*arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("mesh:", "mash:", ["SpecError", "mash", "did you mean 'mesh'", "spec.yaml:2"]),
+        ("tp: 2", "tp: two", ["SpecError", "mesh.tp", "spec.yaml:2"]),
+        ("global: 16", "global: 15", ["batch.global = 15 is not divisible", "spec.yaml:3"]),
+        ("tp: 2", "tp: 3", ["PlanError", "fix:"]),
+        ("pp: 2", "pp: 8", ["PlanError", "fix:"]),
+        ("input_ids: {", "token_ids: {", ["token_ids"]),
+    ],
+)
+def test_bad_spec_names_line_and_fix(tmp_path, old, new, words):
+    path = spec_with(tmp_path, old, new)
+    if old.startswith("input_ids"):
+        path.write_text(path.read_text().replace("like: input_ids", "like: token_ids"))
+    assert_bad_input(run("plan", GPT, path), *words)
+
+
+def test_plan_as_json_round_trips_and_lists_every_parameter(tmp_path):
+    from examples.gpt import build
+    from planner.plan import Plan
+
+    file = tmp_path / "plan.json"
+    assert run("plan", GPT, GPT_SPEC, "--format", "json", "-o", file).exit_code == 0
+    values = json.loads(file.read_text())
+    assert json.loads(json.dumps(Plan.load(file).to_dict())) == values
+    assert {p["name"] for p in values["parameters"]} == {name for name, _ in build().named_parameters()}
+    assert all(p["reason"] for p in values["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("format", "words"), [("table", "tokens.weight"), ("yaml", "parameters:"), ("html", "<table>")]
+)
+def test_plan_prints_in_every_format(format, words):
+    result = run("plan", GPT, GPT_SPEC, "--format", format)
+    assert result.exit_code == 0, result.output
+    assert words in result.stdout
+
+
+def test_plan_into_a_missing_directory_is_bad_input(tmp_path):
+    assert_bad_input(run("plan", GPT, GPT_SPEC, "-o", tmp_path / "no" / "plan.txt"), "cannot write")
+
+
+@pytest.mark.slow
+def test_verify_of_the_plain_gpt_is_green():
+    result = run("verify", GPT, GPT_SPEC)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+def test_train_follows_one_process_and_logs_every_step(tmp_path):
+    log = tmp_path / "log.jsonl"
+    result = run("train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", 3, "--nproc", 4, "--compare", "--log", log)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(abs(row["loss"] - row["one_process_loss"]) < 1e-5 * row["loss"] for row in rows)
+    assert all(row["grad_norm"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_train_works_under_torchrun(tmp_path):
+    log = tmp_path / "log.jsonl"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*launcher, "-m", "runtime.cli", "train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--log", str(log)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(log.read_text().splitlines()) == 2
