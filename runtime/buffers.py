@@ -71,6 +71,7 @@ class Slot:
     local: LocalParameter
     parameters: list[nn.Parameter]
     position: int  # in the order of the backward
+    world: layouts.Range  # in the buffer
     main_grad: Tensor
     bucket: Bucket
     is_fresh: bool = True  # no gradient yet in this step
@@ -132,7 +133,7 @@ class Buffer:
             slot = self.slots.get(fqn)
             if slot is None:
                 main_grad = self.gradients[place.start : place.stop].view(shape)
-                slot = Slot(entry.local, [], entry.position, main_grad, self.buckets[places[fqn].bucket])
+                slot = Slot(entry.local, [], entry.position, place, main_grad, self.buckets[places[fqn].bucket])
                 self.slots[fqn] = slot
                 slot.bucket.slots.append(slot)
                 if not entry.parameter.is_meta:
@@ -190,12 +191,8 @@ class GradientBuffers:
 
     def begin_step(self) -> None:
         """Forget every gradient: the next one of each parameter is copied instead of added."""
-        for slot in self.slots:
-            slot.is_fresh = True
-        for *_, bucket in self._order:
-            bucket.rearm()
-        self._next = 0
-        self.last_microbatch = False
+        self.launches = []
+        self._rearm()
 
     def finish_grad_sync(self) -> None:
         """Reduce the buckets that have not started, with zeros for parameters without a gradient, and wait for all.
@@ -210,7 +207,7 @@ class GradientBuffers:
         for *_, bucket in self._order:
             if bucket.work is not None:
                 bucket.work.wait()
-        self.begin_step()
+        self._rearm()
 
     def start_parameter_gather(self) -> None:
         """Send every rank the others' new parameters, in place; ``wait_parameters`` ends it."""
@@ -231,6 +228,14 @@ class GradientBuffers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _rearm(self) -> None:
+        for slot in self.slots:
+            slot.is_fresh = True
+        for *_, bucket in self._order:
+            bucket.rearm()
+        self._next = 0
+        self.last_microbatch = False
 
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         assert not slot.bucket.is_reducing, f"a gradient of {slot.local.fqn} came after the reduction of its bucket"

@@ -153,9 +153,8 @@ class DistributedOptimizer:
         for shard in self.shards:
             full = self._gathered(shard) / grad_scale
             for slot in shard.bucket.slots:
-                place = next(s for s in shard.bucket.layout.slots if s.name == slot.local.fqn).world
-                start = place.start - shard.bucket.layout.world.start
-                gradients[slot.local.fqn] = full[start : start + len(place)].view(slot.main_grad.shape)
+                place = slot.world.shifted(-shard.bucket.layout.world.start)
+                gradients[slot.local.fqn] = full[place.start : place.stop].view(slot.main_grad.shape)
         return gradients
 
     def measured_bytes(self) -> dict[str, int]:
@@ -208,6 +207,9 @@ class DistributedOptimizer:
 
     def _squared_norm(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        dp = self.buffers.data_parallel
+        if not dp.sharded and dp.rank != 0:  # every dp rank has all of the gradient
+            return total
         for shard in self.shards:
             grad = shard.grad
             if shard.whole is not None and self.tp_rank != 0:
@@ -227,8 +229,9 @@ class DistributedOptimizer:
         return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
     def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0 and self.shards:
-            torch._foreach_mul_([shard.grad for shard in self.shards], factor)
+        if factor != 1.0:
+            for shard in self.shards:
+                shard.grad.mul_(factor)
 
     def _update(self, lr: float) -> None:
         if self.optimizer is None:

@@ -1,0 +1,188 @@
+"""What each of the four gloo ranks of test_zero1.py runs: every case in one launch, results saved to be compared.
+
+python zero1_ranks.py RANK DIRECTORY
+"""
+
+import itertools
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from passes.base import LocalParameter
+from planner.spec_sections import OptimizerSpec
+from planner.types import I, Placement, R, Segment, V
+from runtime.zero1 import DistributedOptimizer
+
+WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2
+PRECISIONS = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+CASES = list(itertools.product(PRECISIONS, (2, 4), (0, 1), ("none", "nccl"), (None, 40)))
+TP_CASES = list(itertools.product((0, 1), ("none", "nccl"), (None, 6)))
+
+
+class Toy(nn.Module):
+    """Odd sizes, a linear that is applied twice, a weight read transposed, and a parameter that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.twice = nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(7))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Parameter(torch.randn(7, 3) / 3)
+
+    def forward(self, x, on_hidden_grad=None):
+        hidden = self.first(x)
+        if on_hidden_grad is not None:
+            hidden.register_hook(on_hidden_grad)
+        hidden = torch.tanh(self.twice(torch.tanh(self.twice(hidden)))) * self.scale
+        return ((hidden @ self.head) ** 2).sum() / ROWS
+
+
+def make_model(dtype):
+    torch.manual_seed(3)
+    return Toy().to(dtype)
+
+
+def make_batch(step, dtype):
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+
+
+def rate(step):
+    return 1e-2 / (step + 1)
+
+
+def settings(**changes):
+    return OptimizerSpec(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=0.7, **changes)
+
+
+def local_parameters(model):
+    return [(LocalParameter(fqn, tuple(p.shape), p.dtype, I, tuple(p.shape)), p) for fqn, p in model.named_parameters()]
+
+
+def run_case(precision, zero, alignment, bucket_size, groups, dp, dp_rank):
+    dtype = getattr(torch, precision[0])
+    model = make_model(dtype)
+    options = settings(zero=zero, alignment=alignment, bucket_size=bucket_size)
+    optimizer = DistributedOptimizer(local_parameters(model), options, gradient_dtype=precision[1], groups=groups)
+    buffers, steps = optimizer.buffers, []
+    for step in range(STEPS):
+        launched = []
+        optimizer.begin_step()
+        optimizer.wait_parameters()
+        for m, rows in enumerate(make_batch(step, dtype).chunk(dp)[dp_rank].chunk(MICROBATCHES)):
+            buffers.last_microbatch = m == MICROBATCHES - 1
+            model(rows, lambda _, seen=launched: seen.append(list(buffers.launches))).backward()
+        optimizer.reduce_gradients()
+        gradients = optimizer.gather_gradients()
+        result = optimizer.step(rate(step), extra=(1.0, dp_rank))
+        optimizer.wait_parameters()
+        steps.append(
+            {
+                "gradients": gradients,
+                "norm": result.grad_norm,
+                "sums": result.sums,
+                "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
+                "launched_before_first": launched[-1],
+                "launches": buffers.launches,
+            }
+        )
+    layout = [buffer.layout for buffer in buffers.buffers]
+    return {"steps": steps, "bytes": optimizer.measured_bytes(), "layouts": layout}
+
+
+def run_not_finite(groups, dp_rank):
+    """Only one rank sees an infinite gradient."""
+    model = make_model(torch.float32)
+    optimizer = DistributedOptimizer(local_parameters(model), settings(), groups=groups)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.buffers.last_microbatch = True
+    (model(make_batch(0, torch.float32)) * (float("inf") if dp_rank == 1 else 1.0)).backward()
+    result = optimizer.step(1e-2)
+    optimizer.wait_parameters()
+    return {"skipped": result.skipped, "unchanged": all(torch.equal(before[n], p) for n, p in model.named_parameters())}
+
+
+# ---- tp 2 · dp 2: placements whose gradients need sums beyond dp, and norms that must not count twice
+
+
+def tp_locals(tp_rank):
+    """Local parameters with a gradient that is partial over tp, whole, cut, cut with a whole segment, or tied."""
+    first = tp_rank == 0
+    fused = Placement("V", 0, (Segment(4), Segment(2, sharded=False)))
+    f64 = torch.float64
+    return [
+        LocalParameter("cut", (2, 3), f64, V(0, 4), (4, 3)),
+        LocalParameter("same", (5,), f64, I, (5,), counted=first),
+        LocalParameter("partial", (7,), f64, R, (7,), partial_over=("tp",), counted=first),
+        LocalParameter("fused", (4, 3), f64, fused, (6, 3), partial_over=("tp",)),
+        LocalParameter("fused_columns", (3, 4), f64, fused.moved(1), (3, 6), partial_over=("tp",)),
+        LocalParameter("tied", (3, 3), f64, I, (3, 3), partial_over=("embedding",), counted=first, tied_stages=(0, 1)),
+    ]
+
+
+def tp_start(local, tp_rank):
+    """The initial global value, and this rank's part of it."""
+    generator = torch.Generator().manual_seed(len(local.fqn))
+    full = torch.randn(local.global_shape, generator=generator, dtype=torch.float64)
+    return full, cut(full, local.placement, tp_rank)
+
+
+def cut(full, placement, tp_rank):
+    if not placement.is_sharded:
+        return full.clone()
+    pieces = [full.narrow(placement.dim, a, b - a) for a, b in placement.slices(2, tp_rank)]
+    return torch.cat(pieces, placement.dim)
+
+
+def tp_gradient(local, tp_rank, dp_rank, step):
+    """The gradient that one rank computes: the same on both tp ranks where the placement says so."""
+    seed = 1000 * step + 100 * dp_rank + len(local.fqn) + (0 if local.fqn == "same" else 10 * tp_rank)
+    return torch.randn(local.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_tp_case(zero, alignment, bucket_size, groups, tp_rank, dp_rank):
+    parameters = [(local, nn.Parameter(tp_start(local, tp_rank)[1])) for local in tp_locals(tp_rank)]
+    options = settings(zero=zero, alignment=alignment, bucket_size=bucket_size)
+    optimizer = DistributedOptimizer(parameters, options, groups=groups)
+    steps = []
+    for step in range(STEPS):
+        optimizer.wait_parameters()
+        optimizer.buffers.last_microbatch = True
+        sum((p * tp_gradient(local, tp_rank, dp_rank, step)).sum() for local, p in parameters).backward()
+        optimizer.reduce_gradients()
+        gradients = optimizer.gather_gradients()
+        norm = optimizer.step(rate(step)).grad_norm
+        optimizer.wait_parameters()
+        values = {local.fqn: p.detach().clone() for local, p in parameters}
+        steps.append({"gradients": gradients, "norm": norm, "parameters": values})
+    return steps
+
+
+def main(rank, directory):
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=timeout
+    )
+    pairs = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    dp_pair, tp_pair = pairs[rank // 2], pairs[2 + rank % 2]
+    groups = {2: {"dp": dp_pair, "world": dp_pair}, 4: {"dp": dist.group.WORLD, "world": dist.group.WORLD}}
+    results = {}
+    for case in CASES:
+        precision, dp, zero, alignment, bucket_size = case
+        results[case] = run_case(precision, zero, alignment, bucket_size, groups[dp], dp, rank % dp)
+    mixed = {"dp": dp_pair, "tp": tp_pair, "embedding": {(0, 1): tp_pair}, "world": dist.group.WORLD}
+    for case in TP_CASES:
+        results[case] = run_tp_case(*case, mixed, rank // 2, rank % 2)
+    results["not_finite"] = run_not_finite(groups[4], rank)
+    torch.save(results, f"{directory}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
