@@ -9,12 +9,13 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from planner.errors import SpecError, Where
+from planner.errors import PlanError, SpecError, Where
+from planner.mesh import Mesh
 from planner.spec_fields import (
     AUTO,
     Cursor,
@@ -30,7 +31,6 @@ from planner.spec_fields import (
 )
 from planner.spec_lines import read_yaml
 from planner.spec_sections import (
-    AXES,
     BatchSpec,
     CudaGraphsSpec,
     InitializationSpec,
@@ -90,6 +90,11 @@ class Spec:
         """A SpecError that points at the key ``path``."""
         return SpecError(what, where=self.location(path), fix=fix)
 
+    def locate(self, error: PlanError) -> PlanError:
+        """``error`` at its line of the spec, where its place is the dotted path of a key; otherwise as it is."""
+        is_key = isinstance(error.where, str) and error.where.split(".")[0] in {f.name for f in spec_fields(self)}
+        return self.error(str(error.where), error.what, error.fix) if is_key else error
+
     def require_inputs(self) -> dict[str, InputSpec]:
         """``inputs``, for a plan without example inputs. Raises SpecError where there are none."""
         if not self.inputs:
@@ -136,23 +141,13 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _check_order(spec: Spec) -> None:
-    tokens = spec.mesh.order.split("-")
-    for token in tokens:
-        if token not in AXES or tokens.count(token) > 1:
-            problem = "twice" if token in AXES else "which is no axis"
-            raise spec.error(
-                "mesh.order",
-                f"mesh.order has '{token}' {problem}: {spec.mesh.order}",
-                f"name each of {', '.join(AXES)} once, with dashes",
-            )
-    for axis in AXES:
-        if axis not in tokens and getattr(spec.mesh, axis) != 1:
-            raise spec.error(
-                "mesh.order",
-                f"mesh.order {spec.mesh.order} lacks {axis} = {getattr(spec.mesh, axis)}",
-                f"add {axis} to it",
-            )
+def _check_mesh(spec: Spec) -> None:
+    if spec.mesh.has_auto:
+        return
+    try:
+        Mesh(**{f.name: getattr(spec.mesh, f.name) for f in fields(spec.mesh)})
+    except PlanError as error:
+        raise spec.locate(error) from None
 
 
 def _check_batch(spec: Spec) -> None:
@@ -170,19 +165,11 @@ def _check_batch(spec: Spec) -> None:
 
 
 def _check_virtual_stages(spec: Spec) -> None:
-    vpp = spec.mesh.vpp
-    if vpp == 1 or vpp == AUTO:
-        return
-    if spec.mesh.pp == 1:
+    vpp, schedule = spec.mesh.vpp, spec.pipeline.schedule
+    if vpp not in (1, AUTO) and schedule != "interleaved_1f1b":
         raise spec.error(
             "mesh.vpp",
-            f"mesh.vpp = {vpp} needs a pipeline, but mesh.pp = 1",
-            "set mesh.pp to 2 or more, or mesh.vpp to 1",
-        )
-    if spec.pipeline.schedule != "interleaved_1f1b":
-        raise spec.error(
-            "mesh.vpp",
-            f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {spec.pipeline.schedule}",
+            f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
             "set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
         )
 
@@ -226,4 +213,4 @@ def _check_graph_scope(spec: Spec) -> None:
         raise spec.error(path, f"{path}: moe already contains moe_router", "keep one of them")
 
 
-_CHECKS = (_check_order, _check_virtual_stages, _check_split, _check_batch, _check_learning_rate, _check_graph_scope)
+_CHECKS = (_check_mesh, _check_virtual_stages, _check_split, _check_batch, _check_learning_rate, _check_graph_scope)

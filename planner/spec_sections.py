@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from planner.mesh import DEFAULT_ORDER
+from planner.plan_rows import STYLES
 from planner.spec_fields import (
     AUTO,
     Cursor,
@@ -24,11 +26,9 @@ from planner.spec_fields import (
 )
 from planner.spec_lines import join
 
-STYLES = ("column", "row", "vocab", "expert", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool", *FLOATS)
-AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class MeshSpec:
     cp: int | str = key(integer(auto=True), 1)
     ep: int | str = key(integer(auto=True), 1)
     etp: int | str = key(integer(auto=True), 1)
-    order: str = key(text(), "tp-cp-ep-dp-pp")
+    order: str = key(text(), DEFAULT_ORDER)
 
     @property
     def has_auto(self) -> bool:

@@ -1,0 +1,92 @@
+"""What a Plan says to a person: the same sections as a terminal table, plain text, HTML or YAML.
+
+Repeated blocks share one row whose name has ranges (``h.{0..11}.attn``) and whose count says how many rows it stands
+for; nothing is left out. ``full`` gives each its own row. The text is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from typing import TYPE_CHECKING
+
+import yaml
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.explain_sections import Section, sections
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+WIDTH = 160
+# Columns that may wrap; names and shapes stay whole.
+_PROSE = {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs"}
+
+
+def to_text(plan: Plan, *, full: bool = False, width: int = WIDTH) -> str:
+    """The tables as plain text of ``width`` columns, without colour codes or blanks at line ends."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    print_plan(plan, console, full=full)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def print_plan(plan: Plan, console: Console | None = None, *, full: bool = False) -> None:
+    """Print the tables on ``console`` (left out: stdout), with its width and colours."""
+    console = console or Console()
+    for section in sections(plan, full=full):
+        for part in _renderables(section):
+            console.print(part)
+
+
+def _renderables(section: Section) -> list[RenderableType]:
+    # Text, not str: rich would take "[b, s]" in a cell for markup.
+    parts: list[RenderableType] = [Text(section.title, style="bold")]
+    if section.note:
+        parts.append(Text(section.note))
+    if section.rows:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in section.columns:
+            justify = "right" if column in section.right else "left"
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in _PROSE)
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        parts.append(table)
+    return [*parts, Text("")]
+
+
+def to_yaml(plan: Plan) -> str:
+    """The plan's JSON as YAML, small lists on one line."""
+    return yaml.safe_dump(plan.to_dict(), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def to_html(plan: Plan, *, full: bool = False) -> str:
+    """The tables as one page that needs no other file."""
+    title = html.escape(f"plan {plan.hash()[:12]}")
+    body = "\n".join(_html_section(section) for section in sections(plan, full=full))
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+_STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse}"
+    "th,td{padding:.2em .8em .2em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
+    "th{color:#666;font-weight:normal}td.r,th.r{text-align:right;white-space:nowrap}p{white-space:pre-line}"
+)
+
+
+def _html_section(section: Section) -> str:
+    note = f"<p>{html.escape(section.note)}</p>" if section.note else ""
+    if not section.rows:
+        return f"<h2>{html.escape(section.title)}</h2>{note}"
+    head = _html_row("th", section, section.columns)
+    rows = "\n".join(_html_row("td", section, row) for row in section.rows)
+    return f"<h2>{html.escape(section.title)}</h2>{note}\n<table>\n{head}\n{rows}\n</table>"
+
+
+def _html_row(tag: str, section: Section, cells: tuple[str, ...]) -> str:
+    marks = [' class="r"' if column in section.right else "" for column in section.columns]
+    row = "".join(f"<{tag}{m}>{html.escape(cell)}</{tag}>" for m, cell in zip(marks, cells, strict=True))
+    return f"<tr>{row}</tr>"

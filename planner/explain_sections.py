@@ -1,0 +1,248 @@
+"""The sections of an explained Plan as titles, columns and cells, before anything draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planner.fold import Fold, fold, ranges, unfolded
+from planner.plan_rows import BoundaryPlan, CollectivePlan, Diagnostic, ParameterPlan
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+_TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
+_LONG_ORDER = 24  # actions that still read well one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table: every row has one cell for each of ``columns``; those in ``right`` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    right: frozenset[str] = frozenset()
+
+
+def sections(plan: Plan, *, full: bool = False) -> list[Section]:
+    """All sections in reading order; a table without rows is left out, but not parameters and collectives."""
+    head = [_header(plan), _parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
+    rest = [_regions(plan, full), _optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
+    return [*head, *(section for section in rest if section.rows), Section("Summary", note=_summary(plan))]
+
+
+def _header(plan: Plan) -> Section:
+    mesh, batch, schedule = plan.mesh, plan.spec.get("batch", {}), plan.schedule
+    axes = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "pp", "dp", "vpp", "cp", "ep", "etp", "edp"))
+    bubble = f", bubble {schedule.bubble_fraction:.1%}" if schedule.bubble_fraction else ""
+    lines = [
+        f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}",
+        f"batch     {batch.get('global', '?')} sequences a step, {batch.get('micro', '?')} a microbatch",
+        f"schedule  {schedule.kind}, {schedule.num_microbatches} microbatches{bubble}",
+    ]
+    return Section("Plan", note="\n".join(lines))
+
+
+def _parameters(plan: Plan, full: bool) -> Section:
+    def name(p: ParameterPlan) -> str:
+        return p.name
+
+    def same(p: ParameterPlan) -> Any:
+        return p.shape, p.dtype, p.style, p.dim, p.segments, p.whole_segments, p.padding, p.reason, p.origin, p.aliases
+
+    folds = unfolded(plan.parameters, name) if full else fold(plan.parameters, name, same)
+    columns = ("name", _TIMES, "shape", "local shape", "dtype", "style", "cut", "stages", "reason")
+    title = f"Parameters ({len(plan.parameters)})"
+    return Section(title, columns, tuple(map(_parameter_cells, folds)), right=frozenset({_TIMES}))
+
+
+def _parameter_cells(item: Fold) -> tuple[str, ...]:
+    p: ParameterPlan = item.rows[0]
+    stages = ranges(stage for row in item.rows for stage in row.stages)
+    origin = "" if p.origin == "default" else f" [{p.origin}]"
+    name = " = ".join((item.name, *p.aliases))
+    return (
+        name,
+        str(len(item.rows)),
+        _shape(p.shape),
+        _shape(p.local_shape),
+        p.dtype,
+        p.style,
+        _cut(p),
+        stages,
+        p.reason + origin,
+    )
+
+
+def _cut(p: ParameterPlan) -> str:
+    """dim 1: 768+64(whole), padded by 47"""
+    if p.dim is None:
+        return "-"
+    sizes = (f"{size}{'(whole)' if i in p.whole_segments else ''}" for i, size in enumerate(p.segments))
+    segments = f": {'+'.join(sizes)}" if len(p.segments) > 1 else ""
+    return f"dim {p.dim}{segments}{f', padded by {p.padding}' if p.padding else ''}"
+
+
+def _collectives(plan: Plan, full: bool) -> Section:
+    def name(c: CollectivePlan) -> str:
+        return c.where
+
+    def same(c: CollectivePlan) -> Any:
+        return c.kind, c.axis, c.phase, c.bytes, c.count, c.per
+
+    folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, same)
+    rows = tuple(_collective_cells(item) for item in folds)
+    columns = ("where", _TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
+    note = "" if rows else "none: no rank needs another"
+    return Section(f"Collectives ({len(plan.collectives)})", columns, rows, note, frozenset({_TIMES, "bytes", "count"}))
+
+
+def _collective_cells(item: Fold) -> tuple[str, ...]:
+    c: CollectivePlan = item.rows[0]
+    stages = ranges(row.stage for row in item.rows if row.stage is not None) or "-"
+    return item.name, str(len(item.rows)), c.kind, c.axis, c.phase, f"{c.bytes:,}", str(c.count), c.per, stages
+
+
+def _stages(plan: Plan) -> Section:
+    def boundaries(values: Sequence[BoundaryPlan]) -> str:
+        return "; ".join(f"{v.name} {_shape(v.shape)} {v.dtype}, {v.bytes:,} bytes" for v in values) or "-"
+
+    rows = []
+    for s in plan.stages:
+        blocks = ", ".join(item.name for item in fold(s.blocks, str, lambda _: None)) or "-"
+        cells = (str(s.index), str(s.pp_rank), str(s.chunk), str(len(s.blocks)), f"{s.num_parameters:,}")
+        rows.append((*cells, blocks, boundaries(s.receives), boundaries(s.sends)))
+    columns = ("stage", "pp rank", "chunk", "blocks", "parameters", "names", "receives", "sends")
+    return Section(f"Stages ({len(rows)})", columns, tuple(rows), right=frozenset(columns[:5]))
+
+
+def _schedule(plan: Plan) -> Section:
+    peaks = plan.schedule.peak_in_flight or ("-",) * plan.mesh.pp
+    rows = tuple(
+        (str(rank), str(peak), format_order(order, plan.mesh.vpp))
+        for rank, (order, peak) in enumerate(zip(plan.schedule.orders, peaks, strict=True))
+    )
+    chunk = ", F3.1 that on chunk 1" if plan.mesh.vpp > 1 else ""
+    note = f"F3 is the forward of microbatch 3{chunk}, B its backward; [F3 B0]..[F7 B4] counts both up by one"
+    return Section("Schedule", ("pp rank", "in flight", "order"), rows, note, frozenset({"pp rank", "in flight"}))
+
+
+def format_order(order: Sequence[tuple[str, int, int]], vpp: int = 1) -> str:
+    """A rank's actions in one line; in a long one, runs that count the microbatch up by one are shown by their ends."""
+
+    def show(actions: Sequence[tuple[str, int, int]]) -> str:
+        words = [f"{kind}{microbatch}" + (f".{chunk}" if vpp > 1 else "") for kind, microbatch, chunk in actions]
+        return words[0] if len(words) == 1 else f"[{' '.join(words)}]"
+
+    words, start = [], 0
+    while start < len(order):
+        period, repeats = (1, 1) if len(order) <= _LONG_ORDER else _longest_run(order, start)
+        last = start + period * (repeats - 1)
+        words.append(show(order[start : start + period]))
+        if repeats > 1:
+            words[-1] += f"..{show(order[last : last + period])}"
+        start = last + period
+    return " ".join(words)
+
+
+def _longest_run(order: Sequence[tuple[str, int, int]], start: int) -> tuple[int, int]:
+    """(period, repeats) of the run from ``start`` that covers most actions; (1, 1) unless it repeats three times."""
+    best = (1, 1)
+    for period in (1, 2):
+        end = start + period
+        while end < len(order) and _counts_up(order[end - period], order[end]):
+            end += 1
+        repeats = (end - start) // period
+        if repeats >= 3 and repeats * period > best[0] * best[1]:
+            best = (period, repeats)
+    return best
+
+
+def _counts_up(before: tuple[str, int, int], after: tuple[str, int, int]) -> bool:
+    return (before[0], before[1] + 1, before[2]) == tuple(after)
+
+
+def _regions(plan: Plan, full: bool) -> Section:
+    def same(r: Any) -> Any:
+        return r.scope, r.captured, r.reason, r.inputs, r.outputs
+
+    folds = (
+        fold(plan.graph_regions, lambda r: r.block, same)
+        if not full
+        else unfolded(plan.graph_regions, lambda r: r.block)
+    )
+    rows = []
+    for item in folds:
+        r = item.rows[0]
+        captured = "yes" if r.captured else "no"
+        rows.append(
+            (item.name, str(len(item.rows)), r.scope, captured, ", ".join(r.inputs), ", ".join(r.outputs), r.reason)
+        )
+    columns = ("block", _TIMES, "scope", "captured", "inputs", "outputs", "reason")
+    return Section("Graph regions", columns, tuple(rows), right=frozenset({_TIMES}))
+
+
+def _optimizer(plan: Plan) -> Section:
+    rows = []
+    for b in plan.optimizer.buffers:
+        dtypes = f"{b.dtype} / {b.gradient_dtype}"
+        rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", f"{b.shard_elements:,}", str(len(b.buckets))))
+    columns = ("pp rank", "parameters / gradients", "elements", "of one dp rank", "buckets")
+    note = f"{plan.optimizer.name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
+    right = frozenset({"pp rank", "elements", "of one dp rank", "buckets"})
+    return Section("Optimizer buffers", columns, tuple(rows), note, right)
+
+
+def _memory(plan: Plan) -> Section:
+    parts = ("parameters", "gradients", "optimizer", "activations", "graph_buffers", "total")
+    rows = tuple((str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in parts)) for row in plan.memory)
+    columns = ("pp rank", *(part.replace("_", " ") for part in parts))
+    return Section("Memory of one rank", columns, rows, right=frozenset(columns))
+
+
+def _cost(plan: Plan) -> Section:
+    if plan.cost is None:
+        return Section("Estimated time of one step")
+    parts = ("step_seconds", "compute", "tp_comm", "pp_comm", "pp_bubble", "dp_comm", "ep_comm", "optimizer")
+    columns = ("step", *(part.replace("_", " ") for part in parts[1:]))
+    cells = tuple(f"{getattr(plan.cost, part) * 1e3:.3f} ms" for part in parts)
+    return Section("Estimated time of one step", columns, (cells,), right=frozenset(columns))
+
+
+def _diagnostics(plan: Plan, full: bool) -> Section:
+    def name(d: Diagnostic) -> str:
+        return d.where
+
+    def same(d: Diagnostic) -> Any:
+        return d.level, d.what, d.fix
+
+    folds = unfolded(plan.diagnostics, name) if full else fold(plan.diagnostics, name, same)
+    rows = tuple((f.rows[0].level, f.name, str(len(f.rows)), f.rows[0].what, f.rows[0].fix) for f in folds)
+    columns = ("level", "where", _TIMES, "what", "fix")
+    return Section(f"Diagnostics ({len(plan.diagnostics)})", columns, rows, right=frozenset({_TIMES}))
+
+
+def _summary(plan: Plan) -> str:
+    s = plan.summary
+    shares = (
+        f"{s.flops_sharded_fraction:.1%} of the matrix FLOPs and {s.parameters_sharded_fraction:.1%} of the parameters"
+    )
+    sharded = f"over tp {plan.mesh.tp}, {shares} are sharded"
+    return f"{s.num_parameters:,} parameters; {sharded}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1536`` is ``1.50 KiB``; under 1 KiB in bytes."""
+    value: float = num_bytes
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,116 @@
+"""Rows to and from JSON values, by the types of their fields.
+
+    encode: dataclass -> dict, tuple -> list.        decode: the reverse, and every key and type is checked.
+
+``write_atomic`` leaves either the old file or the whole new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from planner.errors import PlanError
+
+
+def encode(value: Any) -> Any:
+    """Plain JSON values of a row, a tuple of rows, or a plain value."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: encode(getattr(value, name)) for name in _hints(type(value))}
+    if isinstance(value, dict):
+        return {str(name): encode(item) for name, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def decode(kind: Any, value: Any, path: str) -> Any:
+    """The value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of what does not fit."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _decode_row(kind, value, path)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        inner = next(a for a in arguments if a is not NoneType)
+        return None if value is None else decode(inner, value, path)
+    if origin is tuple:
+        return _decode_tuple(arguments, value, path)
+    if origin is dict or kind is dict:
+        return _expect(value, dict, path)
+    if kind is float:
+        return float(_expect(value, (int, float), path))
+    return _expect(value, kind, path)
+
+
+def _decode_row(kind: type, value: Any, path: str) -> Any:
+    _expect(value, dict, path)
+    hints = _hints(kind)
+    required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    for name in (*sorted(required - value.keys()), *sorted(value.keys() - hints.keys())):
+        problem = "is missing" if name in required else "is unknown"
+        raise PlanError(f"not a plan of this version: {path}.{name} {problem}")
+    return kind(**{name: decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
+
+
+def _decode_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
+    _expect(value, list, path)
+    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+    if len(kinds) != len(value):
+        raise PlanError(f"not a plan of this version: {path} must have {len(kinds)} items, not {len(value)}")
+    return tuple(
+        decode(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _expect(value: Any, kind: Any, path: str) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = kind.__name__ if isinstance(kind, type) else "number"
+        raise PlanError(f"not a plan of this version: {path} must be of type {names}, not {type(value).__name__}")
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The fields that are saved, with their types: those that compare."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.compare}
+
+
+def to_text(values: dict[str, Any]) -> str:
+    """JSON with one line for each row of each table, so that a person reads it and a diff shows rows."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"    {_line(row)}" for row in value)
+            parts.append(f"  {json.dumps(name)}: [\n{rows}\n  ]")
+        else:
+            parts.append(f"  {json.dumps(name)}: {_line(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write ``text`` beside ``path`` and rename it there. Raises OSError, and then leaves nothing behind."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
