@@ -26,6 +26,10 @@ class Candidates:
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
+        self._feeds: dict[str, set[str]] = defaultdict(set)
+        for inner, sources in producers.items():
+            for source in sources:
+                self._feeds[source.name].add(inner)
         self.cuts: dict[str, set[Placement]] = defaultdict(set)
         self.options: dict[str, list[Option]] = {}
         self._settle()
@@ -69,6 +73,8 @@ class Candidates:
         for placement in placements:
             if placement.is_sharded and len(cuts) < MAX_CUTS:
                 cuts.add(placement)
+        for inner in self._feeds[node.name]:
+            self.cuts[inner] |= cuts
         return len(cuts) > before
 
     def _of_placeholder(self, node: fx.Node) -> list[Option]:

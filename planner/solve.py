@@ -35,6 +35,7 @@ class Weights:
     bytes: float = 1.0
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
+    reshard: float = 300.0  # a cut activation made whole, or a whole one cut: worth it for a third of a block's FLOPs
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
 
@@ -62,7 +63,7 @@ class _Program:
         self.integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.x: dict[tuple[str, int], int] = {}
-        self.w: dict[tuple[str, Placement], int] = {}
+        self.w: dict[tuple[str, Placement, bool], int] = {}
 
     def solve(self) -> dict[str, Option]:
         for node in self.candidates.nodes:
@@ -99,16 +100,17 @@ class _Program:
         """Each type that an option of ``node`` wants of an input must be there."""
         for position, value in enumerate(node.all_input_nodes):
             for producer in self.edges.get(f"{node.name}:{position}", [value]):
-                wanted: dict[Placement, list[int]] = {}
+                wanted: dict[tuple[Placement, bool], list[int]] = {}
                 for index, option in enumerate(self.candidates.options[node.name]):
-                    wanted.setdefault(option.args[position], []).append(self.x[node.name, index])
-                for placement, variables in wanted.items():
-                    there = self._available(producer, placement)
+                    picks = option.attends and option.args[position].is_sharded
+                    wanted.setdefault((option.args[position], picks), []).append(self.x[node.name, index])
+                for (placement, picks), variables in wanted.items():
+                    there = self._available(producer, placement, picks)
                     self.rows.append(([*variables, there], [1.0] * len(variables) + [-1.0], -np.inf, 0.0))
 
-    def _available(self, value: fx.Node, placement: Placement) -> int:
+    def _available(self, value: fx.Node, placement: Placement, picks: bool) -> int:
         """The variable w[value, placement], made at its first reader together with its conversions z."""
-        key = (value.name, placement)
+        key = (value.name, placement, picks)
         if key in self.w:
             return self.w[key]
         there = self.w[key] = self._variable(0.0, False)
@@ -117,7 +119,7 @@ class _Program:
             produced.setdefault(option.out, []).append(self.x[value.name, index])
         sources = []
         for before, variables in produced.items():
-            cost = self._conversion_cost(value, before, placement)
+            cost = self._conversion_cost(value, before, placement, picks)
             if cost is not None:
                 z = self._variable(cost, False)
                 sources.append(z)
@@ -125,7 +127,7 @@ class _Program:
         self.rows.append(([there, *sources], [1.0] + [-1.0] * len(sources), -np.inf, 0.0))
         return there
 
-    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement) -> float | None:
+    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement, picks: bool) -> float | None:
         if isinstance(value.meta["val"], (tuple, list)) and before != after:
             return None
         found = conversion(before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter")))
@@ -133,7 +135,9 @@ class _Program:
             return None
         calls = bool(found.forward) + bool(found.backward)
         size = self.costs.activation[value.name]
-        return (calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) \
+        reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
+        detour = self.weights.reshard if reshards and value.meta.get("grad") else 0.0
+        return (detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) \
             * self.costs.instances[value.name]
 
     def _run(self) -> np.ndarray:

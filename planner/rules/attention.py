@@ -24,9 +24,9 @@ def attention(site: Site) -> Iterator[Option]:
         return
     given = _masks(site, V(1, heads)) | {q: V(1, heads)}
     if site.divides(groups):
-        yield site.option(V(1, heads), given | {k: V(1, groups), v: V(1, groups)}, "heads")
+        yield site.option(V(1, heads), given | {k: V(1, groups), v: V(1, groups)}, "heads", attends=True)
     elif groups < heads:
-        yield site.option(V(1, heads), given | {k: R, v: R}, "shared key heads")
+        yield site.option(V(1, heads), given | {k: R, v: R}, "shared key heads", attends=True)
 
 
 def _masks(site: Site, cut: Placement) -> dict[fx.Node, Placement]:

@@ -21,13 +21,15 @@ from planner.types import I, P, Placement, R
 class Option:
     """One admissible typing of a node: a type for each of ``Site.inputs``, in order, and for the output.
 
-    ``whole`` says that every rank computes all of the node (its FLOPs are redundant).
+    ``whole`` says that every rank computes all of the node (its FLOPs are redundant). ``attends`` marks products of
+    activations, whose operands a rank may pick out of a whole tensor (the key heads that its query heads read).
     """
 
     args: tuple[Placement, ...]
     out: Placement
     rule: str
     whole: bool = False
+    attends: bool = False
 
 
 Rule = Callable[["Site"], Iterable[Option]]
@@ -58,10 +60,10 @@ class Site:
     def divides(self, size: int) -> bool:
         return size % self.tp == 0
 
-    def option(self, out: Placement, given: Mapping[fx.Node, Placement], rule: str) -> Option:
+    def option(self, out: Placement, given: Mapping[fx.Node, Placement], rule: str, *, attends: bool = False) -> Option:
         """An option where the inputs not in ``given`` are R: what a sharded computation reads whole has partial gradients."""
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
-        return Option(args, self.settle(self.node, out), rule)
+        return Option(args, self.settle(self.node, out), rule, attends=attends)
 
     def settle(self, node: fx.Node, placement: Placement) -> Placement:
         """Without a gradient R and I are the same thing: I is the one name for it."""

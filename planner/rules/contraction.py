@@ -4,7 +4,6 @@ Write the product as an einsum. Over tp one label may be cut:
 
     a label of the output    every operand that has it is cut there, the others are R       column parallel, heads
     a summed label           both operands are cut there, the result is P                   row parallel
-    one operand P            the other is a factor (R), the result is P
 
 The weight of a column-parallel linear is cut exactly as its output, segment by segment.
 """
@@ -33,18 +32,17 @@ def contraction(site: Site) -> Iterator[Option]:
         return
     for label in dict.fromkeys("".join(labels)):
         yield from _cut_label(site, operands, labels, out, label)
-    if site.grad(site.node):
-        yield from (site.partial([n]) for n in operands if site.grad(n))
 
 
 def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str) -> Iterator[Option]:
+    attends = not any(holds_weight(n) for n in operands)
     for segments, padding in _segmentations(site, operands, labels, out, label):
         given = {n: Placement("V", w.index(label), segments, padding)
                  for n, w in zip(operands, labels, strict=True) if label in w}
         if label in out:
-            yield site.option(Placement("V", out.index(label), segments, padding), given, "column")
+            yield site.option(Placement("V", out.index(label), segments, padding), given, "column", attends=attends)
         elif not padding and all(s.sharded for s in segments):
-            yield site.option(P, given, "row")
+            yield site.option(P, given, "row", attends=attends)
 
 
 def _segmentations(site: Site, operands: list[fx.Node], labels: list[str], out: str,

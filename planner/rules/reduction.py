@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from planner.rules.base import Option, Site
-from planner.types import P, Placement
+from planner.types import P
 
 aten = torch.ops.aten
 
@@ -49,21 +49,18 @@ def reduced_dims(node: Any, ndim: int) -> set[int]:
 
 def along_dim(site: Site) -> Iterator[Option]:
     """softmax(x, dim), cumsum(x, dim), topk …: every output is cut as x is, on any other dim."""
-    x = site.inputs[0]
+    x, *others = site.inputs
     ndim = len(site.shape(x))
+    if others or len(site.shape()) != ndim:
+        return
     dims = reduced_dims(site.node, ndim) if _has_dim(site) else {ndim - 1}
     for cut in sorted({*site.candidates(x), *site.candidates()}):
-        if cut.dim not in dims and cut.dim < len(site.shape()):
-            yield site.option(cut, {n: _as(site, n, cut) for n in site.inputs}, "along a whole dim")
+        if cut.dim not in dims:
+            yield site.option(cut, {x: cut}, "along a whole dim")
 
 
 def _has_dim(site: Site) -> bool:
     return any(a.name in ("dim", "dims") for a in site.node.target._schema.arguments)  # pyright: ignore
-
-
-def _as(site: Site, node: Any, cut: Placement) -> Placement:
-    from planner.types import R
-    return cut if site.shape(node) == site.shape(site.inputs[0]) else R
 
 
 def norm(site: Site) -> Iterator[Option]:
