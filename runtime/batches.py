@@ -1,0 +1,123 @@
+"""The batch of a step: checked against the plan before anything is sent, then this rank's share cut into microbatches.
+
+    dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch m takes the next ``micro`` of them
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from planner.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype)."""
+
+    inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    global_size: int
+    micro: int
+    dp: int
+    dp_rank: int
+
+    @property
+    def local_size(self) -> int:
+        return self.global_size // self.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.local_size // self.micro
+
+    @property
+    def first_microbatch(self) -> int:
+        """The global index of this dp rank's first microbatch."""
+        return self.dp_rank * self.num_microbatches
+
+    def check(self, batch: Mapping[str, Tensor], *, local: bool = False) -> None:
+        """Raise PlanError unless keys, shapes and dtypes are the plan's. ``local``: one dp rank's rows alone."""
+        size = self.local_size if local else self.global_size
+        missing, extra = self.inputs.keys() - batch.keys(), batch.keys() - self.inputs.keys()
+        if missing or extra:
+            parts = [f"{word} {', '.join(sorted(names))}" for word, names in (("lacks", missing), ("has the unplanned", extra)) if names]
+            raise PlanError(f"the batch {' and '.join(parts)}", where="batch", fix=f"give exactly: {', '.join(self.inputs)}")
+        for name, (shape, dtype) in self.inputs.items():
+            value = batch[name]
+            if not isinstance(value, Tensor):
+                raise PlanError(f"batch[{name!r}] is a {type(value).__name__}", where="batch", fix="give tensors")
+            if tuple(value.shape) != (size, *shape):
+                whose = "of this dp rank" if local else "of the global batch"
+                raise PlanError(
+                    f"batch[{name!r}] has shape {list(value.shape)}, the plan takes {[size, *shape]}",
+                    where="batch",
+                    fix=f"give the {size} sequences {whose}, each {list(shape)}; or plan for this shape",
+                )
+            if value.dtype != dtype:
+                raise PlanError(
+                    f"batch[{name!r}] is {value.dtype}, the plan takes {dtype}", where="batch", fix=f"convert it to {dtype}"
+                )
+
+    def microbatches(self, batch: Mapping[str, Tensor], device: torch.device, *, local: bool = False) -> list[dict[str, Tensor]]:
+        """This dp rank's microbatches, on ``device``."""
+        first = 0 if local else self.dp_rank * self.local_size
+        rows = {name: batch[name][first : first + self.local_size].to(device) for name in self.inputs}
+        return [{n: r[m * self.micro : (m + 1) * self.micro] for n, r in rows.items()} for m in range(self.num_microbatches)]
+
+    def all_microbatches(self, batch: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+        """Every microbatch of the global batch, in the order of their global indices."""
+        count = self.global_size // self.micro
+        return [{n: batch[n][m * self.micro : (m + 1) * self.micro].to(device) for n in self.inputs} for m in range(count)]
+
+
+def num_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Elements of the first integer input; sequences where there is none."""
+    integers = [t for t in batch.values() if not t.is_floating_point() and t.dtype != torch.bool]
+    return integers[0].numel() if integers else len(next(iter(batch.values())))
+
+
+def check_first_batch(layout: BatchLayout, batch: Mapping[str, Tensor], store: Store, world_size: int, rank: int,
+                      timeout: timedelta, *, local: bool) -> None:
+    """``check`` on all ranks at once, for the first step: a rank with a bad batch must not leave the others waiting.
+
+    Over the store, not a collective: a rank that finds its own batch wrong says so and raises without any wait, and the
+    others raise its words. Global batches must also hold the same integers everywhere. Raises PlanError.
+    """
+    own = ""
+    try:
+        layout.check(batch, local=local)
+        store.compare_set("batch/expected", "", _fingerprint(batch, local))
+        if store.get("batch/expected").decode() != _fingerprint(batch, local):
+            own = "this batch is not the one that other ranks were given"
+    except PlanError as error:
+        own = error.what
+        raise
+    finally:
+        if own:
+            store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
+        if store.add("batch/num_checked", 1) == world_size:
+            store.set("batch/all_checked", "1")
+    store.wait(["batch/all_checked"], timeout)
+    num_bad = store.add("batch/num_bad", 0)
+    if num_bad:
+        told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
+        raise PlanError(
+            "the first batch does not fit on every rank: " + "; ".join(told),
+            where="batch",
+            fix="give every rank the same global batch, or its own share with train_step(batch, local=True)",
+        )
+
+
+def _fingerprint(batch: Mapping[str, Tensor], local: bool) -> str:
+    if local:
+        return "local"
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        if not batch[name].is_floating_point():
+            digest.update(batch[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

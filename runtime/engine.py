@@ -1,0 +1,290 @@
+"""The Engine: a plan, running. It opens the groups, fills this rank's stage modules and steps them; it decides nothing.
+
+    train_step = batch check -> loss denominators of the global batch -> actions of the schedule -> ZeRO-1 update
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from os import PathLike
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+
+from passes.base import LocalParameter, RankProgram
+from planner.errors import PlanError
+from planner.mesh import Mesh
+from planner.plan import Plan
+from planner.schedule import Action
+from planner.spec import Spec
+from runtime.batches import BatchLayout, check_first_batch, num_tokens
+from runtime.executor import Executor, Step
+from runtime.groups import Groups, default_store, open_groups
+from runtime.lr import learning_rate
+from runtime.p2p import Transport
+from runtime.report import StepReport
+from runtime.scaling import LossScale
+from runtime.weights import collect, fill, weight_source
+from runtime.zero1 import DistributedOptimizer
+
+_engines_made = 0
+
+
+class Engine:
+    """One rank of a running plan.
+
+    Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
+    ``mesh`` tells sizes; ``dp_rank`` this rank's place for a user's own DistributedSampler.
+    """
+
+    def __init__(self, plan: Plan, *, program: RankProgram | None = None, device: torch.device | str | None = None,
+                 timeout_seconds: float = 600.0) -> None:
+        """The same call on every rank; a rank alone needs no launcher.
+
+        ``program``: lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the
+        launched world is not the plan's, or plans or versions differ between ranks.
+        """
+        self.plan = plan
+        self.spec = Spec.load(plan.spec)
+        self.mesh = _mesh(plan)
+        self.step_index = 0
+        self._gradients_ready = False
+        self._open(torch.device(device) if device else None, timeout_seconds)
+        try:
+            self._build(program)
+        except BaseException:
+            self.groups.destroy()
+            raise
+
+    def _open(self, device: torch.device | None, timeout_seconds: float) -> None:
+        global _engines_made
+        identity = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
+        tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
+        self.groups: Groups = open_groups(self.mesh, identity, tied, device=device, timeout_seconds=timeout_seconds)
+        store = default_store()
+        self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
+        _engines_made += 1
+
+    def _build(self, program: RankProgram | None) -> None:
+        groups, mesh = self.groups, self.mesh
+        if program is None:
+            from passes.lower import lower
+            program = lower(self.plan, groups.rank)
+        self.program = program
+        for name, axis in self.program.axes.items():
+            axis.group = getattr(groups, name, None)
+        fill(self.program.stages, weight_source(self.plan, self.spec), mesh.tp, groups.tp_rank, groups.device)
+        self._unused = _unused_weights(self.plan, groups)
+        release = getattr(self.plan.source, "release", None)
+        if release is not None:
+            release()
+        self.layout = self._batch_layout()
+        self.optimizer = self._make_optimizer()
+        order = tuple(Action(*action) for action in self.plan.schedule.orders[groups.pp_rank])
+        transport = Transport(groups, mesh.pp * mesh.vpp)
+        self.executor = Executor(self.program.stages, order, transport, self.program.random,
+                                 before_backward=self._before_backward)
+        self.loss_scale = LossScale.of(self.spec.precision)
+        if self.program.count_module is not None:
+            self.program.count_module.to(groups.device)
+
+    # ---- public: steps
+
+    def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepReport:
+        """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
+
+        ``local``: the batch is this dp rank's own share, as a DistributedSampler deals it. Raises PlanError for a batch
+        that is not the plan's, StepError when a stage fails.
+        """
+        start = time.perf_counter()
+        loss = self._forward_backward(batch, local)
+        report = self._update(loss)
+        tokens = num_tokens(batch) * (self.mesh.dp if local else 1)
+        return dataclasses.replace(report, tokens_per_s=tokens / (time.perf_counter() - start))
+
+    def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
+        """The loss of the global batch; its gradients replace those of an earlier call and are left for
+        ``gather_gradients`` and ``optimizer_step``."""
+        self._loss = self._forward_backward(batch, local)
+        self.optimizer.reduce_gradients()
+        self._gradients_ready = True
+        return self._over_world(self._loss)
+
+    def optimizer_step(self) -> StepReport:
+        """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
+        if not self._gradients_ready:
+            raise PlanError("there are no gradients to update with", fix="call forward_backward(batch) first")
+        return self._update(self._loss)
+
+    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
+        """The loss of the global batch, without gradients. Dropout acts as it was captured."""
+        self.optimizer.wait_parameters()
+        return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
+
+    # ---- public: tensors in and out
+
+    def gather_parameters(self) -> dict[str, Tensor]:
+        """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
+        self.optimizer.wait_parameters()
+        held = [(p, index, parameter.data) for p, index, parameter in self._parameters()]
+        return self._named({**collect(self.groups, held), **self._unused})
+
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
+
+        After ``forward_backward`` and before ``optimizer_step``. Raises PlanError at other times.
+        """
+        if not self._gradients_ready:
+            raise PlanError("there are no gradients: an update has used them up, or none were made",
+                            fix="call it between forward_backward(batch) and optimizer_step()")
+        gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
+        held = [(p, index, gradients[p.fqn]) for p, index, _ in self._parameters() if p.fqn in gradients]
+        return self._named(collect(self.groups, held))
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """Not there yet. Raises PlanError."""
+        raise PlanError("checkpoints are not available yet", fix="write gather_parameters() of rank 0 to a file")
+
+    def load(self, directory: str | PathLike[str]) -> None:
+        """Not there yet. Raises PlanError."""
+        raise PlanError("checkpoints are not available yet", fix="plan a model that holds the weights")
+
+    # ---- public: life
+
+    def close(self) -> None:
+        """Wait for all ranks, then end the process groups that this engine made. Calling it again does nothing."""
+        if self.groups.world is not None:
+            self.optimizer.wait_parameters()
+            self.groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif self.groups.world is not None:
+            self.groups.destroy()  # no barrier: the other ranks may have failed elsewhere
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among those that see different data."""
+        return self.groups.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.dp
+
+    # ---- pieces of a step
+
+    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> float:
+        step = self._step(batch, local)
+        self.optimizer.wait_parameters()
+        self.optimizer.begin_step()
+        self._gradients_ready = False
+        return self._loss_here(self.executor.run(step))
+
+    def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
+        self._check(batch, local)
+        device = self.groups.device
+        microbatches = self.layout.microbatches(batch, device, local=local)
+        counted = microbatches if local else self.layout.all_microbatches(batch, device)
+        return Step(self.step_index, microbatches, self.layout.first_microbatch, self._denominators(counted, local),
+                    self.loss_scale.value)
+
+    def _check(self, batch: Mapping[str, Tensor], local: bool) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            self.layout.check(batch, local=local)
+        else:
+            check_first_batch(self.layout, batch, store, self.mesh.world_size, self.groups.rank, self.groups.timeout,
+                              local=local)
+
+    @torch.no_grad()
+    def _denominators(self, microbatches: list[dict[str, Tensor]], local: bool) -> list[Tensor]:
+        """What each loss term of the global batch is divided by; the same on every rank."""
+        count = self.program.count_module
+        if count is None:
+            return []
+        counts = [count(*(microbatch[name] for name in self.program.count_inputs)) for microbatch in microbatches]
+        totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
+        if local and self.groups.dp is not None:
+            dist.all_reduce(totals, group=self.groups.dp)
+        return list(totals)
+
+    def _before_backward(self, is_last: bool) -> None:
+        self.optimizer.buffers.last_microbatch = is_last
+
+    def _loss_here(self, loss: Tensor | None) -> float:
+        """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
+        return loss.item() if loss is not None and self.groups.tp_rank == 0 else 0.0
+
+    def _over_world(self, addend: float) -> float:
+        if self.groups.world is None:
+            return addend
+        total = torch.tensor(addend, dtype=torch.float64, device=self.groups.device)
+        dist.all_reduce(total, group=self.groups.world)
+        return total.item()
+
+    def _update(self, loss: float) -> StepReport:
+        rate = self._learning_rate()
+        result = self.optimizer.step(rate, grad_scale=self.loss_scale.value, extra=[loss])
+        self.loss_scale.update(skipped=result.skipped)
+        self.step_index += 1
+        self._gradients_ready = False
+        return StepReport(result.sums[0], result.grad_norm, rate, result.skipped, 0.0)
+
+    def _learning_rate(self) -> float:
+        o, s = self.spec.optimizer, self.spec.optimizer.schedule
+        return learning_rate(self.step_index, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+
+    # ---- pieces of the set-up
+
+    def _parameters(self) -> list[tuple[LocalParameter, int, nn.Parameter]]:
+        return [(p, stage.index, stage.parameter(p.fqn)) for stage in self.program.stages for p in stage.parameters]
+
+    def _make_optimizer(self) -> DistributedOptimizer:
+        groups = self.groups
+        return DistributedOptimizer(
+            [(p, parameter) for p, _, parameter in self._parameters()],
+            self.spec.optimizer,
+            gradient_dtype=_gradient_dtype(self.spec, self._parameters()),
+            groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},
+            device=groups.device,
+        )
+
+    def _batch_layout(self) -> BatchLayout:
+        spec = self.spec
+        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.require_inputs().items()}
+        return BatchLayout(inputs, spec.batch.global_size, spec.batch.micro, self.mesh.dp, self.groups.dp_rank)
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """In the model's order, tied parameters under each of their names."""
+        named = {}
+        for row in self.plan.parameters:
+            if row.name in tensors:
+                named.update({name: tensors[row.name] for name in (row.name, *row.aliases)})
+        return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
+
+
+def _mesh(plan: Plan) -> Mesh:
+    m = plan.mesh
+    return Mesh(tp=m.tp, pp=m.pp, dp=m.dp, vpp=m.vpp, cp=m.cp, ep=m.ep, etp=m.etp, order=m.order)
+
+
+def _gradient_dtype(spec: Spec, parameters: list[tuple[LocalParameter, int, nn.Parameter]]) -> str | None:
+    """As the spec says; else float32 for low precision and the parameter's own for the rest (None)."""
+    if spec.precision.gradients is not None:
+        return spec.precision.gradients
+    low = (torch.bfloat16, torch.float16)
+    return "float32" if any(p.dtype in low for p, *_ in parameters) else None
+
+
+def _unused_weights(plan: Plan, groups: Groups) -> dict[str, Tensor]:
+    return {}

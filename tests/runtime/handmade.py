@@ -1,0 +1,184 @@
+"""A small model cut by hand into stage modules, so that the runtime is tested without capture and lowering.
+
+Crossing every cut: an activation (sent as a transposed view), a gate with a gradient that stages only pass on, and an
+integer tensor without one. The first and the last stage hold the same (tied) matrix. Rows whose target is negative
+do not count, and there is a different number of them in every microbatch.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, fx, nn
+
+from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
+from planner.mesh import Mesh
+from planner.plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.schedule import build_schedule
+from planner.spec import Spec
+from planner.types import I
+
+WIDTH = 6
+NUM_MIDDLE = 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
+        self.gate = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(NUM_MIDDLE))
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        valid = target[:, :1] >= 0
+        hidden, gate, kind = x @ self.tied, torch.sigmoid(x * self.gate), x.argmax(-1, keepdim=True)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden)) * gate
+        error = (hidden @ self.tied.T + self.shift - target) ** 2 * (1 + kind)
+        return (error * valid).sum() / valid.sum()
+
+
+class Stage(nn.Module):
+    """Blocks [first, stop) of the model, and its head and tail where they belong."""
+
+    def __init__(self, model: Model, index: int, num_stages: int) -> None:
+        super().__init__()
+        share = NUM_MIDDLE // num_stages
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.names = [f"blocks.{i}" for i in range(index * share, (index + 1) * share)]
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in self.names)
+        if self.is_first or self.is_last:
+            self.tied = nn.Parameter(torch.empty_like(model.tied))
+        if self.is_first:
+            self.gate = nn.Parameter(torch.empty_like(model.gate))
+        if self.is_last:
+            self.register_buffer("shift", torch.empty_like(model.shift))
+
+    def attributes(self) -> dict[str, str]:
+        own = {"tied": "tied", "gate": "gate", "shift": "shift"}
+        found = {fqn: name for fqn, name in own.items() if hasattr(self, name)}
+        for i, name in enumerate(self.names):
+            found |= {f"{name}.{part}": f"layers.{i}.{part}" for part in ("weight", "bias")}
+        return found
+
+    def run(self, hidden, gate, kind):
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden)) * gate
+        return hidden, gate, kind
+
+    def begin(self, x):
+        return self.run(x @ self.tied, torch.sigmoid(x * self.gate), x.argmax(-1, keepdim=True))
+
+    def end(self, hidden, kind, target, count):
+        error = (hidden @ self.tied.T + self.shift - target) ** 2 * (1 + kind)
+        return (error * (target[:, :1] >= 0)).sum() / count
+
+
+class Only(Stage):
+    def forward(self, x, target, count):
+        hidden, _, kind = self.begin(x)
+        return (self.end(hidden, kind, target, count),)
+
+
+class First(Stage):
+    def forward(self, x):
+        hidden, gate, kind = self.begin(x)
+        return hidden.t(), gate, kind
+
+
+class Middle(Stage):
+    def forward(self, hidden, gate, kind):
+        hidden, gate, kind = self.run(hidden.t(), gate, kind)
+        return hidden.t(), gate, kind
+
+
+class Last(Stage):
+    def forward(self, hidden, gate, kind, target, count):
+        hidden, _, kind = self.run(hidden.t(), gate, kind)
+        return (self.end(hidden, kind, target, count),)
+
+
+class Count(nn.Module):
+    def forward(self, target):
+        return ((target[:, :1] >= 0).sum().to(torch.float64),)
+
+
+def build_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def build_batch(size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Row i is invalid for about half of the rows; the first row is always valid."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.rand(size, WIDTH, dtype=torch.float64, generator=generator)
+    target[torch.rand(size, generator=generator) < 0.5] *= -1
+    target[0] = target[0].abs()
+    return {"x": torch.randn(size, WIDTH, dtype=torch.float64, generator=generator), "target": target}
+
+
+def build_plan(model: Model, *, pp: int = 1, dp: int = 1, vpp: int = 1, size: int = 8, micro: int = 1,
+               kind: str = "1f1b", clip: float | None = 0.5, zero: int = 1) -> Plan:
+    row = {"shape": [WIDTH], "dtype": "float64"}
+    spec = Spec.load({
+        "mesh": {"pp": pp, "dp": dp, "vpp": vpp}, "batch": {"global": size, "micro": micro},
+        "inputs": {"x": row, "target": row}, "pipeline": {"schedule": kind},
+        "optimizer": {"lr": 1e-3, "clip_grad_norm": clip, "weight_decay": 0.1, "zero": zero, "bucket_size": 40},
+    })
+    mesh = Mesh(pp=pp, dp=dp, vpp=vpp)
+    schedule = build_schedule(kind, pp, spec.num_microbatches, vpp=vpp)
+    num_stages = pp * vpp
+    parameters = [
+        ParameterPlan.of(I, 1, name=name, shape=tuple(p.shape), dtype="float64", style="replicate", reason="",
+                         stages=_stages_of(name, num_stages))
+        for name, p in model.named_parameters()
+    ]
+    return Plan(
+        spec=spec.to_dict(),
+        mesh=MeshPlan(1, pp, vpp, dp, 1, 1, 1, mesh.edp, mesh.world_size, mesh.order),
+        parameters=tuple(parameters), collectives=(),
+        stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
+        schedule=SchedulePlan(kind, spec.num_microbatches, tuple(tuple(map(tuple, o)) for o in schedule.orders)),
+        source=SimpleNamespace(model=model),
+    )
+
+
+def lower(plan: Plan, rank: int) -> RankProgram:
+    """This rank's stage modules, by hand."""
+    m = plan.mesh
+    coordinate = Mesh(pp=m.pp, dp=m.dp, vpp=m.vpp).coordinate(rank)
+    stages = [_stage(plan, chunk * m.pp + coordinate["pp"], chunk) for chunk in range(m.vpp)]
+    axes = {"tp": AxisHandle("tp", 1, 0)}
+    return RankProgram(stages, axes, RandomState(1234, 0), fx.symbolic_trace(Count()), ("target",))
+
+
+def _stages_of(name: str, num_stages: int) -> tuple[int, ...]:
+    if name == "tied":
+        return tuple(sorted({0, num_stages - 1}))
+    return (0,) if name == "gate" else (int(name.split(".")[1]) * num_stages // NUM_MIDDLE,)
+
+
+def _stage(plan: Plan, index: int, chunk: int) -> StageModule:
+    model, num_stages, micro = plan.source.model, plan.mesh.pp * plan.mesh.vpp, plan.spec["batch"]["micro"]
+    first, last = index == 0, index == num_stages - 1
+    kind = Only if first and last else First if first else Last if last else Middle
+    module = kind(model, index, num_stages)
+    attributes = module.attributes()
+    boundary = (Boundary("hidden", (WIDTH, micro), torch.float64, True, I),
+                Boundary("gate", (micro, WIDTH), torch.float64, True, I),
+                Boundary("kind", (micro, 1), torch.int64, False, I))
+    parameters = tuple(_parameter(fqn, p, _stages_of(fqn, num_stages), index)
+                       for fqn, p in model.named_parameters() if fqn in attributes)
+    return StageModule(
+        index, chunk, fx.symbolic_trace(module), () if first else boundary, () if last else boundary,
+        (("x",) if first else ()) + (("target",) if last else ()), (0,) if last else (), parameters,
+        ("shift",) if last else (), attributes, last,
+    )
+
+
+def _parameter(fqn: str, parameter: nn.Parameter, stages: tuple[int, ...], stage: int) -> LocalParameter:
+    shape, tied = tuple(parameter.shape), len(stages) > 1
+    return LocalParameter(fqn, shape, parameter.dtype, I, shape, ("embedding",) if tied else (),
+                          stage == stages[0], stages if tied else ())

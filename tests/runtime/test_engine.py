@@ -1,0 +1,218 @@
+"""The engine on stage modules cut by hand equals one process, for every layout of pp, vpp and dp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.errors import PlanError
+from runtime.engine import Engine
+from runtime.launch import launch
+from runtime.reference import OneProcess
+from tests.runtime.handmade import build_batch, build_model, build_plan, lower
+
+SIZE = 8
+
+
+def engine_for(rank: int = 0, **layout) -> Engine:
+    plan = build_plan(build_model(), size=SIZE, **layout)
+    return Engine(plan, program=lower(plan, rank), timeout_seconds=60)
+
+
+def run_steps(layout: dict, local: bool = False) -> dict:
+    """Loss and gradients of the first batch, then three updates; on every rank."""
+    import os
+
+    with engine_for(int(os.environ.get("RANK", "0")), **layout) as engine:
+        share = SIZE // engine.dp_size if local else SIZE
+        first = engine.dp_rank * share if local else 0
+        batches = [{k: v[first:first + share] for k, v in build_batch(SIZE, seed).items()} for seed in range(3)]
+        result = {"evaluated": engine.evaluate(batches[0], local=local),
+                  "loss": engine.forward_backward(batches[0], local=local),
+                  "gradients": engine.gather_gradients()}
+        result["reports"] = [engine.optimizer_step()]
+        result["reports"] += [engine.train_step(batch, local=local) for batch in batches[1:]]
+        result["parameters"] = engine.gather_parameters()
+    return result
+
+
+def expected(clip: float | None = 0.5) -> dict:
+    spec = build_plan(build_model(), size=SIZE, clip=clip).spec
+    from planner.spec import Spec
+
+    one = OneProcess(build_model(), Spec.load(spec))
+    loss = one.forward_backward(build_batch(SIZE, 0))
+    gradients = {name: p.grad.clone() for name, p in one.model.named_parameters()}
+    norms = [one.update()]
+    losses = [loss]
+    for seed in (1, 2):
+        losses.append(one.forward_backward(build_batch(SIZE, seed)))
+        norms.append(one.update())
+    return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": dict(one.model.named_parameters())}
+
+
+def assert_equal(results: list[dict], clip: float | None = 0.5) -> None:
+    truth = expected(clip)
+    for result in results:
+        assert result["evaluated"] == pytest.approx(truth["losses"][0], rel=1e-12)
+        assert result["loss"] == pytest.approx(truth["losses"][0], rel=1e-12)
+        assert [r.loss for r in result["reports"]] == pytest.approx(truth["losses"], rel=1e-10)
+        assert [r.grad_norm for r in result["reports"]] == pytest.approx(truth["norms"], rel=1e-10)
+    for kind in ("gradients", "parameters"):
+        assert set(results[0][kind]) == set(truth[kind])
+        for name, value in truth[kind].items():
+            torch.testing.assert_close(results[0][kind][name], value.detach(), rtol=1e-9, atol=1e-12, msg=f"{kind} {name}")
+        assert all(result[kind] == {} for result in results[1:])
+
+
+def test_one_rank_needs_no_launcher_and_equals_one_process():
+    assert_equal([run_steps({"micro": 2})])
+
+
+def test_without_clipping_the_update_is_that_of_plain_adamw():
+    assert_equal([run_steps({"micro": 2, "clip": None})], clip=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [
+    {"pp": 2}, {"pp": 2, "kind": "gpipe"}, {"pp": 4, "micro": 2}, {"dp": 2}, {"dp": 2, "zero": 0}, {"dp": 4, "micro": 2},
+    {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "kind": "interleaved_1f1b"},
+], ids=str)
+def test_layout_equals_one_process(layout):
+    ranks = layout.get("pp", 1) * layout.get("dp", 1)
+    assert_equal(launch(run_steps, ranks, layout, timeout_seconds=100))
+
+
+@pytest.mark.slow
+def test_local_shares_with_different_token_counts_equal_the_global_batch():
+    assert_equal(launch(run_steps, 4, {"pp": 2, "dp": 2}, True, timeout_seconds=100))
+
+
+def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
+    model = build_model()
+    plan = build_plan(model, size=SIZE, micro=2)
+    losses = []
+    for _ in range(2):
+        with Engine(plan, program=lower(plan, 0)) as engine:
+            losses.append(engine.train_step(build_batch(SIZE)).loss)
+    assert losses[0] == losses[1]
+
+
+def test_the_users_model_is_not_changed_by_training():
+    model = build_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plan = build_plan(model, size=SIZE, micro=2)
+    Engine(plan, program=lower(plan, 0)).train_step(build_batch(SIZE))
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_gradients_are_not_given_after_the_update():
+    engine = engine_for(micro=2)
+    engine.train_step(build_batch(SIZE))
+    with pytest.raises(PlanError, match="an update has used them up"):
+        engine.gather_gradients()
+
+
+def test_forward_backward_twice_replaces_the_gradients():
+    engine = engine_for(micro=2)
+    engine.forward_backward(build_batch(SIZE, 1))
+    engine.forward_backward(build_batch(SIZE, 0))
+    for name, gradient in expected()["gradients"].items():
+        torch.testing.assert_close(engine.gather_gradients()[name], gradient)
+
+
+def test_too_few_launched_ranks_is_one_clear_error():
+    with pytest.raises(PlanError, match=r"the plan is for 2 ranks \(pp 2\), but only this one runs"):
+        engine_for(pp=2)
+
+
+def test_a_batch_with_other_keys_is_refused():
+    batch = build_batch(SIZE)
+    batch["labels"] = batch.pop("target")
+    with pytest.raises(PlanError, match="the batch lacks target and has the unplanned labels"):
+        engine_for().train_step(batch)
+
+
+def test_a_batch_of_another_shape_or_dtype_is_refused():
+    engine = engine_for()
+    with pytest.raises(PlanError, match=r"batch\['x'\] has shape \[7, 6\], the plan takes \[8, 6\]"):
+        engine.train_step({name: value[1:] for name, value in build_batch(SIZE).items()})
+    with pytest.raises(PlanError, match=r"batch\['x'\] is torch.float32, the plan takes torch.float64"):
+        engine.train_step({name: value.float() for name, value in build_batch(SIZE).items()})
+
+
+def run_with_other_plan() -> None:
+    import os
+
+    rank = int(os.environ["RANK"])
+    plan = build_plan(build_model(), size=SIZE, dp=2, clip=0.5 if rank == 0 else 0.25)
+    try:
+        Engine(plan, program=lower(plan, rank), timeout_seconds=60)
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_plans_all_get_one_error_that_names_them():
+    told = launch(run_with_other_plan, 2, timeout_seconds=60)
+    assert told[0] == told[1]
+    assert "the plan (by hash) differs between ranks: rank 1 of 2" in told[0]
+
+
+def run_with_other_batch(bad: str) -> str | None:
+    import os
+
+    rank = int(os.environ["RANK"])
+    engine = engine_for(rank, dp=2)
+    batch = build_batch(SIZE)
+    if rank == 1:
+        batch = {name: value[:-1] for name, value in batch.items()} if bad == "shape" else batch
+    try:
+        engine.train_step(batch)
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
+    good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=60)
+    assert "batch['x'] has shape [7, 6], the plan takes [8, 6]" in bad
+    assert "the first batch does not fit on every rank: rank 1: batch['x'] has shape [7, 6]" in good
+
+
+def run_three_engines() -> list[float]:
+    import os
+
+    losses = []
+    for _ in range(3):
+        with engine_for(int(os.environ["RANK"]), pp=2) as engine:
+            losses.append(engine.train_step(build_batch(SIZE)).loss)
+    return losses
+
+
+@pytest.mark.slow
+def test_several_engines_one_after_another_in_launched_ranks():
+    losses = launch(run_three_engines, 2, timeout_seconds=60)
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 1
+
+
+def run_in_own_group() -> tuple[float, bool]:
+    import os
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    with engine_for(int(os.environ["RANK"]), pp=2) as engine:
+        loss = engine.train_step(build_batch(SIZE)).loss
+    still_there = dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+    return loss, still_there
+
+
+@pytest.mark.slow
+def test_a_users_own_default_group_is_used_and_left_alone():
+    results = launch(run_in_own_group, 2, timeout_seconds=60)
+    assert [still_there for _, still_there in results] == [True, True]
+    assert results[0][0] == pytest.approx(expected()["losses"][0], rel=1e-12)
