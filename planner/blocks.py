@@ -68,7 +68,7 @@ class Blocks:
 
 
 def find_blocks(program: Program) -> Blocks:
-    """The repeated blocks of ``program``, in time proportional to its nodes; empty where nothing repeats or is listed."""
+    """The blocks of ``program``, in time proportional to its nodes; none where nothing repeats or is listed."""
     finder = _Finder(program)
     calls = finder.search(finder.root, 2) or finder.search(finder.root, 1)
     calls.sort(key=lambda call: finder.order[call.nodes[0]])

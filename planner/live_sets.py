@@ -1,0 +1,151 @@
+"""Where each value is computed and what crosses each cut, given where the blocks stand.
+
+    anchor(node)   the block after whose start the node can run: its own block, else the latest one that it depends on
+    recomputed     what costs nothing to have everywhere: it is computed in every stage that reads it, never sent
+    live(k)        values computed in a stage ≤ k and read in a stage > k: exactly these cross cut k
+
+Recomputed are deterministic values of the batch alone (masks, rotary tables, positions, shifted labels) and, unless a
+product makes them, of parameters alone (a transposed or scaled weight, a relative-position bias): sending the latter
+would move a tensor and its gradient for every microbatch, where the gradients of a parameter that two stages hold are
+summed once a step. A value of both (an embedded token) is sent.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from planner.capture import Program
+from planner.flops import is_random, node_flops
+
+_PARAMETER, _BATCH, _SENT = 1, 2, 4
+
+
+def needed_nodes(program: Program) -> set[fx.Node]:
+    """The nodes that the loss depends on, itself included."""
+    stack, needed = [program.node(program.loss)], set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def recomputed_nodes(program: Program) -> set[fx.Node]:
+    """The calls whose value every stage that reads it computes for itself."""
+    flags: dict[fx.Node, int] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            flags[node] = _PARAMETER * (node.name in program.parameters) | _BATCH * (node.name in program.inputs)
+        elif node.op == "call_function":
+            flags[node] = _flags(node, flags)
+    return {node for node, flag in flags.items() if node.op == "call_function" and not flag & _SENT}
+
+
+def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
+    """What ``node`` depends on; _SENT once it is random, reads parameters and batch, or multiplies by parameters."""
+    flag = 0
+    for operand in node.all_input_nodes:
+        flag |= flags[operand]
+    reads_both = flag & _PARAMETER and flag & _BATCH
+    is_costly = flag & _PARAMETER and node_flops(node)
+    return flag | _SENT if reads_both or is_costly or is_random(node) else flag
+
+
+def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:
+    """Call → index of the block in whose stage it runs. Recomputed calls have none.
+
+    A value that depends on no block goes to the first block, except where it is first read later and what it reads is
+    not needed sooner: then it goes there (a decoder's own embedding).
+    """
+    result: dict[fx.Node, int] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "call_function" and node not in recomputed:
+            # a piece of a tuple stays where the tuple is, as no tuple can be sent
+            own = 0 if node.target is operator.getitem else block_of.get(node.name, 0)
+            result[node] = max((result[n] for n in node.all_input_nodes if n in result), default=0)
+            result[node] = max(own, result[node])
+    _move_late(program, block_of, recomputed, result)
+    return result
+
+
+def _move_late(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node],
+               anchor: dict[fx.Node, int]) -> None:
+    """Move each connected group of calls that no block feeds to its first reader, unless a parameter is read sooner."""
+    needed = needed_nodes(program)
+    calls = [node for node in anchor if node in needed]
+    readers = _parameter_readers(program, recomputed, set(calls))
+    for group in _groups_before_blocks(calls, block_of, recomputed):
+        read_at = [anchor[user] for node in group for user in node.users if user in anchor and user not in group]
+        target = min(read_at, default=0)
+        shared = {n for names in readers.values() if names & group for n in names - group}
+        if target and all(anchor[n] >= target for n in shared):
+            anchor.update(dict.fromkeys(group, target))
+
+
+def _groups_before_blocks(calls: list[fx.Node], block_of: Mapping[str, int],
+                          recomputed: set[fx.Node]) -> Iterator[set[fx.Node]]:
+    """The connected groups of those calls that neither are in a block nor depend on one."""
+    free: dict[fx.Node, None] = {}
+    for node in calls:
+        sent = [n for n in node.all_input_nodes if n.op == "call_function" and n not in recomputed]
+        if node.name not in block_of and all(n in free for n in sent):
+            free[node] = None
+    seen: set[fx.Node] = set()
+    for start in free:
+        if start in seen:
+            continue
+        group, stack = set(), [start]
+        while stack:
+            node = stack.pop()
+            if node in free and node not in group:
+                group.add(node)
+                stack.extend((*node.all_input_nodes, *node.users))
+        seen |= group
+        yield group
+
+
+def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx.Node]) -> dict[str, set[fx.Node]]:
+    """Parameter → those of ``calls`` that read it, directly or through recomputed values."""
+    readers = {}
+    for name in program.parameters:
+        found, stack = set(), list(program.node(name).users)
+        while stack:
+            node = stack.pop()
+            if node in recomputed:
+                stack.extend(node.users)
+            elif node in calls:
+                found.add(node)
+        readers[name] = found
+    return readers
+
+
+def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
+    """Placeholder or recomputed call → every stage that reads it (none where the loss does not depend on it).
+
+    ``stage`` holds the other calls that the loss depends on.
+    """
+    copies: dict[fx.Node, tuple[int, ...]] = {}
+    for node in reversed(program.graph.graph.nodes):
+        if node.op != "output" and node not in stage:
+            reading = {stage[u] for u in node.users if u in stage}
+            reading.update(s for u in node.users for s in copies.get(u, ()))
+            copies[node] = tuple(sorted(reading))
+    return copies
+
+
+def live_values(stage: Mapping[fx.Node, int], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """For each of the ``num_stages - 1`` cuts the names of the values that cross it, in graph order.
+
+    ``stage`` is in graph order. A value read two cuts later passes through the stage between.
+    """
+    cuts: list[list[str]] = [[] for _ in range(num_stages - 1)]
+    for node, first in stage.items():
+        last = max((stage[user] for user in node.users if user in stage), default=first)
+        assert last == first or not isinstance(node.meta["val"], (tuple, list)), f"tuple {node.name} crosses a cut"
+        for cut in range(first, last):
+            cuts[cut].append(node.name)
+    return tuple(tuple(cut) for cut in cuts)

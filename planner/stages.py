@@ -1,0 +1,166 @@
+"""Cut a model into pipeline stages: between blocks, so that the slowest stage is as fast as it can be.
+
+    minimise over contiguous ranges of blocks   max over stages of  Σ cost(block and what runs after it)
+
+What is in no block runs as early as what it reads allows: the embedding with the first block, an encoder's last norm
+with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
+and a large vocabulary gives its last stage fewer layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from planner.blocks import Blocks
+from planner.capture import Program
+from planner.errors import PlanError, Where
+from planner.flops import node_cost as default_cost
+from planner.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+
+
+@dataclass(frozen=True, slots=True)
+class StageAssignment:
+    """Which stage runs what. Stage s is chunk s // pp of pp rank s % pp.
+
+    ``stage_of``           call that the loss needs → its stage; for a recomputed one the first that reads it
+    ``recomputed``         calls that each stage of ``copies`` computes for itself
+    ``copies``             recomputed call → all stages that read it
+    ``live``               per cut k the values that stage k sends to stage k + 1, in graph order, passed through or not
+    ``parameter_stages``   placeholder (parameter, buffer, constant, batch tensor) → stages that read it, maybe none
+    ``blocks_of_stage``    indices of blocks
+    ``cost_of_stage``      in the unit of the node cost, without recomputed calls
+    """
+
+    num_stages: int
+    stage_of: dict[str, int]
+    recomputed: frozenset[str]
+    copies: dict[str, tuple[int, ...]]
+    live: tuple[tuple[str, ...], ...]
+    parameter_stages: dict[str, tuple[int, ...]]
+    blocks_of_stage: tuple[tuple[int, ...], ...]
+    cost_of_stage: tuple[int, ...]
+
+    def runs_on(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` computes the call ``name``."""
+        return stage in self.copies[name] if name in self.recomputed else self.stage_of.get(name) == stage
+
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Placeholders that several stages read."""
+        return {name: stages for name, stages in self.parameter_stages.items() if len(stages) > 1}
+
+
+def assign_stages(program: Program, blocks: Blocks, pp: int, vpp: int = 1, split: str | Sequence[int] = "auto",
+                  node_cost: Callable[[fx.Node], int] = default_cost,
+                  where: Where | str | None = None) -> StageAssignment:
+    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or the number of blocks of each stage.
+
+    Raises PlanError (at ``where``) for more stages than blocks and for a split that does not cover the blocks.
+    """
+    num_stages, num_blocks = pp * vpp, len(blocks.instances)
+    _check_enough_blocks(num_blocks, pp, vpp, where)
+    recomputed, needed = recomputed_nodes(program), needed_nodes(program)
+    anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
+    costs = [0] * max(num_blocks, 1)
+    for node, block in anchor.items():
+        costs[block] += node_cost(node)
+    if isinstance(split, str):
+        sizes = balance(costs, num_stages) if num_blocks else [0]
+    else:
+        sizes = _check_split(list(split), num_stages, num_blocks, where)
+    return _assignment(program, anchor, recomputed, sizes, costs)
+
+
+def _assignment(program: Program, anchor: dict[fx.Node, int], recomputed: set[fx.Node], sizes: Sequence[int],
+                costs: Sequence[int]) -> StageAssignment:
+    stage_of_block = [s for s, size in enumerate(sizes) for _ in range(size)] or [0]
+    ranges = _ranges(sizes)
+    stage = {node: stage_of_block[block] for node, block in anchor.items()}
+    copies = stages_of_copies(program, stage)
+    stage_of = {node.name: s for node, s in stage.items()}
+    stage_of |= {node.name: stages[0] for node, stages in copies.items() if node in recomputed and stages}
+    per_block = list(zip(stage_of_block, costs, strict=True))
+    return StageAssignment(
+        num_stages=len(sizes), stage_of=stage_of,
+        recomputed=frozenset(n.name for n in recomputed if copies[n]),
+        copies={n.name: stages for n, stages in copies.items() if n in recomputed and stages},
+        live=live_values(stage, len(sizes)),
+        parameter_stages={n.name: copies[n] for n in program.graph.graph.nodes if n.op == "placeholder"},
+        blocks_of_stage=tuple(tuple(r) for r in ranges),
+        cost_of_stage=tuple(sum(c for s, c in per_block if s == k) for k in range(len(sizes))))
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str | None) -> None:
+    if pp * vpp > max(num_blocks, 1):
+        stages = f"pp {pp} · vpp {vpp} = {pp * vpp} stages" if vpp > 1 else f"pp {pp} stages"
+        fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: there is nothing to cut between"
+        raise PlanError(f"pipeline: {stages}, but the model has only {num_blocks} blocks to cut between",
+                        where=where, fix=fix)
+
+
+def _check_split(split: list[int], num_stages: int, num_blocks: int, where: Where | str | None) -> list[int]:
+    given = f"pipeline.split {split}"
+    fix = f"give {num_stages} positive numbers of blocks that add up to {num_blocks}, or `auto`"
+    if len(split) != num_stages:
+        raise PlanError(f"{given} has {len(split)} entries for {num_stages} stages", where=where, fix=fix)
+    if any(not isinstance(n, int) or n < 1 for n in split):
+        raise PlanError(f"{given} leaves a stage without blocks", where=where, fix=fix)
+    if sum(split) != num_blocks:
+        raise PlanError(f"{given} adds up to {sum(split)}, but the model has {num_blocks} blocks", where=where, fix=fix)
+    return split
+
+
+def balance(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Sizes of ``num_stages`` non-empty contiguous ranges of ``costs`` with the least possible largest sum.
+
+    Among those the most even ones (least sum of squares), then those with the fewest blocks in the first stages, which
+    hold the most microbatches in flight.
+    """
+    assert 1 <= num_stages <= len(costs), "more stages than blocks"
+    total = [0, *accumulate(costs)]
+    return _most_even(total, num_stages, _least_maximum(total, num_stages))
+
+
+def _least_maximum(total: list[int], num_stages: int) -> int:
+    """best(k, i) = min over j of max(best(k - 1, j), cost of j to i): the first grows with j, the second falls."""
+    num_blocks = len(total) - 1
+    best = total[1:]  # best[i - 1] for the first i blocks in one stage
+    for k in range(2, num_stages + 1):
+        row = [0] * num_blocks
+        for i in range(k, num_blocks + 1):
+            splits = range(k - 1, i)
+            cross = bisect_left(splits, 0, key=lambda j, i=i, best=best: best[j - 1] - (total[i] - total[j]))
+            near = [splits[c] for c in (cross - 1, cross) if 0 <= c < len(splits)]
+            row[i - 1] = min(max(best[j - 1], total[i] - total[j]) for j in near)
+        best = row
+    return best[-1]
+
+
+def _most_even(total: list[int], num_stages: int, limit: int) -> list[int]:
+    """The sizes with the least sum of squared costs among those where no stage costs more than ``limit``."""
+    num_blocks = len(total) - 1
+    # after[i] = (sum of squares, sizes) of the blocks from i on in the k stages still to fill
+    after: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks + [(0, ())]
+    for _ in range(num_stages):
+        row: list[tuple[int, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
+        for i in range(num_blocks):
+            options = []
+            for j in range(i + 1, num_blocks + 1):
+                cost = total[j] - total[i]
+                if cost > limit:
+                    break
+                if (rest := after[j]) is not None:
+                    options.append((rest[0] + cost * cost, (j - i, *rest[1])))
+            row[i] = min(options, default=None)
+        after = row
+    assert after[0] is not None
+    return list(after[0][1])
