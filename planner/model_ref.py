@@ -210,13 +210,13 @@ def parameters_on_meta() -> Iterator[None]:
     """
     original = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             attributes = dict(vars(param))
             moved = type(param)(param.data.to("meta"), requires_grad=param.requires_grad)
             vars(moved).update(attributes)
             param = moved
-        original(module, name, param)
+        original(self, name, param)
 
     nn.Module.register_parameter = register
     try:
