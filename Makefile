@@ -25,6 +25,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/planning.py
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 2; }

@@ -1,0 +1,150 @@
+"""How long planning takes, where the time goes, and how much memory: `python benchmarks/planning.py`.
+
+Each job runs in a process of its own, on meta weights, without a process group. A phase is a function that the recipe
+of planner/api.py calls; building the model and importing torch and transformers stand apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TIMEOUT_SECONDS = 300
+
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 12}
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16384, "intermediate_size": 53248,
+    "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+def inputs(length: int, high: int) -> dict[str, Any]:
+    return {"input_ids": {"shape": [length], "dtype": "int64", "high": high}, "labels": {"like": "input_ids"}}
+
+
+# name -> config, mesh, batch, inputs, and what is to be reached: seconds and MiB
+JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
+    "gpt2, 12 layers, tp2 pp2 dp2": (
+        GPT2, {"tp": 2, "pp": 2, "dp": 2}, {"global": 16, "micro": 2}, inputs(1024, 50257), 3, 1500,
+    ),
+    "llama 405B shape, tp8 pp16 dp128": (
+        {**LLAMA, "num_hidden_layers": 126}, {"tp": 8, "pp": 16, "dp": 128}, {"global": 2048, "micro": 1},
+        inputs(4096, 128256), 25, 1500,
+    ),
+    "the same with 14 layers, pp2": (
+        {**LLAMA, "num_hidden_layers": 14}, {"tp": 8, "pp": 2, "dp": 128}, {"global": 2048, "micro": 1},
+        inputs(4096, 128256), 25, 1500,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", choices=JOBS, help="run this job here and print JSON")
+    arguments = parser.parse_args()
+    if arguments.job:
+        print(json.dumps(measure(arguments.job)))
+        return
+    for name in JOBS:
+        print(report(name, run(name)), flush=True)
+
+
+def run(name: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--job", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"{name} failed\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(name: str, row: dict[str, Any]) -> str:
+    *_, seconds, mib = JOBS[name]
+    lines = [
+        f"## {name}",
+        "",
+        f"plan {row['plan_seconds']:.2f} s (reach {seconds} s), peak RSS {row['peak_rss_mib']:.0f} MiB (reach {mib} MiB); "
+        f"before it: imports {row['import_seconds']:.2f} s, model on meta {row['model_seconds']:.2f} s, "
+        f"{row['rss_before_mib']:.0f} MiB",
+        "",
+        "| phase | seconds |",
+        "|---|---|",
+    ]
+    phases = sorted(row["phases"].items(), key=lambda item: -item[1])
+    lines += [f"| {phase} | {spent:.2f} |" for phase, spent in phases if spent >= 0.01]
+    return "\n".join([*lines, ""])
+
+
+def measure(name: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401 - so that its import is not counted as planning
+
+    from planner import api
+    from planner.model_ref import load_model
+
+    imported = time.perf_counter()
+    torch.set_num_threads(1)
+    config, mesh, batch, given, *_ = JOBS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(config))
+        model = load_model(f"hf:{directory}")
+    built, before = time.perf_counter(), peak_mib()
+    phases = time_phases(api)
+    api.plan(model, {"mesh": mesh, "batch": batch, "inputs": given})
+    return {
+        "import_seconds": imported - start,
+        "model_seconds": built - imported,
+        "plan_seconds": time.perf_counter() - built,
+        "rss_before_mib": before,
+        "peak_rss_mib": peak_mib(),
+        "phases": phases,
+    }
+
+
+def time_phases(api: Any) -> dict[str, float]:
+    """Replace the planner's functions that ``api`` calls by timed ones; the outermost call counts."""
+    spent: dict[str, float] = {}
+    running: list[str] = []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if running:
+                return function(*args, **kwargs)
+            running.append(name)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                running.pop()
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+
+        return call
+
+    for name, value in list(vars(api).items()):
+        module = getattr(value, "__module__", "") or ""
+        is_function = callable(value) and not isinstance(value, type)
+        if is_function and module.startswith("planner") and name != "plan":
+            setattr(api, name, timed(name, value))
+    return spent
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
