@@ -76,7 +76,7 @@ def report(name: str, row: dict[str, Any]) -> str:
     lines = [
         f"## {name}",
         "",
-        f"plan {row['plan_seconds']:.2f} s (reach {seconds} s), peak RSS {row['peak_rss_mib']:.0f} MiB (reach {mib} MiB); "
+        f"plan {row['plan_seconds']:.2f} s (reach {seconds} s), peak RSS {row['peak_rss_mib']:.0f} MiB (reach {mib}); "
         f"before it: imports {row['import_seconds']:.2f} s, model on meta {row['model_seconds']:.2f} s, "
         f"{row['rss_before_mib']:.0f} MiB",
         "",
