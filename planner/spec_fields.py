@@ -89,9 +89,7 @@ def spec_fields(cls: Any) -> list[dataclasses.Field[Any]]:
 def read_section(cls: type, cursor: Cursor) -> dict[str, Any]:
     """The checked keyword arguments of ``cls``. Raises SpecError for unknown, missing or bad keys."""
     if not isinstance(cursor.value, Mapping):
-        raise cursor.wrong_type(
-            "a mapping", f"write `key: value` pairs; keys: {_listed(map(key_of, spec_fields(cls)))}"
-        )
+        raise cursor.wrong_type("a mapping", "write `key: value` pairs, or remove the key")
     fields = {key_of(f): f for f in spec_fields(cls)}
     for name in cursor.value:
         if name not in fields:
@@ -113,11 +111,9 @@ def missing_key(cursor: Cursor, name: str, example: str) -> SpecError:
 def _unknown_key(cursor: Cursor, name: object, known: Iterable[str]) -> SpecError:
     known = list(known)
     nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"known keys: {_listed(known)}"
     inside = f" in {cursor.path}" if cursor.path else ""
-    return cursor.error(
-        f"unknown key '{name}'{inside}", f"{hint}known keys: {_listed(known)}", path=join(cursor.path, name)
-    )
+    return cursor.error(f"unknown key '{name}'{inside}", hint, path=join(cursor.path, name))
 
 
 def section(cls: type) -> Reader:

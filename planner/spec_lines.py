@@ -26,6 +26,9 @@ _FLOAT = re.compile(f"^{EXPONENT.pattern}$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 def read_yaml(path: Path) -> tuple[Any, dict[str, Where]]:
     """The file's value and the place of each of its keys.
 
@@ -64,7 +67,7 @@ def _read_text(path: Path) -> str:
 
 def _syntax_error(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        line, what = error.problem_mark.line + 1, error.problem or "cannot be read"
+        line, what = error.problem_mark.line + 1, ", ".join(filter(None, (error.context, error.problem)))
     else:  # a character that YAML forbids: the reader knows its position only
         line, what = text.count("\n", 0, getattr(error, "position", 0)) + 1, getattr(error, "reason", str(error))
     return SpecError(
@@ -87,6 +90,8 @@ class _NodeReader:
         self.locations.setdefault(path, self._where(node))
         if isinstance(node, yaml.ScalarNode):
             return self.loader.construct_object(node)
+        if node.tag not in _COLLECTIONS:
+            raise SpecError(f"the tag {node.tag} has no meaning here", where=self._where(node), fix="remove the tag")
         if id(node) in self.open_nodes:
             raise SpecError("an alias refers to what contains it", where=self._where(node), fix="write the value out")
         self.open_nodes.add(id(node))

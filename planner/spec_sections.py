@@ -15,6 +15,7 @@ from planner.spec_fields import (
     Cursor,
     boolean,
     choice,
+    describe_value,
     integer,
     key,
     list_of,
@@ -162,7 +163,8 @@ def read_loss(cursor: Cursor) -> str:
         is_index = isinstance(output.value, int) and not isinstance(output.value, bool)
         return str(output.value) if is_index else text()(output)
     raise cursor.error(
-        f"loss cannot be {cursor.value!r}", "write auto, or {output: NAME} with the name of the model's output"
+        f"loss cannot be {describe_value(cursor.value)}",
+        "write auto, or {output: NAME} with the name of the model's output",
     )
 
 

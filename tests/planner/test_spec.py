@@ -1,0 +1,418 @@
+"""The spec: what it means, and one clear error with a line for everything that is wrong with it."""
+
+from __future__ import annotations
+
+import pickle
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from expecttest import assert_expected_inline
+
+from planner.errors import PlanError, SpecError
+from planner.spec import InputSpec, Spec
+from planner.spec_fields import spec_fields
+
+EXAMPLES = sorted(Path(str(files("specs"))).glob("*.yaml"))
+MINIMAL = {"mesh": {"tp": 2}, "batch": {"global": 8, "micro": 2}}
+TWO_LINES = "mesh: {tp: 2, pp: 2}\nbatch: {global: 8, micro: 2}\n"
+
+
+def load(tmp_path: Path, text: str) -> Spec:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    return Spec.load(path)
+
+
+def error(tmp_path: Path, text: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, text)
+    return str(caught.value)
+
+
+def dict_error(**keys) -> str:
+    with pytest.raises(SpecError) as caught:
+        Spec.load({**MINIMAL, **keys})
+    return str(caught.value)
+
+
+# What a spec means
+
+
+def test_every_key_has_its_default_but_mesh_and_batch():
+    spec = Spec.load(MINIMAL)
+    assert (spec.mesh.tp, spec.mesh.pp, spec.mesh.order) == (2, 1, "tp-cp-ep-dp-pp")
+    assert (spec.batch.global_size, spec.batch.micro, spec.num_microbatches) == (8, 2, 4)
+    assert spec.precision.parameters is None
+    assert spec.tensor_parallel.vocabulary_multiple == 128
+    assert (spec.optimizer.clip_grad_norm, spec.optimizer.bucket_size) == (1.0, None)
+    assert spec.loss == "auto"
+
+
+def test_the_reference_spec_names_every_key_with_its_default():
+    path = next(p for p in EXAMPLES if p.name == "reference.yaml")
+    spec, given = Spec.load(path), yaml.safe_load(path.read_text())
+    short = Spec.load({"mesh": {}, "batch": given["batch"], "inputs": given["inputs"]})
+    assert spec == short
+    assert [f.metadata["key"] or f.name for f in spec_fields(Spec)] == list(given)
+    for section in set(given) - {"inputs", "loss", "recompute", "seed", "cluster"}:
+        assert given[section].keys() == spec.to_dict()[section].keys()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_example_specs_load_and_their_dict_loads_to_the_same(path: Path):
+    spec = Spec.load(path)
+    assert spec.require_inputs()["labels"].shape == spec.inputs["input_ids"].shape
+    assert Spec.load(spec.to_dict()) == spec
+    assert yaml.safe_load(yaml.safe_dump(spec.to_dict())) == spec.to_dict()
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path):
+    spec = load(tmp_path, TWO_LINES + "optimizer: {eps: 1e-8, lr: 6E-5, schedule: {kind: cosine, steps: 3e5}}")
+    assert (spec.optimizer.eps, spec.optimizer.lr, spec.optimizer.schedule.steps) == (1e-8, 6e-5, 300_000)
+    assert Spec.load({**MINIMAL, "optimizer": {"eps": "1e-8"}}).optimizer.eps == 1e-8
+    assert yaml.safe_load("1e-8") == "1e-8"  # PyYAML's own loader is as it was
+
+
+def test_an_input_like_another_takes_what_it_does_not_say(tmp_path):
+    spec = load(
+        tmp_path,
+        TWO_LINES
+        + "inputs: {a: {shape: [4], dtype: int64, high: 9}, b: {like: a, dtype: int32}, c: {like: b, shape: []}}",
+    )
+    assert spec.inputs["b"] == InputSpec((4,), "int32", 9, "a")
+    assert spec.inputs["c"] == InputSpec((), "int32", 9, "b")
+
+
+def test_a_dtype_may_be_torchs_own():
+    import torch
+
+    inputs = {"x": {"shape": (4,), "dtype": torch.float32}}
+    assert Spec.load({**MINIMAL, "inputs": inputs}).inputs["x"].dtype == "float32"
+
+
+def test_loss_may_name_an_output():
+    spec = Spec.load({**MINIMAL, "loss": {"output": "lm_loss"}})
+    assert spec.loss == "lm_loss"
+    assert Spec.load(spec.to_dict()).loss == "lm_loss"
+    assert Spec.load({**MINIMAL, "loss": {"output": 1}}).loss == "1"
+
+
+def test_auto_stands_for_the_mesh_or_for_one_axis():
+    assert Spec.load({**MINIMAL, "mesh": "auto"}).mesh.pp == "auto"
+    spec = Spec.load({**MINIMAL, "mesh": {"tp": "auto", "dp": "auto"}})
+    assert spec.mesh.has_auto
+    assert (spec.mesh.tp, spec.mesh.pp) == ("auto", 1)
+    with pytest.raises(SpecError, match="number of microbatches is not known"):
+        _ = spec.num_microbatches
+
+
+def test_null_clipping_means_none_and_python_none_means_the_word_none():
+    spec = Spec.load({**MINIMAL, "optimizer": {"clip_grad_norm": None}, "recompute": None})
+    assert spec.optimizer.clip_grad_norm is None
+    assert spec.recompute == "none"
+
+
+def test_anchors_and_merges_work(tmp_path):
+    spec = load(tmp_path, TWO_LINES + "inputs:\n  a: &a {shape: [4], dtype: int64}\n  b: {<<: *a, dtype: int32}\n")
+    assert spec.inputs["b"] == InputSpec((4,), "int32")
+
+
+def test_location_is_the_line_of_a_key_or_of_what_is_around_it(tmp_path):
+    spec = load(tmp_path, TWO_LINES + "tensor_parallel:\n  overrides:\n    '*.lm_head': replicate\n")
+    assert str(spec.location("tensor_parallel.overrides.*.lm_head")) == "spec.yaml:5"
+    assert str(spec.location("mesh.vpp")) == "spec.yaml:1"
+    assert str(Spec.load(MINIMAL).location("mesh.vpp")) == "mesh.vpp"
+
+
+def test_locate_gives_an_error_of_the_planner_its_line(tmp_path):
+    spec = load(tmp_path, TWO_LINES)
+    assert str(spec.locate(PlanError("too few", where="batch.global")).where) == "spec.yaml:2"
+    elsewhere = PlanError("no", where="model.h.0")
+    assert spec.locate(elsewhere) is elsewhere
+
+
+def test_a_spec_loads_to_itself_and_pickles(tmp_path):
+    spec = load(tmp_path, TWO_LINES)
+    assert Spec.load(spec) is spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_inputs_may_be_missing_until_they_are_needed(tmp_path):
+    spec = load(tmp_path, TWO_LINES)
+    with pytest.raises(SpecError) as caught:
+        spec.require_inputs()
+    assert_expected_inline(
+        str(caught.value),
+        """\
+inputs is missing, and plan() got no example_inputs
+  at:  spec.yaml:1
+  fix: add `inputs: {input_ids: {shape: [1024], dtype: int64, high: 50257}, labels: {like: input_ids}}`""",
+    )
+
+
+# Errors
+
+
+def test_unknown_key_names_the_nearest(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "tensor_paralel: {}\n"),
+        """\
+unknown key 'tensor_paralel'
+  at:  spec.yaml:3
+  fix: did you mean 'tensor_parallel'?""",
+    )
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "optimizer:\n  lr: 1.0e-4\n  weightdecay: 0.1\n"),
+        """\
+unknown key 'weightdecay' in optimizer
+  at:  spec.yaml:5
+  fix: did you mean 'weight_decay'?""",
+    )
+    assert "known keys: tp, pp, dp" in dict_error(mesh={"xyzw": 2})
+    assert_expected_inline(
+        dict_error(mesh={"tpp": 2}),
+        """\
+unknown key 'tpp' in mesh
+  at:  mesh.tpp
+  fix: did you mean 'tp'?""",
+    )
+
+
+def test_wrong_type_says_what_was_expected(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, "mesh:\n  tp: two\nbatch: {global: 8, micro: 2}\n"),
+        """\
+mesh.tp must be a whole number or auto, not the string 'two'
+  at:  spec.yaml:2
+  fix: write a whole number of at least 1, or auto""",
+    )
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "optimizer:\n"),
+        """\
+optimizer must be a mapping, not nothing (null)
+  at:  spec.yaml:3
+  fix: write `key: value` pairs, or remove the key""",
+    )
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "optimizer:\n  lr: high\n"),
+        """\
+optimizer.lr must be a number, not the string 'high'
+  at:  spec.yaml:4
+  fix: write a number at least 0, without quotes""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"mesh": {"tp": True}}, "mesh.tp must be a whole number or auto, not true"),
+        ({"mesh": {"tp": "2"}}, "mesh.tp must be a whole number or auto, not the string '2'"),
+        ({"mesh": {"tp": 2.5}}, "mesh.tp must be a whole number or auto, not 2.5"),
+        ({"mesh": [2, 2]}, r"mesh must be a mapping, not the list \[2, 2\]"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a number, not nan"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas must be a list, not 0.9"),
+        ({"tensor_parallel": {"sequence_parallel": 1}}, "sequence_parallel must be true or false, not 1"),
+        ({"tensor_parallel": {"overrides": {3: "row"}}}, "the key 3 must be a name"),
+        ({"pipeline": {"split": "even"}}, "pipeline.split must be a list or auto, not the string 'even'"),
+        ({"inputs": {"x": {"shape": 4, "dtype": "int64"}}}, "inputs.x.shape must be a list, not 4"),
+        ({"cluster": 3}, "cluster must be a string, not 3"),
+        ({"loss": "logits"}, "loss cannot be the string 'logits'"),
+    ],
+)
+def test_wrong_types_in_a_dict_name_the_dotted_path(keys, what):
+    with pytest.raises(SpecError, match=what) as caught:
+        Spec.load({**MINIMAL, **keys})
+    assert str(caught.value.where).split(".")[0] == next(iter(keys))
+
+
+def test_bad_value_lists_the_allowed_ones(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "pipeline:\n  schedule: 1f1\n"),
+        """\
+pipeline.schedule cannot be the string '1f1'
+  at:  spec.yaml:4
+  fix: did you mean '1f1b'? choose one of: gpipe, 1f1b, interleaved_1f1b""",
+    )
+    assert_expected_inline(
+        dict_error(precision={"parameters": "fp8"}),
+        """\
+precision.parameters cannot be the string 'fp8'
+  at:  precision.parameters
+  fix: choose one of: float32, bfloat16, float16, float64""",
+    )
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "tensor_parallel:\n  overrides:\n    '*.lm_head': colum\n"),
+        """\
+tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
+  at:  spec.yaml:5
+  fix: did you mean 'column'? choose one of: column, row, vocab, expert, replicate""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"mesh": {"tp": 0}}, "mesh.tp is 0, it must be at least 1"),
+        ({"batch": {"global": 0, "micro": 1}}, "batch.global is 0"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas must have 2 items, not 1"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 is 1, it must be at least 0 and less than 1"),
+        ({"optimizer": {"eps": 0}}, "optimizer.eps is 0, it must be more than 0"),
+        ({"optimizer": {"zero": 3}}, "optimizer.zero cannot be 3"),
+        ({"optimizer": {"schedule": {"kind": "cosine"}}}, "optimizer.schedule.steps is missing"),
+        ({"optimizer": {"schedule": {"warmup": 9, "steps": 5}}}, "warmup = 9 is more than steps = 5"),
+        ({"optimizer": {"schedule": {"min_lr": 1.0}}}, "min_lr = 1 is more than optimizer.lr"),
+        ({"cuda_graphs": {"scope": ["moe_preprocess"]}}, "moe_preprocess needs moe_router"),
+        ({"cuda_graphs": {"scope": ["moe", "moe_router"]}}, "moe already contains moe_router"),
+        ({"inputs": {"x": {"shape": [0], "dtype": "int64"}}}, "inputs.x.shape.0 is 0"),
+        ({"inputs": {"x": {"shape": [4]}}}, "inputs.x.dtype is missing"),
+        ({"inputs": {"x": {"like": "x"}}}, "like each other in a circle"),
+        ({"inputs": {"x": {"shape": [4], "dtype": "float32", "high": 3}}}, "inputs.x.high is for integers"),
+        ({"mesh": {"order": "tp-dp-xp"}}, "unknown axis"),
+        ({"mesh": {"pp": 2, "order": "tp-dp"}}, "pp"),
+    ],
+)
+def test_bad_values_in_a_dict_are_named(keys, what):
+    with pytest.raises(SpecError, match=what) as caught:
+        Spec.load({**MINIMAL, **keys})
+    assert caught.value.fix
+
+
+def test_missing_required_keys_show_an_example(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, "mesh: {tp: 2}\n"),
+        """\
+batch is missing
+  at:  spec.yaml:1
+  fix: add `batch: {global: 16, micro: 2}`""",
+    )
+    assert_expected_inline(
+        error(tmp_path, "mesh: {tp: 2}\nbatch:\n  global: 8\n"),
+        """\
+batch.micro is missing
+  at:  spec.yaml:2
+  fix: add `micro: 2`""",
+    )
+    assert_expected_inline(
+        error(tmp_path, "# nothing yet\n"),
+        """\
+the spec is empty
+  at:  spec.yaml:1
+  fix: give at least mesh, batch and inputs""",
+    )
+
+
+def test_a_batch_that_does_not_divide_gives_the_nearest_sizes(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, "mesh: {tp: 2, dp: 4}\nbatch:\n  global: 13\n  micro: 2\n"),
+        """\
+batch.global = 13 is not divisible by batch.micro · mesh.dp = 2 · 4 = 8
+  at:  spec.yaml:3
+  fix: set batch.global to 8 or 16, or change batch.micro or mesh.dp""",
+    )
+    assert "set batch.global to 8," in dict_error(mesh={"dp": 4}, batch={"global": 3, "micro": 2})
+
+
+def test_virtual_stages_need_a_pipeline_and_an_interleaved_schedule(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, "mesh:\n  vpp: 2\nbatch: {global: 8, micro: 2}\n"),
+        """\
+vpp = 2 splits each pipeline rank into chunks, but there is no pipeline (pp = 1)
+  at:  spec.yaml:2
+  fix: set vpp to 1, or pp to 2 or more""",
+    )
+    assert_expected_inline(
+        error(tmp_path, "mesh:\n  pp: 2\n  vpp: 2\nbatch: {global: 8, micro: 2}\n"),
+        """\
+mesh.vpp = 2 needs an interleaved schedule, but pipeline.schedule is 1f1b
+  at:  spec.yaml:3
+  fix: set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1""",
+    )
+    spec = Spec.load({**MINIMAL, "mesh": {"pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}})
+    assert spec.mesh.vpp == 2
+
+
+def test_a_split_has_one_number_for_each_stage(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "pipeline:\n  schedule: 1f1b\n  split: [4, 4, 4]\n"),
+        """\
+pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 1 = 2
+  at:  spec.yaml:5
+  fix: list 2 numbers of blocks, or write auto""",
+    )
+    assert Spec.load({**MINIMAL, "mesh": {"pp": 2}, "pipeline": {"split": [5, 7]}}).pipeline.split == (5, 7)
+
+
+def test_like_must_name_an_input(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "inputs:\n  ids: {shape: [4], dtype: int64}\n  labels: {like: input_ids}\n"),
+        """\
+inputs.labels.like names no input: 'input_ids'
+  at:  spec.yaml:5
+  fix: name another input; there are: ids, labels""",
+    )
+
+
+def test_a_key_given_twice_names_both_lines(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "seed: 1\nseed: 2\n"),
+        """\
+the key 'seed' is given twice
+  at:  spec.yaml:4
+  fix: keep one; the first is on line 3""",
+    )
+
+
+def test_invalid_yaml_names_the_line(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "\tseed: 1\n"),
+        """\
+invalid YAML: while scanning for the next token, found character '\\t' that cannot start any token
+  at:  spec.yaml:3
+  fix: check the indentation (spaces, no tabs), brackets, quotes and colons around this line""",
+    )
+    assert_expected_inline(
+        error(tmp_path, "mesh: {tp: 2\nbatch: 3\n"),
+        """\
+invalid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'
+  at:  spec.yaml:2
+  fix: check the indentation (spaces, no tabs), brackets, quotes and colons around this line""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line"),
+    [
+        ("a: 1\nb: \x01\n", "special characters", 2),
+        ("mesh: &m {tp: *m}\n", "an alias refers to what contains it", 1),
+        ("mesh: {? [a] : b}\n", "a key must be a plain word", 1),
+        ("mesh: !!python/object:os.system {}\n", "the tag .* has no meaning here", 1),
+        ("mesh: {tp: 2}\n---\nbatch: 3\n", "expected a single document", 2),
+        ("- mesh\n", "the spec must be a mapping", 1),
+        ("hello", "the spec must be a mapping", 1),
+    ],
+)
+def test_what_yaml_allows_or_forbids_ends_in_one_error(tmp_path, text, what, line):
+    with pytest.raises(SpecError, match=what) as caught:
+        load(tmp_path, text)
+    assert str(caught.value.where) == f"spec.yaml:{line}"
+
+
+def test_files_that_cannot_be_read_are_one_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"mesh: 1\nbatch: \xff\n")
+    for source, what in [("none.yaml", "there is no spec file"), (".", "is a directory"), ("binary.yaml", "UTF-8")]:
+        with pytest.raises(SpecError, match=what):
+            Spec.load(source)
+    with pytest.raises(SpecError) as caught:
+        Spec.load("none.yaml")
+    assert_expected_inline(
+        str(caught.value),
+        """\
+there is no spec file none.yaml
+  at:  none.yaml
+  fix: give the path of a YAML file, or a dict""",
+    )
+    with pytest.raises(SpecError, match="a spec cannot be of type int"):
+        Spec.load(5)  # pyright: ignore[reportArgumentType]
