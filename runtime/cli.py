@@ -16,11 +16,21 @@ CHECK_FAILED = 1
 def verify_command(
     model: Model,
     spec: SpecFile,
+    steps: Annotated[int, typer.Option(min=1, help="Number of updates to compare.")] = 1,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Relative, for loss and gradients; by the model's precision if not given.")
+    ] = None,
+    remove_collective: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Leave out the N-th collective, to see the check turn red.")
+    ] = None,
 ) -> None:
-    """Run the plan and one process side by side; compare loss, every gradient and one update. Exit 1 if they differ."""
+    """Run the plan and one process side by side; compare loss, every gradient and one update. Exit 1 if they differ.
+
+    Starts the local processes itself.
+    """
     from runtime.verify import verify
 
-    report = verify(model, str(spec))
+    report = verify(model, str(spec), steps=steps, remove_collective=remove_collective, tolerance=tolerance)
     write_text(str(report))
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
