@@ -33,6 +33,7 @@ from torch.distributed import TCPStore
 from planner.errors import PlanError
 
 HOST = "127.0.0.1"
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
 GRACE_SECONDS = 3.0  # how long ranks may go on after the first failure, to end by themselves
 
 
@@ -93,7 +94,7 @@ def _context() -> Any:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -1,0 +1,190 @@
+"""Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
+
+The truth is the user's unmodified model on the whole global batch (runtime.reference). Dropout is off on both sides: its
+masks depend on the order in which a process draws them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner import plan
+from planner.errors import PlanError
+from planner.model_ref import load_model
+from planner.plan import Plan
+from planner.spec import Spec
+from planner.spec_sections import InputSpec
+from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision
+from runtime.engine import Engine
+from runtime.launch import RankError, launch
+from runtime.reference import OneProcess
+
+TIMEOUT_SECONDS = 1800.0
+IGNORED_FRACTION = 0.25  # of the labels, where the loss skips some: microbatches then hold different token counts
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyJob:
+    """What every rank needs to know; the same on all of them."""
+
+    model: str
+    spec: str
+    num_steps: int = 1
+    remove_collective: int | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """``rows``: everything that was compared. ``notes``: what a reader must know to trust it."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and bool(self.rows) and all(row.passed for row in self.rows)
+
+    @property
+    def failed_rows(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.passed)
+
+    def __str__(self) -> str:
+        lines = [f"{kind:<10} {_summary([row for row in self.rows if row.kind == kind])}"
+                 for kind in ("loss", "norm", "gradient", "parameter") if any(row.kind == kind for row in self.rows)]
+        worst = sorted(self.failed_rows, key=lambda row: row.severity, reverse=True)
+        lines += [f"  {row}" for row in worst[:12]]
+        lines += [f"  … and {len(worst) - 12} more"] if len(worst) > 12 else []
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"the run failed: {self.failure}"] if self.failure else []
+        return "\n".join([*lines, "EQUAL to one process" if self.passed else "DIFFERENT from one process"])
+
+
+def verify(model_ref: str, spec_path: str, *, steps: int = 1, remove_collective: int | None = None,
+           tolerance: float | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> VerifyReport:
+    """Start the plan's ranks here and compare ``steps`` updates with one process.
+
+    ``remove_collective``: take the n-th inserted collective out of the lowered graphs, to see the comparison turn red.
+    ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    world_size = plan(load_model(model_ref).eval(), spec_path).mesh.world_size
+    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance)
+    if world_size == 1:
+        return verify_rank(job)
+    try:
+        return launch(verify_rank, world_size, job, timeout_seconds=timeout_seconds)[0]
+    except RankError as error:
+        if remove_collective is None:
+            raise
+        return VerifyReport((), failure=str(error).strip().splitlines()[-1])
+
+
+def verify_rank(job: VerifyJob) -> VerifyReport:
+    """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty."""
+    spec = Spec.load(job.spec)
+    model = load_model(job.model, materialize=True, seed=spec.seed).eval()
+    decided = plan(model, spec)
+    batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
+    found = _run_plan(decided, batches, job)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return VerifyReport(())
+    rows, precision = _compare(found, OneProcess(model, spec), batches, spec, job.tolerance)
+    notes = ("dropout is off (model.eval()), its masks depend on the order of drawing",
+             f"tolerances for {str(precision).removeprefix('torch.')}, the lowest precision that the model computes in")
+    return VerifyReport(tuple(rows), notes)
+
+
+def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
+    """A global batch by the spec's inputs; where the loss ignores some labels, a quarter of them are ignored."""
+    generator = torch.Generator().manual_seed(spec.seed + seed)
+    batch = {n: _random_input(n, i, spec.batch.global_size, generator) for n, i in spec.require_inputs().items()}
+    for name, ignored in ignored_labels(decided).items():
+        if name in batch and not batch[name].is_floating_point():
+            batch[name] = batch[name].clone()
+            batch[name][torch.rand(batch[name].shape, generator=generator) < IGNORED_FRACTION] = ignored
+    return batch
+
+
+def ignored_labels(decided: Plan) -> dict[str, int]:
+    """Batch key -> the value that the loss skips, for the labels that a cross-entropy of the captured graph reads."""
+    program: Any = getattr(decided.source, "program", None)
+    if program is None:
+        return {}
+    found = {}
+    for node in program.graph.graph.nodes:
+        if getattr(node.target, "_opname", "") == "cross_entropy_loss":
+            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
+            found |= {program.inputs[n.name]: ignored for n in _inputs_above(node.args[1]) if n.name in program.inputs}
+    return found
+
+
+def _inputs_above(node: Any) -> set[Any]:
+    above, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in above:
+            above.add(node)
+            waiting.extend(node.all_input_nodes)
+    return {node for node in above if node.op == "placeholder"}
+
+
+def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:
+    shape, dtype = (size, *spec.shape), getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    if spec.high is not None:
+        return torch.randint(spec.high, shape, generator=generator).to(dtype)
+    if "position" in name:
+        return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
+    return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
+
+
+def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -> dict[str, Any]:
+    from runtime.mutants import without_collective
+
+    rank = int(os.environ.get("RANK", "0"))
+    program = None if job.remove_collective is None else without_collective(decided, rank, job.remove_collective)
+    with Engine(decided, program=program) as engine:
+        loss = engine.forward_backward(batches[0])
+        gradients = engine.gather_gradients()
+        reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]
+        return {"losses": [loss, *(r.loss for r in reports[1:])], "norms": [r.grad_norm for r in reports],
+                "gradients": gradients, "parameters": engine.gather_parameters()}
+
+
+def _compare(found: Mapping[str, Any], one: OneProcess, batches: list[dict[str, Tensor]], spec: Spec,
+             tolerance: float | None) -> tuple[list[Row], torch.dtype]:
+    with lowest_precision() as seen:
+        losses = [one.forward_backward(batches[0])]
+    allowed = Tolerance.of(seen.dtype, spec.optimizer.lr, tolerance)
+    gradients = {n: p.grad.clone() for n, p in _named(one.model) if p.grad is not None}
+    norms = [one.update()]
+    for batch in batches[1:]:
+        losses.append(one.forward_backward(batch))
+        norms.append(one.update())
+    rows = compare_values("loss", found["losses"], losses, allowed.loss)
+    rows += compare_values("norm", found["norms"], norms, allowed.gradient)
+    rows += compare_tensors("gradient", found["gradients"], gradients, allowed)
+    rows += compare_tensors("parameter", found["parameters"], dict(_named(one.model)), allowed)
+    return rows, seen.dtype
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _summary(rows: list[Row]) -> str:
+    worst = max(rows, key=lambda row: row.severity)
+    good = sum(row.passed for row in rows)
+    return f"{good} of {len(rows)} equal, largest difference {worst.difference:.1e} ({worst.name}), allowed {worst.allowed:.1e}"
+
+
+__all__ = ["PlanError", "VerifyReport", "verify", "verify_rank"]

@@ -1,0 +1,89 @@
+"""Local ranks start with torchrun's environment, hand back results, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from runtime.launch import RankError, launch
+
+pytestmark = pytest.mark.slow
+
+
+def sum_of_ranks(offset: int) -> tuple[int, int, int]:
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(os.environ["RANK"]), int(total), torch.get_num_threads()
+
+
+def test_results_come_back_in_rank_order_from_ranks_of_one_thread():
+    assert launch(sum_of_ranks, 3, 10, timeout_seconds=60) == [(0, 33, 1), (1, 33, 1), (2, 33, 1)]
+
+
+def refuse_on_rank_1(directory: str) -> None:
+    (Path(directory) / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        raise PlanError("tp divides nothing", where="spec.yaml:3", fix="use tp 1")
+    time.sleep(60)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_plan_error_of_one_rank_comes_back_whole_and_ends_all_ranks(tmp_path):
+    with pytest.raises(PlanError) as caught:
+        launch(refuse_on_rank_1, 2, str(tmp_path), timeout_seconds=60)
+    assert str(caught.value) == "tp divides nothing\n  at:  spec.yaml:3\n  fix: use tp 1"
+    assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def fail_in_a_collective() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("the first cause")
+    dist.barrier()
+
+
+def test_the_first_cause_is_shown_not_the_peers_that_lost_it():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.*\n)*ValueError: the first cause"):
+        launch(fail_in_a_collective, 2, timeout_seconds=60)
+
+
+def die_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_killed_rank_is_named_with_its_signal():
+    with pytest.raises(RankError, match="rank 1 of 2 failed:\nended without a result, exit code -9"):
+        launch(die_on_rank_1, 2, timeout_seconds=60)
+
+
+def test_ranks_that_take_too_long_are_ended():
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were ended"):
+        launch(time.sleep, 2, 60, timeout_seconds=1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(RankError, match="rank 0 of 1 failed"):
+        launch(make_a_lambda, 1, timeout_seconds=60)
+
+
+def make_a_lambda():
+    return lambda: None
