@@ -1,0 +1,53 @@
+"""The batch's rows reach the right dp rank and microbatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.errors import PlanError
+from runtime.batches import BatchLayout, num_tokens
+
+CPU = torch.device("cpu")
+
+
+def layout(dp_rank: int = 1) -> BatchLayout:
+    return BatchLayout({"x": ((2,), torch.int64)}, 8, 2, 2, dp_rank)
+
+
+def rows(size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(size).view(-1, 1).expand(size, 2).contiguous()}
+
+
+def first_column(microbatches) -> list[list[int]]:
+    return [m["x"][:, 0].tolist() for m in microbatches]
+
+
+def test_dp_rank_1_takes_the_second_half_in_microbatches_2_and_3():
+    assert first_column(layout().microbatches(rows(8), CPU)) == [[4, 5], [6, 7]]
+    assert layout().first_microbatch == 2
+
+
+def test_a_local_batch_is_all_this_ranks():
+    layout().check(rows(4), local=True)
+    assert first_column(layout().microbatches(rows(4), CPU, local=True)) == [[0, 1], [2, 3]]
+
+
+def test_the_loss_counts_over_every_microbatch_of_the_global_batch():
+    assert first_column(layout().all_microbatches(rows(8), CPU)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_global_batch_given_as_local_is_refused():
+    with pytest.raises(PlanError, match=r"has shape \[8, 2\], the plan takes \[4, 2\]") as caught:
+        layout().check(rows(8), local=True)
+    assert "the 4 sequences of this dp rank" in caught.value.fix
+
+
+def test_a_value_that_is_no_tensor_is_refused():
+    with pytest.raises(PlanError, match=r"batch\['x'\] is a list"):
+        layout().check({"x": [1, 2]})  # pyright: ignore[reportArgumentType]
+
+
+def test_tokens_are_the_elements_of_the_first_integer_input():
+    assert num_tokens({"image": torch.zeros(4, 9), "ids": torch.zeros(4, 3, dtype=torch.int64)}) == 12
+    assert num_tokens({"image": torch.zeros(4, 9)}) == 4

@@ -1,0 +1,84 @@
+"""Process groups over a mesh: members, embedding groups, links, and the errors of the first meeting."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from planner.mesh import Mesh
+from runtime.groups import Groups, open_groups
+from runtime.launch import launch
+
+
+def members(group) -> list[int]:
+    return dist.get_process_group_ranks(group) if group is not None else []
+
+
+def open_mesh(sizes: dict, tied: list[tuple[int, ...]]) -> Groups:
+    return open_groups(Mesh(**sizes), {"seed": "1"}, tied, timeout_seconds=60)
+
+
+def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
+    groups = open_mesh(sizes, tied)
+    found = {axis: members(getattr(groups, axis)) for axis in ("tp", "dp", "pp", "world")}
+    found["embedding"] = {stages: members(group) for stages, group in groups.embedding.items()}
+    found["next"] = groups.rank_of_stage(groups.pp_rank + 1)
+    groups.close()
+    found["closed"] = not dist.is_initialized()
+    return found
+
+
+@pytest.mark.slow
+def test_groups_of_tp2_pp2_dp2():
+    found = launch(groups_of_rank, 8, {"tp": 2, "pp": 2, "dp": 2}, [(0, 1)], timeout_seconds=100)
+    assert [r["tp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
+    assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [r["pp"] for r in found] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+    assert [r["embedding"] for r in found] == [{(0, 1): r["pp"]} for r in found]
+    assert [r["next"] for r in found] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert all(r["world"] == list(range(8)) and r["closed"] for r in found)
+
+
+@pytest.mark.slow
+def test_an_embedding_group_holds_only_the_stages_of_its_parameter():
+    found = launch(groups_of_rank, 4, {"pp": 4}, [(0, 3), (1, 2, 3)], timeout_seconds=100)
+    assert [r["embedding"] for r in found] == [
+        {(0, 3): [0, 3], (1, 2, 3): []},
+        {(0, 3): [], (1, 2, 3): [1, 2, 3]},
+        {(0, 3): [], (1, 2, 3): [1, 2, 3]},
+        {(0, 3): [0, 3], (1, 2, 3): [1, 2, 3]},
+    ]
+
+
+def test_one_rank_alone_has_no_group():
+    groups = open_mesh({}, [(0, 1)])
+    assert (groups.world, groups.tp, groups.dp, groups.pp) == (None, None, None, None)
+    assert not dist.is_initialized()
+    groups.close()
+
+
+def test_a_world_of_another_size_is_refused_before_any_group_is_made(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(PlanError, match=r"the plan is for 4 ranks \(tp 2 · dp 2\), but 3 were launched") as caught:
+        open_mesh({"tp": 2, "dp": 2}, [])
+    assert "launch 4 ranks" in caught.value.fix
+    assert not dist.is_initialized()
+
+
+def meet_with(values: list[str]) -> str:
+    try:
+        open_groups(Mesh(dp=3), {"the plan": "same", "torch": values[int(os.environ["RANK"])]}, [], timeout_seconds=60)
+    except PlanError as error:
+        return str(error) + f" initialized={dist.is_initialized()}"
+    return ""
+
+
+@pytest.mark.slow
+def test_the_odd_rank_is_named_to_every_rank_and_the_group_is_ended():
+    told = launch(meet_with, 3, ["2.13", "2.11", "2.13"], timeout_seconds=60)
+    assert len(set(told)) == 1
+    assert told[0].startswith("torch differs between ranks: rank 1 of 3 (rank 1 has 2.11, most have 2.13)")
+    assert told[0].endswith("initialized=False")
