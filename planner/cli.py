@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from planner.errors import PlanError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.frozen_plan import Plan
 
 BAD_INPUT = 2
 

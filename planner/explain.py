@@ -18,7 +18,7 @@ from rich.text import Text
 from planner.explain_sections import Section, sections
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.frozen_plan import Plan
 
 WIDTH = 160
 # Columns that may wrap; names and shapes stay whole.

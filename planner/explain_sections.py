@@ -10,7 +10,7 @@ from planner.fold import Fold, fold, ranges, unfolded
 from planner.plan_rows import BoundaryPlan, CollectivePlan, Diagnostic, ParameterPlan
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.frozen_plan import Plan
 
 _TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
 _LONG_ORDER = 24  # actions that still read well one by one

@@ -88,6 +88,8 @@ class _Program:
     def _option_cost(self, node: fx.Node, option: Option, index: int) -> float:
         weights, times = self.weights, self.costs.instances[node.name]
         cost = weights.kind[option.out.kind] + 1e-7 * index
+        if option.detour:
+            cost += weights.reshard
         if option.whole:
             share = 1 - 1 / self.candidates.tp
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)

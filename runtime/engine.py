@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from passes.base import LocalParameter, RankProgram
+from passes.lower import lower
 from planner.errors import PlanError
-from planner.mesh import Mesh
-from planner.plan import Plan
+from planner.frozen_plan import Plan
 from planner.schedule import Action
 from planner.spec import Spec
 from runtime.batches import BatchLayout, check_first_batch, num_tokens
 from runtime.executor import Executor, Step
-from runtime.groups import Groups, default_store, open_groups
+from runtime.groups import Groups, RankMesh, default_store, open_groups
 from runtime.lr import learning_rate
 from runtime.p2p import Transport
 from runtime.report import StepReport
@@ -40,7 +40,8 @@ class Engine:
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
-    ``mesh`` tells sizes; ``dp_rank`` this rank's place for a user's own DistributedSampler.
+    ``mesh`` tells the sizes of the axes and this rank's place on them: ``mesh.dp_rank`` and ``mesh.dp_size`` are for a
+    user's own DistributedSampler.
     """
 
     def __init__(self, plan: Plan, *, program: RankProgram | None = None, device: torch.device | str | None = None,
@@ -52,7 +53,6 @@ class Engine:
         """
         self.plan = plan
         self.spec = Spec.load(plan.spec)
-        self.mesh = _mesh(plan)
         self.step_index = 0
         self._gradients_ready = False
         self._open(torch.device(device) if device else None, timeout_seconds)
@@ -66,17 +66,15 @@ class Engine:
         global _engines_made
         identity = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
         tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
-        self.groups: Groups = open_groups(self.mesh, identity, tied, device=device, timeout_seconds=timeout_seconds)
+        self.groups: Groups = open_groups(_mesh(self.plan), identity, tied, device=device, timeout_seconds=timeout_seconds)
+        self.mesh = _mesh(self.plan, self.groups.rank)
         store = default_store()
         self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
         _engines_made += 1
 
     def _build(self, program: RankProgram | None) -> None:
         groups, mesh = self.groups, self.mesh
-        if program is None:
-            from passes.lower import lower
-            program = lower(self.plan, groups.rank)
-        self.program = program
+        self.program = program or lower(self.plan, groups.rank, groups.device)
         for name, axis in self.program.axes.items():
             axis.group = getattr(groups, name, None)
         fill(self.program.stages, weight_source(self.plan, self.spec), mesh.tp, groups.tp_rank, groups.device)
@@ -172,15 +170,6 @@ class Engine:
         elif self.groups.world is not None:
             self.groups.destroy()  # no barrier: the other ranks may have failed elsewhere
 
-    @property
-    def dp_rank(self) -> int:
-        """This rank's place among those that see different data."""
-        return self.groups.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.dp
-
     # ---- pieces of a step
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> float:
@@ -273,9 +262,9 @@ class Engine:
         return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
 
 
-def _mesh(plan: Plan) -> Mesh:
+def _mesh(plan: Plan, rank: int = 0) -> RankMesh:
     m = plan.mesh
-    return Mesh(tp=m.tp, pp=m.pp, dp=m.dp, vpp=m.vpp, cp=m.cp, ep=m.ep, etp=m.etp, order=m.order)
+    return RankMesh(m.tp, m.pp, m.dp, m.vpp, m.cp, m.ep, m.etp, m.order, rank)
 
 
 def _gradient_dtype(spec: Spec, parameters: list[tuple[LocalParameter, int, nn.Parameter]]) -> str | None:

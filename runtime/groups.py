@@ -25,6 +25,29 @@ _default_groups_made = 0
 _rendezvous_store: Store | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RankMesh(Mesh):
+    """The mesh as one rank sees it: sizes, and this rank's place on each axis (for a user's own DistributedSampler)."""
+
+    rank: int = 0
+
+    @property
+    def tp_rank(self) -> int:
+        return self.coordinate(self.rank)["tp"]
+
+    @property
+    def pp_rank(self) -> int:
+        return self.coordinate(self.rank)["pp"]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coordinate(self.rank)["dp"]
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp
+
+
 @dataclass
 class Groups:
     """The process groups of one rank; a group of one rank is None.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from planner import plan
 from planner.errors import PlanError
 from planner.model_ref import load_model
-from planner.plan import Plan
+from planner.frozen_plan import Plan
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
 from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from passes.base import LocalParameter, StageModule
 from planner.errors import PlanError
-from planner.plan import Plan
+from planner.frozen_plan import Plan
 from planner.spec import Spec
 from planner.types import Placement
 from runtime.groups import Groups

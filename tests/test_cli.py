@@ -125,7 +125,7 @@ def test_bad_spec_names_line_and_fix(tmp_path, old, new, words):
 
 def test_plan_as_json_round_trips_and_lists_every_parameter(tmp_path):
     from examples.gpt import build
-    from planner.plan import Plan
+    from planner.frozen_plan import Plan
 
     file = tmp_path / "plan.json"
     assert run("plan", GPT, GPT_SPEC, "--format", "json", "-o", file).exit_code == 0

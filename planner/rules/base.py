@@ -23,6 +23,7 @@ class Option:
 
     ``whole`` says that every rank computes all of the node (its FLOPs are redundant). ``attends`` marks products of
     activations, whose operands a rank may pick out of a whole tensor (the key heads that its query heads read).
+    ``detour`` marks what is right but seldom wise: statistics over cut features, as of a norm, cost a collective each.
     """
 
     args: tuple[Placement, ...]
@@ -30,6 +31,7 @@ class Option:
     rule: str
     whole: bool = False
     attends: bool = False
+    detour: bool = False
 
 
 Rule = Callable[["Site"], Iterable[Option]]

@@ -61,7 +61,7 @@ def split(site: Site) -> Iterator[Option]:
     (x,) = site.inputs
     sizes: Any = site.node.args[1]
     dim = int(site.node.args[2])  # pyright: ignore[reportArgumentType]
-    cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim or _pieces(c, sizes) is not None}
+    cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim or pieces_of(c, sizes) is not None}
     pieces = {u.args[1]: u for u in site.node.users if u.target is operator.getitem}
     cuts.update(_joint_cuts(site, [(n, pieces.get(i)) for i, n in enumerate(sizes)], dim))
     for piece in pieces.values():
@@ -83,7 +83,7 @@ def getitem(site: Site) -> Iterator[Option]:
     for cut in site.candidates(source):
         if cut.dim != dim:
             yield site.option(cut, {source: cut}, "item")
-        elif (pieces := _pieces(cut, sizes)) is not None:
+        elif (pieces := pieces_of(cut, sizes)) is not None:
             yield site.option(pieces[index], {source: cut}, "segment")
     yield site.partial([source])
 
@@ -99,7 +99,7 @@ def slice_(site: Site) -> Iterator[Option]:
         along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))  # pyright: ignore
         bounds = [start, end - start, size - end]  # pyright: ignore
         for cut in sorted(along):
-            pieces = _pieces(cut, bounds)
+            pieces = pieces_of(cut, bounds)
             if pieces is not None:
                 yield site.option(pieces[1], {x: cut}, "segment")
     yield site.partial([x])
@@ -126,7 +126,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
         yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), "cat")
 
 
-def _pieces(cut: Placement, sizes: list[int]) -> list[Placement] | None:
+def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
     """The types of the pieces when a dim cut as ``cut`` is split into ``sizes``; None where a segment would be torn."""
     if cut.padding:
         return None

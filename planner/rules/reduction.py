@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def reduction(site: Site) -> Iterator[Option]:
         if cut.dim not in dims:
             yield site.option(cut.moved(places.index(cut.dim)), {x: cut}, "reduce elsewhere")
         elif site.node.target in SUMS and not cut.padding and not cut.has_whole_segment:
-            yield site.option(P, {x: cut}, "partial sum")
+            option = site.option(P, {x: cut}, "partial sum")
+            yield replace(option, detour=cut.dim == len(shape) - 1)
     if site.node.target in SUMS and site.grad(site.node):
         yield site.partial([x])
 

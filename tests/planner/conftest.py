@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plan import (
+from planner.frozen_plan import (
     BoundaryPlan,
     BucketPlan,
     BufferPlan,

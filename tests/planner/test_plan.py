@@ -11,7 +11,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from planner.errors import PlanError
-from planner.plan import (
+from planner.frozen_plan import (
     CollectivePlan,
     Diagnostic,
     MemoryRow,

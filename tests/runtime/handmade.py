@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
 from planner.mesh import Mesh
-from planner.plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.schedule import build_schedule
 from planner.spec import Spec
 from planner.types import I

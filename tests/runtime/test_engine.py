@@ -24,8 +24,8 @@ def run_steps(layout: dict, local: bool = False) -> dict:
     import os
 
     with engine_for(int(os.environ.get("RANK", "0")), **layout) as engine:
-        share = SIZE // engine.dp_size if local else SIZE
-        first = engine.dp_rank * share if local else 0
+        share = SIZE // engine.mesh.dp_size if local else SIZE
+        first = engine.mesh.dp_rank * share if local else 0
         batches = [{k: v[first:first + share] for k, v in build_batch(SIZE, seed).items()} for seed in range(3)]
         result = {"evaluated": engine.evaluate(batches[0], local=local),
                   "loss": engine.forward_backward(batches[0], local=local),
