@@ -168,10 +168,23 @@ def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedP
             program.constants[name] = constants.get(spec.target or "", torch.empty(0))
     outputs = _select_outputs(exported, program)
     program.graph = canonicalize(exported.graph_module, outputs)
+    _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = _find_loss(program, loss)
     _keep_only_the_loss(program)
     return program
+
+
+def _merge_tied(program: Program) -> None:
+    """One placeholder for a tied parameter, whichever of its names the forward went through."""
+    first: dict[str, fx.Node] = {}
+    for node in program.graph.graph.find_nodes(op="placeholder"):
+        fqn = program.parameters.get(node.name)
+        kept = first.setdefault(fqn, node) if fqn else node
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            program.graph.graph.erase_node(node)
+            del program.parameters[node.name]
 
 
 def _keep_only_the_loss(program: Program) -> None:

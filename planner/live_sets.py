@@ -109,17 +109,16 @@ def _groups_before_blocks(calls: list[fx.Node], block_of: Mapping[str, int],
 
 
 def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx.Node]) -> dict[str, set[fx.Node]]:
-    """Parameter → those of ``calls`` that read it, directly or through recomputed values."""
-    readers = {}
-    for name in program.parameters:
-        found, stack = set(), list(program.node(name).users)
+    """Parameter (by its user's name) → those of ``calls`` that read it, directly or through recomputed values."""
+    readers: dict[str, set[fx.Node]] = {}
+    for name, fqn in program.parameters.items():
+        found, stack = readers.setdefault(fqn, set()), list(program.node(name).users)
         while stack:
             node = stack.pop()
             if node in recomputed:
                 stack.extend(node.users)
             elif node in calls:
                 found.add(node)
-        readers[name] = found
     return readers
 
 

@@ -89,8 +89,10 @@ def memory_of_ranks(program: Program, stages: StageAssignment, pp: int, in_fligh
 
 
 def parameters_of(program: Program, stages: StageAssignment, held: Sequence[int]) -> list[fx.Node]:
-    """The parameters that some stage of ``held`` reads, each once."""
-    return [program.node(p) for p in program.parameters if not set(stages.parameter_stages[p]).isdisjoint(held)]
+    """The parameters that some stage of ``held`` reads, each once (a tied one may have several placeholders)."""
+    read = {fqn: name for name, fqn in program.parameters.items()
+            if not set(stages.parameter_stages[name]).isdisjoint(held)}
+    return [program.node(name) for name in read.values()]
 
 
 def boundary_bytes(program: Program, stages: StageAssignment, stage: int, local: LocalSizes) -> int:

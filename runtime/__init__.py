@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from planner.shadow import refuse_shadows
+
+refuse_shadows()
+
 if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.report import StepReport
 
 __all__ = ["Engine", "StepReport"]
 
+_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report"}
+
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the command line reads this package long before it needs an engine."""
-    if name == "Engine":
-        from runtime.engine import Engine
+    if name not in _HOMES:
+        raise AttributeError(f"module 'runtime' has no attribute {name!r}")
+    import importlib
 
-        return Engine
-    if name == "StepReport":
-        from runtime.report import StepReport
-
-        return StepReport
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,204 @@
+"""The collectives between types, as autograd functions: each backward is what the pair of types demands.
+
+    name      types   forward                      backward
+    f         I → R   nothing                      all-reduce
+    g         P → I   all-reduce                   nothing
+    g_f       P → R   all-reduce                   all-reduce
+    slice     I → V   this rank's part             all-gather
+    cut       R → V   this rank's part             zeros elsewhere
+    gather    V → R   all-gather                   reduce-scatter
+    collect   V → I   all-gather                   this rank's part
+    scatter   P → V   reduce-scatter               all-gather
+    first     I → P   kept on rank 0, else zeros   nothing
+
+Every call is counted on the axis handle, so that a run can be held against the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes.base import AxisHandle
+from planner.types import Placement
+
+Tensor = torch.Tensor
+
+
+def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
+    """Sum (or ``op``) over the axis. ``owned``: x may be overwritten. A non-contiguous all-reduce is silently wrong on gloo."""
+    _count(axis, "all_reduce", phase, x)
+    out = x.contiguous()
+    if out is x and not owned:
+        out = x.clone()
+    if axis.size > 1:
+        dist.all_reduce(out, op=op or dist.ReduceOp.SUM, group=axis.group)
+    return out
+
+
+def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
+    """The whole tensor from the ranks' parts, segment by segment."""
+    _count(axis, "all_gather", phase, x, axis.size)
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    sizes = [s.local(axis.size) for s in cut.segments]
+    pieces = [p.split(sizes, cut.dim) for p in parts]
+    return torch.cat([pieces[rank][s] for s in range(len(sizes)) for rank in range(axis.size)], cut.dim)
+
+
+def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
+    """This rank's part of the sum of the ranks' whole tensors."""
+    _count(axis, "reduce_scatter", phase, x)
+    parts = [part(x, cut, axis.size, rank).contiguous() for rank in range(axis.size)]
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter(out, parts, group=axis.group)
+    return out
+
+
+def part(x: Tensor, cut: Placement, size: int, rank: int) -> Tensor:
+    """What ``rank`` holds of a whole tensor cut as ``cut``."""
+    pieces = [x.narrow(cut.dim, a, b - a) for a, b in cut.slices(size, rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def _count(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> None:
+    axis.counts[kind, phase] += 1
+    axis.bytes[kind, phase] += x.numel() * x.element_size() * times
+
+
+class _F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return all_reduce(grads[0], ctx.axis, "backward"), None
+
+
+class _G(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
+        return all_reduce(x, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _GF(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
+        ctx.axis = axis
+        return all_reduce(x, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return all_reduce(grads[0], ctx.axis, "backward"), None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+        ctx.axis, ctx.cut = axis, cut
+        return part(x, cut, axis.size, axis.rank).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return all_gather(grads[0], ctx.axis, ctx.cut, "backward"), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+        ctx.axis, ctx.cut = axis, cut
+        return all_gather(x, axis, cut, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return reduce_scatter(grads[0], ctx.axis, ctx.cut, "backward"), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+        ctx.axis, ctx.cut = axis, cut
+        return all_gather(x, axis, cut, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return part(grads[0], ctx.cut, ctx.axis.size, ctx.axis.rank).contiguous(), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+        ctx.axis, ctx.cut = axis, cut
+        return reduce_scatter(x, axis, cut, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return all_gather(grads[0], ctx.axis, ctx.cut, "backward"), None, None
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
+        return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def f(x: Tensor, axis: AxisHandle) -> Tensor:
+    """I → R: forward nothing, backward all-reduce (before a column-parallel linear)."""
+    return _F.apply(x, axis)
+
+
+def g(x: Tensor, axis: AxisHandle) -> Tensor:
+    """P → I: forward all-reduce, backward nothing (after a row-parallel linear, before its bias)."""
+    return _G.apply(x, axis)
+
+
+def g_f(x: Tensor, axis: AxisHandle) -> Tensor:
+    """P → R: all-reduce both ways."""
+    return _GF.apply(x, axis)
+
+
+def slice_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """I → V: this rank's part, backward all-gather."""
+    return _Slice.apply(x, axis, cut)
+
+
+def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """R → V: this rank's part; the gradient elsewhere is zero, as another rank has it."""
+    return part(x, cut, axis.size, axis.rank)
+
+
+def gather(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """V → R: all-gather, backward reduce-scatter."""
+    return _Gather.apply(x, axis, cut)
+
+
+def collect(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """V → I: all-gather, backward this rank's part."""
+    return _Collect.apply(x, axis, cut)
+
+
+def scatter(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """P → V: reduce-scatter, backward all-gather."""
+    return _Scatter.apply(x, axis, cut)
+
+
+def first(x: Tensor, axis: AxisHandle) -> Tensor:
+    """I → P: the value on rank 0, zeros elsewhere; the gradient is the same on all ranks already."""
+    return _First.apply(x, axis)
+
+
+BY_NAME = {"f": f, "g": g, "g f": g_f, "slice": slice_part, "cut": cut_part, "gather": gather, "collect": collect,
+           "scatter": scatter, "first": first}
+TAKES_CUT = {"slice", "cut", "gather", "collect", "scatter"}

@@ -1,0 +1,60 @@
+"""Put a collective on every edge whose ends have different types: exactly those that the plan lists.
+
+Needs:   ``type_changes`` of the stage (planner.collectives).
+Leaves:  every edge well typed: a value arrives in the type in which it is read.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes import collectives
+from passes.base import AxisHandle
+from passes.extract import StageGraph
+from planner.collectives import TypeChange
+
+
+def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis: AxisHandle) -> None:
+    """One call for each change, right after its value, shared by all its readers."""
+    if not changes:
+        return
+    handle = axis_node(stage, axis)
+    output = stage.graph.output_node()
+    for change in changes:
+        value = stage.env[change.value]
+        cut = (change.before if change.before.is_sharded else change.after,) if change.how.name in collectives.TAKES_CUT else ()
+        with stage.graph.inserting_after(_last_of_header(stage, value)):
+            call = stage.graph.call_function(collectives.BY_NAME[change.how.name], (value, handle, *cut))
+        call.meta = {**value.meta, "placement": change.after, "change": change}
+        for reader in change.readers:
+            if reader in ("send", "loss"):
+                _replace_output(output, change.value, call, reader)
+            else:
+                stage.env[reader].replace_input_with(value, call)
+
+
+def axis_node(stage: StageGraph, axis: AxisHandle) -> fx.Node:
+    """The node that hands the axis to collectives; made once."""
+    for node in stage.graph.nodes:
+        if node.op == "get_attr" and node.target == axis.name:
+            return node
+    setattr(stage.root, axis.name, axis)
+    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
+        return stage.graph.create_node("get_attr", axis.name)
+
+
+def _last_of_header(stage: StageGraph, value: fx.Node) -> fx.Node:
+    """Calls stand after all placeholders, also those on a placeholder or attribute."""
+    if value.op == "call_function":
+        return value
+    return [n for n in stage.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
+
+
+def _replace_output(output: fx.Node, name: str, call: fx.Node, reader: str) -> None:
+    names, values = output.meta["names"], list(output.args[0])  # pyright: ignore
+    is_loss = reader == "loss"
+    for position, held in enumerate(names):
+        last = position == len(names) - 1
+        if held == name and (last if is_loss else True):
+            values[position] = call
+    output.args = (tuple(values),)

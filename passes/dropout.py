@@ -1,0 +1,83 @@
+"""Dropout draws from a stream that is named, not from a global state that the layout would disturb.
+
+    stream = hash(seed, step, global microbatch, which op) for I, R and P: the same mask on all tp ranks
+             … and the tp rank for V: each rank its own
+
+So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do not
+depend on tp either.
+
+Needs:   every random op carries ``meta["placement"]``.
+Leaves:  no op that draws from the default generator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from passes.attention import attention_arguments, shared_key_attention
+from passes.base import RandomState
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def name_streams(graph: fx.Graph, root: torch.nn.Module, random: RandomState) -> None:
+    """Replace dropout, and attention with dropout, by calls that name their stream."""
+    handle: fx.Node | None = None
+    for node in list(graph.nodes):
+        is_dropout = node.target is aten.dropout.default
+        if not is_dropout and not _attends_with_dropout(node):
+            continue
+        if handle is None:
+            root.random = random  # pyright: ignore[reportAttributeAccessIssue]
+            with graph.inserting_before(next(iter(graph.nodes))):
+                handle = graph.create_node("get_attr", "random")
+        stream = (_number(node.meta["origin"]), node.meta["placement"].is_sharded)
+        with graph.inserting_before(node):
+            if is_dropout:
+                new = graph.call_function(stream_dropout, (node.args[0], node.args[1], handle, *stream))
+            else:
+                new = graph.call_function(stream_attention, (node.target, handle, *stream, node.args, dict(node.kwargs)))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _attends_with_dropout(node: fx.Node) -> bool:
+    if node.target is aten.scaled_dot_product_attention.default:
+        return bool(attention_arguments(node.args, node.kwargs).get("dropout_p", 0.0))
+    return node.target is shared_key_attention and bool(node.kwargs.get("dropout_p", 0.0))
+
+
+def _number(name: str) -> int:
+    """A stable number of an op, from its name in the captured graph."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
+
+
+def stream_seed(random: RandomState, op: int, sharded: bool) -> int:
+    """The seed of one draw: 63 bits of a hash of all that names it."""
+    text = f"{random.seed}/{random.step}/{random.microbatch}/{op}/{random.tp_rank if sharded else -1}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: bool) -> Tensor:
+    """x with each element zeroed with probability p and the rest scaled by 1/(1 − p)."""
+    generator = torch.Generator(x.device).manual_seed(stream_seed(random, op, sharded))
+    keep = torch.empty_like(x, requires_grad=False).bernoulli_(1.0 - p, generator=generator)
+    return x * keep.div_(1.0 - p) if p < 1.0 else x * keep
+
+
+def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
+    """Attention whose dropout draws from the named stream; the default generator is left as it was."""
+    device = args[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(stream_seed(random, op, sharded))
+        if target is shared_key_attention:
+            return shared_key_attention(*args, **kwargs)
+        given = attention_arguments(args, kwargs)
+        return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)

@@ -1,0 +1,152 @@
+"""Make each op compute this rank's part: sizes written into the graph become local, and a few ops become their parallel form.
+
+    reshape, expand      sizes of the local result
+    split, slice         bounds in the local row of segments
+    mean over a cut dim  the local mean times local/global count
+    embedding            rows of this rank (passes.vocabulary)
+    cross_entropy        columns of this rank (passes.vocabulary)
+    attention            key heads that this rank's query heads read (passes.attention)
+
+Needs:   typed edges (passes.convert).
+Leaves:  no op that still names a global size of a cut dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.attention import attention_arguments, shared_key_attention
+from passes.base import AxisHandle
+from passes.convert import axis_node
+from passes.extract import StageGraph
+from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from planner.placements import Placements
+from planner.rules import Option
+from planner.rules.layout import pieces_of
+
+from planner.types import Placement
+
+aten = torch.ops.aten
+
+
+def localize(stage: StageGraph, placements: Placements, axis: AxisHandle) -> None:
+    """Rewrite every op of the stage whose option is not simply "the same op on the parts"."""
+    for name, node in list(stage.env.items()):
+        option = placements.options[name]
+        node.meta["placement"] = option.out
+        if node.op == "call_function" and axis.size > 1:
+            rewrite = REWRITES.get(node.target)
+            if rewrite is not None:
+                rewrite(_Scene(stage, node, option, axis))
+
+
+class _Scene:
+    """One node with its option, and what a rewrite needs to know of the rank."""
+
+    def __init__(self, stage: StageGraph, node: fx.Node, option: Option, axis: AxisHandle) -> None:
+        self.stage, self.node, self.option, self.axis = stage, node, option, axis
+
+    def input_type(self, position: int) -> Placement:
+        """Type of the ``position``-th distinct tensor input."""
+        return self.option.args[position]
+
+    def local_shape(self) -> list[int]:
+        return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.axis.size))
+
+    def set_arg(self, position: int, value: Any) -> None:
+        self.node.update_arg(position, value)
+
+    def become(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """Replace the node by a call that also gets the axis where ``args`` says None."""
+        handle = axis_node(self.stage, self.axis)
+        with self.stage.graph.inserting_before(self.node):
+            new = self.stage.graph.call_function(function, tuple(handle if a is AXIS else a for a in args), kwargs or {})
+        new.meta = dict(self.node.meta)
+        self.node.replace_all_uses_with(new)
+        self.stage.graph.erase_node(self.node)
+        self.stage.env[new.meta["origin"]] = new
+        return new
+
+
+AXIS = object()
+
+
+def _sizes(scene: _Scene) -> None:
+    if scene.option.out.is_sharded:
+        scene.set_arg(1, scene.local_shape())
+
+
+def _split(scene: _Scene) -> None:
+    cut, dim = scene.option.out, int(scene.node.args[2])  # pyright: ignore
+    if cut.is_sharded and cut.dim == dim:
+        pieces = pieces_of(cut, scene.node.args[1])  # pyright: ignore
+        assert pieces is not None
+        sizes: list[int] = scene.node.args[1]  # pyright: ignore
+        scene.set_arg(1, [p.local_size(scene.axis.size) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)])
+
+
+def _slice(scene: _Scene) -> None:
+    cut = scene.input_type(0)
+    _, dim, start, end, *_ = scene.node.args
+    if not (cut.is_sharded and cut.dim == dim):
+        return
+    size = scene.node.all_input_nodes[0].meta["val"].shape[dim]
+    bounds = [start, end - start, size - end]  # pyright: ignore
+    pieces = pieces_of(cut, bounds)
+    assert pieces is not None
+    before, length, _ = (p.local_size(scene.axis.size) if p.is_sharded else n for p, n in zip(pieces, bounds, strict=True))
+    scene.set_arg(2, before)
+    scene.set_arg(3, before + length)
+
+
+def _mean(scene: _Scene) -> None:
+    """P = Σ over ranks of (local mean · local/global)."""
+    if scene.option.rule != "partial sum" or scene.node.target not in (aten.mean.default, aten.mean.dim):
+        return
+    node = scene.node
+    with scene.stage.graph.inserting_after(node):
+        new = scene.stage.graph.call_function(aten.mul.Tensor, (node, 1.0 / scene.axis.size))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    scene.stage.env[node.meta["origin"]] = new
+
+
+def _embedding(scene: _Scene) -> None:
+    if scene.option.rule == "vocabulary":
+        scene.become(vocabulary_embedding, (scene.node.args[0], scene.node.args[1], AXIS))
+
+
+def _cross_entropy(scene: _Scene) -> None:
+    if scene.option.rule != "vocabulary":
+        return
+    names = ("logits", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given = dict(zip(names, scene.node.args, strict=False)) | dict(scene.node.kwargs)
+    logits = given["logits"]
+    options = {k: given[k] for k in names[3:] if k in given}
+    scene.become(vocabulary_cross_entropy, (logits, given["target"], AXIS, int(logits.meta["val"].shape[1])), options)
+
+
+def _attention(scene: _Scene) -> None:
+    if scene.option.rule != "shared key heads":
+        return
+    given = attention_arguments(scene.node.args, scene.node.kwargs)
+    scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
+
+
+REWRITES: dict[Any, Callable[[_Scene], None]] = {
+    aten.reshape.default: _sizes,
+    aten.expand.default: _sizes,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.embedding.default: _embedding,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.scaled_dot_product_attention.default: _attention,
+}
+
+

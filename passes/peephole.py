@@ -1,0 +1,55 @@
+"""Small rewrites of a finished stage graph that change speed, not values.
+
+    linear(x, W) + b  → linear(x, W, b)         where no collective stands between them
+    mm(x, W) + b      → addmm(b, x, W)
+
+and placing: what capture put on the meta device goes to the rank's own.
+
+Needs:   a localised graph.
+Leaves:  no ``device=meta``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+FUSED = {aten.linear.default: lambda x, w, b: (aten.linear.default, (x, w, b)),
+         aten.mm.default: lambda x, w, b: (aten.addmm.default, (b, x, w))}
+
+
+def fuse_bias(graph: fx.Graph) -> None:
+    """Give products back the bias that canonical form took off; the bias must be a vector of the product's last dim."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        product, bias = node.args
+        if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in FUSED:
+            continue
+        if len(product.users) != 1 or len(product.args) != 2 or not _is_bias(product, bias):
+            continue
+        target, args = FUSED[product.target](*product.args, bias)
+        with graph.inserting_before(node):
+            new = graph.call_function(target, args)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        graph.erase_node(product)
+
+
+def _is_bias(product: fx.Node, bias: fx.Node) -> bool:
+    value, whole = bias.meta["val"], product.meta["val"]
+    same = product.meta.get("placement").kind == "V" or bias.meta["placement"].kind != "V"  # pyright: ignore
+    return bias.op == "get_attr" and value.dim() == 1 and value.shape[0] == whole.shape[-1] and same \
+        and value.dtype == whole.dtype
+
+
+def place_devices(graph: fx.Graph, device: torch.device) -> None:
+    """Factories and casts of the captured graph name the meta device; give them the rank's."""
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+        if any(isinstance(a, torch.device) for a in node.args):
+            node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)

@@ -1,0 +1,85 @@
+"""Vocabulary-parallel input embedding and cross-entropy (Megatron-LM paper, section 3).
+
+    embedding   rows [start, start + v/tp): ids outside give zeros; the sum over ranks is the lookup (type P)
+    loss        ℓ = log Σ exp(z) − z[target]: ranks exchange per token max z, then Σ exp(z − max) and z[target] − max,
+                three scalars; with label smoothing also Σ z. Padding columns take no part. Gradient: softmax − one-hot
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from passes.base import AxisHandle
+from passes.collectives import all_reduce
+
+Tensor = torch.Tensor
+
+
+def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, *options: Any) -> Tensor:
+    """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]."""
+    rows = weight.shape[0]
+    local = ids - axis.rank * rows
+    outside = (local < 0) | (local >= rows)
+    found = F.embedding(local.masked_fill(outside, 0), weight)
+    return found.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def vocabulary_cross_entropy(logits: Tensor, target: Tensor, axis: AxisHandle, vocabulary: int, reduction: int = 1,
+                             ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+    """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
+
+    ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
+    """
+    losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, ignore_index, label_smoothing)
+    if reduction == 0:
+        return losses
+    total = losses.sum()
+    return total if reduction == 2 else total / (target != ignore_index).sum()
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: AxisHandle, vocabulary: int, ignore_index: int,
+                smoothing: float) -> Tensor:
+        columns = logits.shape[1]
+        start = axis.rank * columns
+        true_columns = max(0, min(columns, vocabulary - start))
+        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        z = wide[:, :true_columns]
+        top = z.amax(1) if true_columns else torch.full_like(wide[:, 0], -torch.inf)
+        top = all_reduce(top, axis, "forward", dist.ReduceOp.MAX, owned=True)
+        probabilities = torch.empty_like(wide, memory_format=torch.contiguous_format)
+        torch.sub(z, top.unsqueeze(1), out=probabilities[:, :true_columns])
+        probabilities[:, true_columns:] = -torch.inf
+        mine = (target >= start) & (target < start + true_columns)
+        local = (target - start).clamp(0, columns - 1)
+        picked = probabilities.gather(1, local.unsqueeze(1)).squeeze(1)
+        scalars = [torch.where(mine, picked, 0.0)]
+        if smoothing:
+            scalars.append(probabilities[:, :true_columns].sum(1))
+        probabilities.exp_()
+        scalars.append(probabilities.sum(1))
+        sums = all_reduce(torch.stack(scalars), axis, "forward", owned=True)
+        log_total = sums[-1].log()
+        loss = log_total - sums[0]
+        if smoothing:
+            loss = (1 - smoothing) * loss + smoothing * (log_total - sums[1] / vocabulary)
+        valid = target != ignore_index
+        ctx.save_for_backward(probabilities.div_(sums[-1].unsqueeze(1)), mine & valid, local, valid)
+        ctx.facts = (logits.dtype, vocabulary, true_columns, smoothing)
+        return torch.where(valid, loss, 0.0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gradient, mine, local, valid = ctx.saved_tensors
+        dtype, vocabulary, true_columns, smoothing = ctx.facts
+        one_hot = (mine.to(gradient.dtype) * (1 - smoothing)).unsqueeze(1).neg()
+        gradient.scatter_add_(1, local.unsqueeze(1), one_hot)  # in place: a stage's backward runs once
+        if smoothing:
+            gradient[:, :true_columns] -= smoothing / vocabulary
+        gradient.mul_((grads[0].to(gradient.dtype) * valid).unsqueeze(1))
+        return gradient.to(dtype), None, None, None, None, None

@@ -1,0 +1,75 @@
+"""plan(): the recipe, read top to bottom. What each step decides is in the room of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.blocks import find_blocks
+from planner.capture import capture
+from planner.errors import PlanError
+from planner.loss_terms import share_loss
+from planner.mesh import Mesh
+from planner.placements import decide_placements
+from planner.frozen_plan import Plan
+from planner.rows import plan_of
+from planner.schedule import build_schedule
+from planner.source import PlanSource
+from planner.spec import Spec
+from planner.stages import assign_stages
+
+
+def plan(model: nn.Module, spec: Spec | Mapping[str, Any] | str | PathLike[str],
+         example_inputs: Mapping[str, torch.Tensor] | None = None) -> Plan:
+    """Decide how ``model`` runs on the mesh of ``spec``; nothing is allocated, no process group is needed.
+
+    model: any nn.Module, with real weights or on the meta device; it is not changed.
+    spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine); without them
+    they are made from ``spec.inputs``. Raises PlanError: what, where (the user's module and line, or the spec's line), fix.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module", where="plan(model, …)",
+                        fix="give the module itself")
+    checked = Spec.load(spec)
+    try:
+        return _decide(model, checked, example_inputs)
+    except PlanError as error:
+        raise checked.locate(error) from error.__cause__
+
+
+def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
+    mesh = _mesh(spec)
+    inputs = dict(example_inputs) if example_inputs is not None else _inputs_of(spec)
+    program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
+    terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
+    blocks = find_blocks(program)
+    placements = decide_placements(program, blocks, mesh.tp, dict(spec.tensor_parallel.overrides))
+    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
+    schedule = build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
+    source = PlanSource(program, blocks, placements, stages, terms, mesh, spec.seed, model)
+    return plan_of(spec, source, schedule)
+
+
+def _mesh(spec: Spec) -> Mesh:
+    if spec.mesh.has_auto:
+        raise PlanError("mesh: auto is not available yet", where="mesh", fix="give tp, pp and dp as numbers")
+    m = spec.mesh
+    for axis in ("cp", "ep"):
+        if getattr(m, axis) != 1:
+            raise PlanError(f"mesh.{axis} = {getattr(m, axis)} is not available yet", where=f"mesh.{axis}",
+                            fix=f"set {axis}: 1")
+    return Mesh(tp=int(m.tp), pp=int(m.pp), dp=int(m.dp), vpp=int(m.vpp), order=m.order)
+
+
+def _inputs_of(spec: Spec) -> dict[str, torch.Tensor]:
+    """One microbatch of every input, without memory."""
+    return {name: torch.empty((spec.batch.micro, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+            for name, given in spec.require_inputs().items()}
+
+
+def _dtype(spec: Spec) -> torch.dtype | None:
+    return None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)

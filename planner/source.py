@@ -1,0 +1,41 @@
+"""What a fresh plan holds beside its printable rows: the captured program and the decisions on it, for lowering."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from planner.blocks import Blocks
+from planner.capture import Program
+from planner.loss_terms import LossTerms
+from planner.mesh import Mesh
+from planner.placements import Placements
+from planner.stages import StageAssignment
+
+
+@dataclass
+class PlanSource:
+    """Owns the captured program and, until the first engine has taken its shards, the user's model."""
+
+    program: Program
+    blocks: Blocks
+    placements: Placements
+    stages: StageAssignment
+    terms: LossTerms
+    mesh: Mesh
+    seed: int
+    _model: nn.Module | None = None
+    _reference: weakref.ref[nn.Module] | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's model, while someone keeps it alive."""
+        return self._model if self._model is not None else self._reference() if self._reference is not None else None
+
+    def release(self) -> None:
+        """Keep only a weak reference: the full model must not outlive the copying of shards."""
+        if self._model is not None:
+            self._reference = weakref.ref(self._model)
+            self._model = None
