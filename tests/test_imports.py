@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,9 @@ def test_arithmetic_of_ranks_and_orders_needs_no_torch(name):
 
 def test_tests_are_no_package():
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_groups_and_schedules_load_no_torch():
+    code = "import sys, planner.cli, planner.mesh, planner.schedule\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
