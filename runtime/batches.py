@@ -1,13 +1,13 @@
 """The batch of a step: checked against the plan before anything is sent, then this rank's share cut into microbatches.
 
-    dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch m takes the next ``micro`` of them
+dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch m takes the next ``micro`` of them
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,13 +19,17 @@ from planner.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype)."""
+    """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype).
+
+    ``computed``: the dtype in which a graph reads an input, where precision casts the user's floats.
+    """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
     global_size: int
     micro: int
     dp: int
     dp_rank: int
+    computed: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def local_size(self) -> int:
@@ -45,8 +49,14 @@ class BatchLayout:
         size = self.local_size if local else self.global_size
         missing, extra = self.inputs.keys() - batch.keys(), batch.keys() - self.inputs.keys()
         if missing or extra:
-            parts = [f"{word} {', '.join(sorted(names))}" for word, names in (("lacks", missing), ("has the unplanned", extra)) if names]
-            raise PlanError(f"the batch {' and '.join(parts)}", where="batch", fix=f"give exactly: {', '.join(self.inputs)}")
+            parts = [
+                f"{word} {', '.join(sorted(names))}"
+                for word, names in (("lacks", missing), ("has the unplanned", extra))
+                if names
+            ]
+            raise PlanError(
+                f"the batch {' and '.join(parts)}", where="batch", fix=f"give exactly: {', '.join(self.inputs)}"
+            )
         for name, (shape, dtype) in self.inputs.items():
             value = batch[name]
             if not isinstance(value, Tensor):
@@ -60,19 +70,26 @@ class BatchLayout:
                 )
             if value.dtype != dtype:
                 raise PlanError(
-                    f"batch[{name!r}] is {value.dtype}, the plan takes {dtype}", where="batch", fix=f"convert it to {dtype}"
+                    f"batch[{name!r}] is {value.dtype}, the plan takes {dtype}",
+                    where="batch",
+                    fix=f"convert it to {dtype}",
                 )
 
-    def microbatches(self, batch: Mapping[str, Tensor], device: torch.device, *, local: bool = False) -> list[dict[str, Tensor]]:
+    def microbatches(
+        self, batch: Mapping[str, Tensor], device: torch.device, *, local: bool = False
+    ) -> list[dict[str, Tensor]]:
         """This dp rank's microbatches, on ``device``."""
         first = 0 if local else self.dp_rank * self.local_size
-        rows = {name: batch[name][first : first + self.local_size].to(device) for name in self.inputs}
-        return [{n: r[m * self.micro : (m + 1) * self.micro] for n, r in rows.items()} for m in range(self.num_microbatches)]
+        return self._cut({name: batch[name][first : first + self.local_size] for name in self.inputs}, device)
 
     def all_microbatches(self, batch: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
         """Every microbatch of the global batch, in the order of their global indices."""
-        count = self.global_size // self.micro
-        return [{n: batch[n][m * self.micro : (m + 1) * self.micro].to(device) for n in self.inputs} for m in range(count)]
+        return self._cut({name: batch[name] for name in self.inputs}, device)
+
+    def _cut(self, rows: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+        placed = {name: value.to(device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
+        pieces = {name: value.split(self.micro) for name, value in placed.items()}
+        return [dict(zip(pieces, microbatch, strict=True)) for microbatch in zip(*pieces.values(), strict=True)]
 
 
 def num_tokens(batch: Mapping[str, Tensor]) -> int:
@@ -81,8 +98,16 @@ def num_tokens(batch: Mapping[str, Tensor]) -> int:
     return integers[0].numel() if integers else len(next(iter(batch.values())))
 
 
-def check_first_batch(layout: BatchLayout, batch: Mapping[str, Tensor], store: Store, world_size: int, rank: int,
-                      timeout: timedelta, *, local: bool) -> None:
+def check_first_batch(
+    layout: BatchLayout,
+    batch: Mapping[str, Tensor],
+    store: Store,
+    world_size: int,
+    rank: int,
+    timeout: timedelta,
+    *,
+    local: bool,
+) -> None:
     """``check`` on all ranks at once, for the first step: a rank with a bad batch must not leave the others waiting.
 
     Over the store, not a collective: a rank that finds its own batch wrong says so and raises without any wait, and the

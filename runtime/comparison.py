@@ -61,17 +61,23 @@ class Row:
 
 def compare_values(kind: str, found: Sequence[float], truth: Sequence[float], allowed: float) -> list[Row]:
     """Relative differences of one number a step."""
-    return [Row(kind, f"step {i}", _finite(abs(a - b) / max(abs(b), 1e-300)), allowed)
-            for i, (a, b) in enumerate(zip(found, truth, strict=True))]
+    return [
+        Row(kind, f"step {i}", _finite(abs(a - b) / max(abs(b), 1e-300)), allowed)
+        for i, (a, b) in enumerate(zip(found, truth, strict=True))
+    ]
 
 
-def compare_tensors(kind: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Tolerance) -> list[Row]:
+def compare_tensors(
+    kind: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Tolerance
+) -> list[Row]:
     """The largest difference of each tensor: for gradients relative to its own largest element, else absolute."""
     if kind == "parameter":
         return [Row(kind, n, _distance(found.get(n), t), allowed.parameter) for n, t in truth.items()]
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values()), default=0.0))
-    return [Row(kind, n, _distance(found.get(n), t) / max(_largest(t), floor, 1e-300), allowed.gradient)
-            for n, t in truth.items()]
+    return [
+        Row(kind, n, _distance(found.get(n), t) / max(_largest(t), floor, 1e-300), allowed.gradient)
+        for n, t in truth.items()
+    ]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The Engine: a plan, running. It opens the groups, fills this rank's stage modules and steps them; it decides nothing.
 
-    train_step = batch check -> loss denominators of the global batch -> actions of the schedule -> ZeRO-1 update
+train_step = batch check -> loss denominators of the global batch -> actions of the schedule -> ZeRO-1 update
 """
 
 from __future__ import annotations
@@ -44,8 +44,14 @@ class Engine:
     user's own DistributedSampler.
     """
 
-    def __init__(self, plan: Plan, *, program: RankProgram | None = None, device: torch.device | str | None = None,
-                 timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        program: RankProgram | None = None,
+        device: torch.device | str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
         """The same call on every rank; a rank alone needs no launcher.
 
         ``program``: lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the
@@ -66,7 +72,9 @@ class Engine:
         global _engines_made
         identity = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
         tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
-        self.groups: Groups = open_groups(_mesh(self.plan), identity, tied, device=device, timeout_seconds=timeout_seconds)
+        self.groups: Groups = open_groups(
+            _mesh(self.plan), identity, tied, device=device, timeout_seconds=timeout_seconds
+        )
         self.mesh = _mesh(self.plan, self.groups.rank)
         store = default_store()
         self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
@@ -86,8 +94,9 @@ class Engine:
         self.optimizer = self._make_optimizer()
         order = tuple(Action(*action) for action in self.plan.schedule.orders[groups.pp_rank])
         transport = Transport(groups, mesh.pp * mesh.vpp)
-        self.executor = Executor(self.program.stages, order, transport, self.program.random,
-                                 before_backward=self._before_backward)
+        self.executor = Executor(
+            self.program.stages, order, transport, self.program.random, before_backward=self._before_backward
+        )
         self.loss_scale = LossScale.of(self.spec.precision)
         if self.program.count_module is not None:
             self.program.count_module.to(groups.device)
@@ -139,8 +148,10 @@ class Engine:
         After ``forward_backward`` and before ``optimizer_step``. Raises PlanError at other times.
         """
         if not self._gradients_ready:
-            raise PlanError("there are no gradients: an update has used them up, or none were made",
-                            fix="call it between forward_backward(batch) and optimizer_step()")
+            raise PlanError(
+                "there are no gradients: an update has used them up, or none were made",
+                fix="call it between forward_backward(batch) and optimizer_step()",
+            )
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
         held = [(p, index, gradients[p.fqn]) for p, index, _ in self._parameters() if p.fqn in gradients]
         return self._named(collect(self.groups, held))
@@ -164,7 +175,9 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         elif self.groups.world is not None:
@@ -184,16 +197,22 @@ class Engine:
         device = self.groups.device
         microbatches = self.layout.microbatches(batch, device, local=local)
         counted = microbatches if local else self.layout.all_microbatches(batch, device)
-        return Step(self.step_index, microbatches, self.layout.first_microbatch, self._denominators(counted, local),
-                    self.loss_scale.value)
+        return Step(
+            self.step_index,
+            microbatches,
+            self.layout.first_microbatch,
+            self._denominators(counted, local),
+            self.loss_scale.value,
+        )
 
     def _check(self, batch: Mapping[str, Tensor], local: bool) -> None:
         store, self._store = self._store, None
         if store is None:
             self.layout.check(batch, local=local)
         else:
-            check_first_batch(self.layout, batch, store, self.mesh.world_size, self.groups.rank, self.groups.timeout,
-                              local=local)
+            check_first_batch(
+                self.layout, batch, store, self.mesh.world_size, self.groups.rank, self.groups.timeout, local=local
+            )
 
     @torch.no_grad()
     def _denominators(self, microbatches: list[dict[str, Tensor]], local: bool) -> list[Tensor]:
@@ -249,9 +268,12 @@ class Engine:
         )
 
     def _batch_layout(self) -> BatchLayout:
-        spec = self.spec
-        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.require_inputs().items()}
-        return BatchLayout(inputs, spec.batch.global_size, spec.batch.micro, self.mesh.dp, self.groups.dp_rank)
+        """From the spec's inputs, or those that the model was captured with."""
+        spec, read = self.spec, _captured_inputs(self.plan)
+        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()}
+        inputs = inputs or {name: (tuple(value.shape[1:]), value.dtype) for name, value in read.items()}
+        computed = {name: value.dtype for name, value in read.items()}
+        return BatchLayout(inputs, spec.batch.global_size, spec.batch.micro, self.mesh.dp, self.groups.dp_rank, computed)
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the model's order, tied parameters under each of their names."""
@@ -265,6 +287,15 @@ class Engine:
 def _mesh(plan: Plan, rank: int = 0) -> RankMesh:
     m = plan.mesh
     return RankMesh(m.tp, m.pp, m.dp, m.vpp, m.cp, m.ep, m.etp, m.order, rank)
+
+
+def _captured_inputs(plan: Plan) -> dict[str, Tensor]:
+    """Batch key -> its fake tensor in the captured graph, at microbatch shape."""
+    program = getattr(plan.source, "program", None)
+    if program is None:
+        return {}
+    nodes = {node.name: node for node in program.graph.graph.nodes if node.op == "placeholder"}
+    return {key: nodes[name].meta["val"] for name, key in program.inputs.items() if name in nodes}
 
 
 def _gradient_dtype(spec: Spec, parameters: list[tuple[LocalParameter, int, nn.Parameter]]) -> str | None:

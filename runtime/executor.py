@@ -3,7 +3,7 @@
     F   receive values -> stage module -> send values        keeps what its backward needs
     B   receive gradients -> backward -> send gradients      frees it
 
-Each microbatch's loss is its share of the mean over the global batch, so losses and gradients add up; nothing is divided.
+Each microbatch's loss is its share of the mean over the global batch: losses and gradients add up, nothing is divided.
 """
 
 from __future__ import annotations
@@ -60,9 +60,16 @@ class Executor:
     Owns: what is saved for the microbatches in flight, and the sum of their losses.
     """
 
-    def __init__(self, stages: Sequence[StageModule], order: Sequence[Action], transport: Transport,
-                 random: RandomState, *, before_backward: Callable[[bool], None] | None = None) -> None:
-        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last one of its chunk in this step."""
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        order: Sequence[Action],
+        transport: Transport,
+        random: RandomState,
+        *,
+        before_backward: Callable[[bool], None] | None = None,
+    ) -> None:
+        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step."""
         self.stages = list(stages)
         self.order = tuple(order)
         self.transport = transport
@@ -113,8 +120,9 @@ class Executor:
             received = [t.requires_grad_(b.requires_grad) for t, b in zip(received, stage.receives, strict=True)]
         microbatch = step.microbatches[action.microbatch]
         self.random.begin(step.index, step.first_microbatch + action.microbatch)
-        outputs = stage.module(*received, *(microbatch[name] for name in stage.inputs),
-                               *(step.denominators[i] for i in stage.denominators))
+        outputs = stage.module(
+            *received, *(microbatch[name] for name in stage.inputs), *(step.denominators[i] for i in stage.denominators)
+        )
         sent = outputs[: len(stage.sends)]
         if stage.sends:
             self.transport.send(Message("F", stage.index, action.microbatch), sent)
@@ -148,8 +156,10 @@ class Executor:
     def _describe(self, step: Step, action: Action, error: Exception) -> str:
         groups, stage = self.transport.groups, self.stages[action.chunk]
         verb = "forward" if action.kind == "F" else "backward"
-        return (f"rank {groups.rank} {groups.coordinate}, stage {stage.index}, step {step.index}, "
-                f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}")
+        return (
+            f"rank {groups.rank} {groups.coordinate}, stage {stage.index}, step {step.index}, "
+            f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}"
+        )
 
 
 def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: float) -> Saved:

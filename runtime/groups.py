@@ -109,8 +109,14 @@ class Groups:
         self.embedding, self.links, self.made = {}, {}, []
 
 
-def open_groups(mesh: Mesh, identity: dict[str, str], tied: Iterable[tuple[int, ...]], *,
-                device: torch.device | None = None, timeout_seconds: float = 600.0) -> Groups:
+def open_groups(
+    mesh: Mesh,
+    identity: dict[str, str],
+    tied: Iterable[tuple[int, ...]],
+    *,
+    device: torch.device | None = None,
+    timeout_seconds: float = 600.0,
+) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
     ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on

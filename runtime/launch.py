@@ -198,7 +198,9 @@ def _outcome(directory: str, rank: int, process: Any) -> Outcome:
         return pickle.loads(path.read_bytes())
     ended_here = process.exitcode == -signal.SIGTERM
     # One that died without a word died before the peers that complain about it.
-    return Outcome(rank, traceback=f"ended without a result, exit code {process.exitcode}\n", seconds=inf if ended_here else 0.0)
+    return Outcome(
+        rank, traceback=f"ended without a result, exit code {process.exitcode}\n", seconds=inf if ended_here else 0.0
+    )
 
 
 def _results(outcomes: list[Outcome], timed_out: bool, timeout_seconds: float) -> list[Any]:

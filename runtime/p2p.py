@@ -54,7 +54,9 @@ class Transport:
         """Start receiving ``message`` into fresh buffers; nothing happens if it is posted already or stays here."""
         if message in self._posted or self._is_local(message):
             return
-        buffers = [torch.empty(b.shape, dtype=b.dtype, device=self.groups.device) for b in _crossing(message, boundaries)]
+        buffers = [
+            torch.empty(b.shape, dtype=b.dtype, device=self.groups.device) for b in _crossing(message, boundaries)
+        ]
         source = self.groups.rank_of_stage(message.sender)
         works = [
             dist.irecv(buffer, source, group=self._group(message), tag=self._tag(message, index, len(buffers)))
@@ -63,7 +65,7 @@ class Transport:
         self._posted[message] = (buffers, works)
 
     def receive(self, message: Message, boundaries: Sequence[Boundary]) -> list[Tensor]:
-        """The tensors of ``message``, once they are in: values for "F", for "B" the gradients of those that carry one."""
+        """The tensors of ``message``, once they are in: for "F" all values, for "B" the gradients of those with one."""
         if self._is_local(message):
             return self._handed.pop(message)
         self.post(message, boundaries)

@@ -1,7 +1,7 @@
 """Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
 
-The truth is the user's unmodified model on the whole global batch (runtime.reference). Dropout is off on both sides: its
-masks depend on the order in which a process draws them.
+The truth is the user's unmodified model on the whole global batch (runtime.reference). Dropout is off on both sides:
+its masks depend on the order in which a process draws them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from planner import plan
 from planner.errors import PlanError
-from planner.model_ref import load_model
 from planner.frozen_plan import Plan
+from planner.model_ref import load_model
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
 from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision
@@ -57,8 +57,11 @@ class VerifyReport:
         return tuple(row for row in self.rows if not row.passed)
 
     def __str__(self) -> str:
-        lines = [f"{kind:<10} {_summary([row for row in self.rows if row.kind == kind])}"
-                 for kind in ("loss", "norm", "gradient", "parameter") if any(row.kind == kind for row in self.rows)]
+        lines = [
+            f"{kind:<10} {_summary([row for row in self.rows if row.kind == kind])}"
+            for kind in ("loss", "norm", "gradient", "parameter")
+            if any(row.kind == kind for row in self.rows)
+        ]
         worst = sorted(self.failed_rows, key=lambda row: row.severity, reverse=True)
         lines += [f"  {row}" for row in worst[:12]]
         lines += [f"  … and {len(worst) - 12} more"] if len(worst) > 12 else []
@@ -67,8 +70,15 @@ class VerifyReport:
         return "\n".join([*lines, "EQUAL to one process" if self.passed else "DIFFERENT from one process"])
 
 
-def verify(model_ref: str, spec_path: str, *, steps: int = 1, remove_collective: int | None = None,
-           tolerance: float | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> VerifyReport:
+def verify(
+    model_ref: str,
+    spec_path: str,
+    *,
+    steps: int = 1,
+    remove_collective: int | None = None,
+    tolerance: float | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> VerifyReport:
     """Start the plan's ranks here and compare ``steps`` updates with one process.
 
     ``remove_collective``: take the n-th inserted collective out of the lowered graphs, to see the comparison turn red.
@@ -97,8 +107,10 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     if int(os.environ.get("RANK", "0")) != 0:
         return VerifyReport(())
     rows, precision = _compare(found, OneProcess(model, spec), batches, spec, job.tolerance)
-    notes = ("dropout is off (model.eval()), its masks depend on the order of drawing",
-             f"tolerances for {str(precision).removeprefix('torch.')}, the lowest precision that the model computes in")
+    notes = (
+        "dropout is off (model.eval()), its masks depend on the order of drawing",
+        f"tolerances for {str(precision).removeprefix('torch.')}, the lowest precision that the model computes in",
+    )
     return VerifyReport(tuple(rows), notes)
 
 
@@ -156,12 +168,17 @@ def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -
         loss = engine.forward_backward(batches[0])
         gradients = engine.gather_gradients()
         reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]
-        return {"losses": [loss, *(r.loss for r in reports[1:])], "norms": [r.grad_norm for r in reports],
-                "gradients": gradients, "parameters": engine.gather_parameters()}
+        return {
+            "losses": [loss, *(r.loss for r in reports[1:])],
+            "norms": [r.grad_norm for r in reports],
+            "gradients": gradients,
+            "parameters": engine.gather_parameters(),
+        }
 
 
-def _compare(found: Mapping[str, Any], one: OneProcess, batches: list[dict[str, Tensor]], spec: Spec,
-             tolerance: float | None) -> tuple[list[Row], torch.dtype]:
+def _compare(
+    found: Mapping[str, Any], one: OneProcess, batches: list[dict[str, Tensor]], spec: Spec, tolerance: float | None
+) -> tuple[list[Row], torch.dtype]:
     with lowest_precision() as seen:
         losses = [one.forward_backward(batches[0])]
     allowed = Tolerance.of(seen.dtype, spec.optimizer.lr, tolerance)
@@ -183,8 +200,8 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _summary(rows: list[Row]) -> str:
     worst = max(rows, key=lambda row: row.severity)
-    good = sum(row.passed for row in rows)
-    return f"{good} of {len(rows)} equal, largest difference {worst.difference:.1e} ({worst.name}), allowed {worst.allowed:.1e}"
+    good = f"{sum(row.passed for row in rows)} of {len(rows)} equal"
+    return f"{good}, largest difference {worst.difference:.1e} ({worst.name}), allowed {worst.allowed:.1e}"
 
 
 __all__ = ["PlanError", "VerifyReport", "verify", "verify_rank"]

@@ -53,7 +53,9 @@ class InitialWeights(ModelWeights):
     the scales of norms and 0 for biases. Seeded by (seed, fqn): the values do not depend on the layout.
     """
 
-    def __init__(self, model: nn.Module, roles: Mapping[str, str], *, seed: int, std: float, residual_scale: bool) -> None:
+    def __init__(
+        self, model: nn.Module, roles: Mapping[str, str], *, seed: int, std: float, residual_scale: bool
+    ) -> None:
         super().__init__(model)
         num_residual = sum(role == "residual" for role in roles.values())
         self._roles = roles
@@ -79,8 +81,11 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     if model is None:
         loaded = plan.source is None
         raise PlanError(
-            "a loaded plan holds no model" if loaded else "the planned model is gone: the first Engine took its weights",
-            fix="plan the model again" + ("" if loaded else ", or keep it alive while several engines take weights from it"),
+            "a loaded plan holds no model"
+            if loaded
+            else "the planned model is gone: the first Engine took its weights",
+            fix="plan the model again"
+            + ("" if loaded else ", or keep it alive while several engines take weights from it"),
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
@@ -101,14 +106,28 @@ def _role(node: fx.Node) -> str:
         # the weight stands before the bias in every norm's arguments
         first = min(p for name, p in names if "norm" in name)
         user = next(user for user, p in uses if p == first)
-        earlier = [a for a in user.args[:first] if isinstance(a, fx.Node) and a.op == "placeholder" and a.meta["val"].ndim == 1]
+        earlier = [
+            a for a in user.args[:first] if isinstance(a, fx.Node) and a.op == "placeholder" and a.meta["val"].ndim == 1
+        ]
         return "bias" if earlier else "scale"
     if node.meta["val"].ndim <= 1:
         return "scale" if any(name.startswith("mul") for name, _ in names) else "bias"
     return "residual" if any(_writes_residual(user) for user, _ in uses) else ""
 
 
-_PASSED = ("view", "reshape", "_unsafe_view", "dropout", "native_dropout", "getitem", "add", "transpose", "t", "to", "_to_copy")
+_PASSED = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "dropout",
+    "native_dropout",
+    "getitem",
+    "add",
+    "transpose",
+    "t",
+    "to",
+    "_to_copy",
+)
 
 
 def _writes_residual(node: fx.Node) -> bool:
@@ -136,13 +155,15 @@ def fill(stages: Iterable[StageModule], source: WeightSource, tp: int, tp_rank: 
             full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
             if tuple(full.shape) != tuple(parameter.global_shape):
                 raise PlanError(
-                    f"parameter {parameter.fqn} has shape {list(full.shape)}, the plan has {list(parameter.global_shape)}",
+                    f"parameter {parameter.fqn} is {list(full.shape)}, the plan has {list(parameter.global_shape)}",
                     fix="give the model that was planned",
                 )
             local = shard(full, parameter.placement, tp, tp_rank)
             # A copy always: the rank's weights must not alias the user's model.
             local = local.to(device=device, dtype=parameter.dtype, copy=True).contiguous()
-            assert tuple(local.shape) == tuple(parameter.shape), f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
+            assert tuple(local.shape) == tuple(parameter.shape), (
+                f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
+            )
             _assign(stage.module, stage.attributes[parameter.fqn], nn.Parameter(local, parameter.requires_grad))
         for fqn in stage.buffers:
             planned = stage.module.get_buffer(stage.attributes[fqn])
@@ -251,6 +272,6 @@ def _real(tensor: Tensor, what: str) -> Tensor:
     if tensor.is_meta:
         raise PlanError(
             f"{what} has no values: the model was built on the meta device",
-            fix="build the model's buffers for real (parameters may stay on meta), or load weights with load_pretrained(dir)",
+            fix="build buffers for real (parameters may stay on meta), or load weights with load_pretrained(dir)",
         )
     return tensor

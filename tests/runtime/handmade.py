@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
-from planner.mesh import Mesh
 from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.mesh import Mesh
 from planner.schedule import build_schedule
 from planner.spec import Spec
 from planner.types import I
@@ -119,26 +119,49 @@ def build_batch(size: int, seed: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(size, WIDTH, dtype=torch.float64, generator=generator), "target": target}
 
 
-def build_plan(model: Model, *, pp: int = 1, dp: int = 1, vpp: int = 1, size: int = 8, micro: int = 1,
-               kind: str = "1f1b", clip: float | None = 0.5, zero: int = 1) -> Plan:
+def build_plan(
+    model: Model,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    vpp: int = 1,
+    size: int = 8,
+    micro: int = 1,
+    kind: str = "1f1b",
+    clip: float | None = 0.5,
+    zero: int = 1,
+) -> Plan:
     row = {"shape": [WIDTH], "dtype": "float64"}
-    spec = Spec.load({
-        "mesh": {"pp": pp, "dp": dp, "vpp": vpp}, "batch": {"global": size, "micro": micro},
-        "inputs": {"x": row, "target": row}, "pipeline": {"schedule": kind},
-        "optimizer": {"lr": 1e-3, "clip_grad_norm": clip, "weight_decay": 0.1, "zero": zero, "bucket_size": 40},
-    })
+    spec = Spec.load(
+        {
+            "mesh": {"pp": pp, "dp": dp, "vpp": vpp},
+            "batch": {"global": size, "micro": micro},
+            "inputs": {"x": row, "target": row},
+            "pipeline": {"schedule": kind},
+            "optimizer": {"lr": 1e-3, "clip_grad_norm": clip, "weight_decay": 0.1, "zero": zero, "bucket_size": 40},
+        }
+    )
     mesh = Mesh(pp=pp, dp=dp, vpp=vpp)
     schedule = build_schedule(kind, pp, spec.num_microbatches, vpp=vpp)
     num_stages = pp * vpp
     parameters = [
-        ParameterPlan.of(I, 1, name=name, shape=tuple(p.shape), dtype="float64", style="replicate", reason="",
-                         stages=_stages_of(name, num_stages))
+        ParameterPlan.of(
+            I,
+            1,
+            name=name,
+            shape=tuple(p.shape),
+            dtype="float64",
+            style="replicate",
+            reason="",
+            stages=_stages_of(name, num_stages),
+        )
         for name, p in model.named_parameters()
     ]
     return Plan(
         spec=spec.to_dict(),
         mesh=MeshPlan(1, pp, vpp, dp, 1, 1, 1, mesh.edp, mesh.world_size, mesh.order),
-        parameters=tuple(parameters), collectives=(),
+        parameters=tuple(parameters),
+        collectives=(),
         stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
         schedule=SchedulePlan(kind, spec.num_microbatches, tuple(tuple(map(tuple, o)) for o in schedule.orders)),
         source=SimpleNamespace(model=model),
@@ -166,19 +189,40 @@ def _stage(plan: Plan, index: int, chunk: int) -> StageModule:
     kind = Only if first and last else First if first else Last if last else Middle
     module = kind(model, index, num_stages)
     attributes = module.attributes()
-    boundary = (Boundary("hidden", (WIDTH, micro), torch.float64, True, I),
-                Boundary("gate", (micro, WIDTH), torch.float64, True, I),
-                Boundary("kind", (micro, 1), torch.int64, False, I))
-    parameters = tuple(_parameter(fqn, p, _stages_of(fqn, num_stages), index)
-                       for fqn, p in model.named_parameters() if fqn in attributes)
+    boundary = (
+        Boundary("hidden", (WIDTH, micro), torch.float64, True, I),
+        Boundary("gate", (micro, WIDTH), torch.float64, True, I),
+        Boundary("kind", (micro, 1), torch.int64, False, I),
+    )
+    parameters = tuple(
+        _parameter(fqn, p, _stages_of(fqn, num_stages), index)
+        for fqn, p in model.named_parameters()
+        if fqn in attributes
+    )
     return StageModule(
-        index, chunk, fx.symbolic_trace(module), () if first else boundary, () if last else boundary,
-        (("x",) if first else ()) + (("target",) if last else ()), (0,) if last else (), parameters,
-        ("shift",) if last else (), attributes, last,
+        index,
+        chunk,
+        fx.symbolic_trace(module),
+        () if first else boundary,
+        () if last else boundary,
+        (("x",) if first else ()) + (("target",) if last else ()),
+        (0,) if last else (),
+        parameters,
+        ("shift",) if last else (),
+        attributes,
+        last,
     )
 
 
 def _parameter(fqn: str, parameter: nn.Parameter, stages: tuple[int, ...], stage: int) -> LocalParameter:
     shape, tied = tuple(parameter.shape), len(stages) > 1
-    return LocalParameter(fqn, shape, parameter.dtype, I, shape, ("embedding",) if tied else (),
-                          stage == stages[0], stages if tied else ())
+    return LocalParameter(
+        fqn,
+        shape,
+        parameter.dtype,
+        I,
+        shape,
+        ("embedding",) if tied else (),
+        stage == stages[0],
+        stages if tied else (),
+    )

@@ -26,10 +26,12 @@ def run_steps(layout: dict, local: bool = False) -> dict:
     with engine_for(int(os.environ.get("RANK", "0")), **layout) as engine:
         share = SIZE // engine.mesh.dp_size if local else SIZE
         first = engine.mesh.dp_rank * share if local else 0
-        batches = [{k: v[first:first + share] for k, v in build_batch(SIZE, seed).items()} for seed in range(3)]
-        result = {"evaluated": engine.evaluate(batches[0], local=local),
-                  "loss": engine.forward_backward(batches[0], local=local),
-                  "gradients": engine.gather_gradients()}
+        batches = [{k: v[first : first + share] for k, v in build_batch(SIZE, seed).items()} for seed in range(3)]
+        result = {
+            "evaluated": engine.evaluate(batches[0], local=local),
+            "loss": engine.forward_backward(batches[0], local=local),
+            "gradients": engine.gather_gradients(),
+        }
         result["reports"] = [engine.optimizer_step()]
         result["reports"] += [engine.train_step(batch, local=local) for batch in batches[1:]]
         result["parameters"] = engine.gather_parameters()
@@ -61,7 +63,9 @@ def assert_equal(results: list[dict], clip: float | None = 0.5) -> None:
     for kind in ("gradients", "parameters"):
         assert set(results[0][kind]) == set(truth[kind])
         for name, value in truth[kind].items():
-            torch.testing.assert_close(results[0][kind][name], value.detach(), rtol=1e-9, atol=1e-12, msg=f"{kind} {name}")
+            torch.testing.assert_close(
+                results[0][kind][name], value.detach(), rtol=1e-9, atol=1e-12, msg=f"{kind} {name}"
+            )
         assert all(result[kind] == {} for result in results[1:])
 
 
@@ -74,10 +78,20 @@ def test_without_clipping_the_update_is_that_of_plain_adamw():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [
-    {"pp": 2}, {"pp": 2, "kind": "gpipe"}, {"pp": 4, "micro": 2}, {"dp": 2}, {"dp": 2, "zero": 0}, {"dp": 4, "micro": 2},
-    {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "kind": "interleaved_1f1b"},
-], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        {"pp": 2, "kind": "gpipe"},
+        {"pp": 4, "micro": 2},
+        {"dp": 2},
+        {"dp": 2, "zero": 0},
+        {"dp": 4, "micro": 2},
+        {"pp": 2, "dp": 2},
+        {"pp": 2, "vpp": 2, "kind": "interleaved_1f1b"},
+    ],
+    ids=str,
+)
 def test_layout_equals_one_process(layout):
     ranks = layout.get("pp", 1) * layout.get("dp", 1)
     assert_equal(launch(run_steps, ranks, layout, timeout_seconds=100))

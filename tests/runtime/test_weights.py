@@ -85,8 +85,14 @@ def roles() -> dict[str, str]:
 
 def test_roles_come_from_the_structure_of_the_graph():
     assert roles() == {
-        "embed.weight": "", "block.norm.weight": "scale", "block.norm.bias": "bias", "block.up.weight": "",
-        "block.up.bias": "bias", "block.down.weight": "residual", "block.down.bias": "bias", "scale": "scale",
+        "embed.weight": "",
+        "block.norm.weight": "scale",
+        "block.norm.bias": "bias",
+        "block.up.weight": "",
+        "block.up.bias": "bias",
+        "block.down.weight": "residual",
+        "block.down.bias": "bias",
+        "scale": "scale",
     }
 
 

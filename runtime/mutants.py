@@ -1,0 +1,104 @@
+"""Lowered graphs with one exchange missing: a comparison with one process that stays green then would prove nothing.
+
+Exchanges are numbered over all stages, in the order of each stage's graph. A missing one leaves every shape as it was:
+sums are left partial, and parts of other ranks are filled with this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import collectives
+from passes.base import AxisHandle, RankProgram, StageModule
+from passes.lower import lower
+from passes.vocabulary import vocabulary_cross_entropy
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.mesh import Mesh
+from planner.types import Placement
+
+
+def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
+    """This rank's program without exchange ``number``. Raises PlanError when there are not so many."""
+    mine, total = None, 0
+    for stage, program in _all_stages(plan, rank):
+        nodes = exchanges(stage)
+        if total <= number < total + len(nodes):
+            _take_out(stage, nodes[number - total])
+        total += len(nodes)
+        mine = program if program.stages[0].index % plan.mesh.pp == _mesh(plan).coordinate(rank)["pp"] else mine
+    if number >= total:
+        raise PlanError(
+            f"there is no collective {number} to take out",
+            where="remove_collective",
+            fix=f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp > 1",
+        )
+    assert mine is not None
+    return mine
+
+
+def num_collectives(plan: Plan) -> int:
+    """How many exchanges the lowered graphs of all stages hold."""
+    return sum(len(exchanges(stage)) for stage, _ in _all_stages(plan, 0))
+
+
+def exchanges(stage: StageModule) -> list[fx.Node]:
+    """The nodes of a stage that talk to other tp ranks in its forward or backward."""
+    return [node for node in stage.module.graph.nodes if node.target in STAND_INS]
+
+
+def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgram]]:
+    """Every stage in order, lowered for the tp and dp coordinate of ``rank``."""
+    mesh = _mesh(plan)
+    place = mesh.coordinate(rank)
+    programs = [lower(plan, mesh.rank_of(**{**place, "pp": pp})) for pp in range(mesh.pp)]
+    for index in range(mesh.pp * mesh.vpp):
+        program = programs[index % mesh.pp]
+        yield program.stages[index // mesh.pp], program
+
+
+def _mesh(plan: Plan) -> Mesh:
+    m = plan.mesh
+    return Mesh(tp=m.tp, pp=m.pp, dp=m.dp, vpp=m.vpp, cp=m.cp, ep=m.ep, etp=m.etp, order=m.order)
+
+
+def _take_out(stage: StageModule, node: fx.Node) -> None:
+    node.target = STAND_INS[node.target]
+    stage.module.recompile()
+
+
+def _through(x: Tensor, axis: AxisHandle) -> Tensor:
+    return x.view_as(x)
+
+
+def _repeated(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    pieces = x.split([segment.local(axis.size) for segment in cut.segments], cut.dim)
+    times = [axis.size if segment.sharded else 1 for segment in cut.segments]
+    return torch.cat([piece for piece, n in zip(pieces, times, strict=True) for _ in range(n)], cut.dim)
+
+
+def _own_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    return collectives.part(x, cut, axis.size, axis.rank)
+
+
+def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any, **kwargs: Any) -> Tensor:
+    alone = AxisHandle(axis.name, 1, 0)
+    return vocabulary_cross_entropy(
+        logits, target.remainder(logits.shape[1]), alone, logits.shape[1], *args[1:], **kwargs
+    )
+
+
+STAND_INS: dict[Any, Callable[..., Tensor]] = {
+    collectives.f: _through,
+    collectives.g: _through,
+    collectives.g_f: _through,
+    collectives.slice_part: _own_part,
+    collectives.gather: _repeated,
+    collectives.collect: _repeated,
+    collectives.scatter: _own_part,
+    vocabulary_cross_entropy: _unshared_loss,
+}
