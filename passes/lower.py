@@ -55,12 +55,12 @@ def lower_stage(source: PlanSource, index: int, chunk: int, tp: AxisHandle, rand
     name_streams(stage.graph, stage.root, random)
     fuse_bias(stage.graph)
     place_devices(stage.graph, device)
-    return _finish(source, stage, chunk, device)
+    return _finish(source, stage, chunk, tp.rank, device)
 
 
-def _finish(source: PlanSource, stage: StageGraph, chunk: int, device: torch.device) -> StageModule:
+def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, device: torch.device) -> StageModule:
     program = source.program
-    parameters = tuple(local_parameter(source, name) for name in stage.parameters)
+    parameters = tuple(local_parameter(source, name, stage.index, tp_rank) for name in stage.parameters)
     for name, local in zip(stage.parameters, parameters, strict=True):
         empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
         stage.root.register_parameter(name, nn.Parameter(empty, local.requires_grad))
@@ -92,16 +92,17 @@ def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[Boundary, .
     return tuple(result)
 
 
-def local_parameter(source: PlanSource, name: str) -> LocalParameter:
-    """A parameter as every holder of its stage has it (shapes are equal over tp ranks)."""
+def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> LocalParameter:
+    """A parameter as a rank of ``stage`` has it. Of equal copies, over tp or over stages, the first alone is counted."""
     node = source.program.node(name)
     placement, tp = source.placements.of(node), source.mesh.tp
     stages = source.stages.parameter_stages.get(name, ())
     partial = tp > 1 and (placement.kind == "R" or placement.has_whole_segment)
     over = (("tp",) if partial else ()) + (("embedding",) if len(stages) > 1 else ())
     shape = tuple(node.meta["val"].shape)
+    counted = (placement.is_sharded or tp_rank == 0) and stage == stages[0]
     return LocalParameter(source.program.parameters[name], placement.local_shape(shape, tp), node.meta["val"].dtype,
-                          placement, shape, over, True, stages if len(stages) > 1 else (), bool(node.meta["grad"]))
+                          placement, shape, over, counted, stages if len(stages) > 1 else (), bool(node.meta["grad"]))
 
 
 def _constants_of(program: Program, graph: fx.GraphModule) -> nn.Module:
