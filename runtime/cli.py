@@ -51,7 +51,9 @@ def train_command(
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 100,
     nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
     compare: Annotated[bool, typer.Option(help="Train in one process beside, and print both losses.")] = False,
-    log: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write every step here as JSON.")] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", "--log-file", metavar="FILE.jsonl", help="Write every step here as JSON.")
+    ] = None,
     with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
 ) -> None:
     """Train on the bytes of a text. Starts the local processes itself; under torchrun it is one of them."""

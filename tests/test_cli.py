@@ -113,7 +113,7 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
         ("global: 16", "global: 15", ["batch.global = 15 is not divisible", "spec.yaml:3"]),
         ("tp: 2", "tp: 3", ["PlanError", "fix:"]),
         ("pp: 2", "pp: 8", ["PlanError", "fix:"]),
-        ("input_ids: {", "token_ids: {", ["token_ids"]),
+        ("input_ids: {", "token_ids: {", ["PlanError", "'input_ids'", "fix:"]),
     ],
 )
 def test_bad_spec_names_line_and_fix(tmp_path, old, new, words):
@@ -172,7 +172,7 @@ def test_train_works_under_torchrun(tmp_path):
     command = [*launcher, "-m", "runtime.cli", "train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--log", str(log)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
+        [*command, "--log-file", str(log)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(log.read_text().splitlines()) == 2
