@@ -13,6 +13,7 @@ from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
 from planner.loss_terms import share_loss
+from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.placements import decide_placements
 from planner.frozen_plan import Plan
@@ -45,6 +46,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     mesh = _mesh(spec)
     inputs = dict(example_inputs) if example_inputs is not None else _inputs_of(spec)
     program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
+    simplify_masks(program)
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
     blocks = find_blocks(program)
     placements = decide_placements(program, blocks, mesh.tp, dict(spec.tensor_parallel.overrides))

@@ -39,6 +39,7 @@ class Program:
     outputs: dict[str, int]
     loss: str
     notes: list[str] = field(default_factory=list)
+    rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
 
     def node(self, name: str) -> fx.Node:
         return self._index()[name]
