@@ -12,6 +12,11 @@ from passes import collectives
 from passes.base import AxisHandle
 from passes.extract import StageGraph
 from planner.collectives import TypeChange
+from planner.types import Placement, Segment
+
+# a collective's cut stands in the generated code of the graph, which must find these names
+fx.graph._register_custom_builtin("Placement", "from planner.types import Placement", Placement)
+fx.graph._register_custom_builtin("Segment", "from planner.types import Segment", Segment)
 
 
 def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis: AxisHandle) -> None:

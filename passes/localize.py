@@ -117,7 +117,8 @@ def _mean(scene: _Scene) -> None:
 
 def _embedding(scene: _Scene) -> None:
     if scene.option.rule == "vocabulary":
-        scene.become(vocabulary_embedding, (scene.node.args[0], scene.node.args[1], AXIS))
+        weight, ids, *padding_idx = scene.node.args[:3]
+        scene.become(vocabulary_embedding, (weight, ids, AXIS, *padding_idx))
 
 
 def _cross_entropy(scene: _Scene) -> None:

@@ -19,12 +19,13 @@ from passes.collectives import all_reduce
 Tensor = torch.Tensor
 
 
-def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, *options: Any) -> Tensor:
-    """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]."""
+def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, padding_idx: int = -1) -> Tensor:
+    """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]. Row ``padding_idx`` gets no gradient."""
     rows = weight.shape[0]
     local = ids - axis.rank * rows
     outside = (local < 0) | (local >= rows)
-    found = F.embedding(local.masked_fill(outside, 0), weight)
+    padding = padding_idx - axis.rank * rows
+    found = F.embedding(local.masked_fill(outside, 0), weight, padding if 0 <= padding < rows else None)
     return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
