@@ -94,8 +94,13 @@ def _context() -> Any:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *(name for name in sys.modules if _is_slow_to_import(name))])
     return context
+
+
+def _is_slow_to_import(name: str) -> bool:
+    """What this process already needed, each rank will need again: Hugging Face model files take seconds."""
+    return name == "transformers" or (name.startswith("transformers.models.") and ".modeling_" in name)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
