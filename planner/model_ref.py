@@ -15,8 +15,7 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +24,10 @@ import torch
 from torch import nn
 
 from planner.errors import PlanError, Where
+from planner.meta_init import meta_parameters
 from planner.shadow import OUR_PACKAGES
 
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 FORMS = "package.module:callable, path/file.py:callable, or hf:DIR_OR_CONFIG.json"
 
 
@@ -43,6 +44,14 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -
     source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
     torch.manual_seed(seed)
     return _call(_attribute(source, attribute, reference), reference)
+
+
+def pretrained_directory(reference: str) -> Path | None:
+    """The directory of ``hf:DIR`` where it holds weights, of whatever format; None for every other MODEL."""
+    directory = Path(reference.removeprefix("hf:"))
+    if not reference.startswith("hf:") or not directory.is_dir():
+        return None
+    return directory if any(next(directory.glob(kind), None) for kind in WEIGHT_FILES) else None
 
 
 def _import_module(name: str) -> ModuleType:
@@ -164,7 +173,7 @@ def _hugging_face(path: Path, materialize: bool, seed: int) -> nn.Module:
     try:
         if materialize:
             return build()
-        with parameters_on_meta():
+        with meta_parameters():
             return build()
     except Exception as error:
         raise PlanError(
@@ -201,26 +210,3 @@ def _model_class(transformers: ModuleType, config: Any) -> Any:
         if (found := getattr(transformers, name, None)) is not None:
             return found
     return transformers.AutoModelForCausalLM._model_mapping[type(config)]
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Every parameter registered inside goes to the meta device at once; buffers and plain tensors stay real.
-
-    Storage that a constructor asked for and never wrote costs address space only, so a model of any size builds.
-    """
-    original = nn.Module.register_parameter
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            attributes = dict(vars(param))
-            moved = type(param)(param.data.to("meta"), requires_grad=param.requires_grad)
-            vars(moved).update(attributes)
-            param = moved
-        original(self, name, param)
-
-    nn.Module.register_parameter = register
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original

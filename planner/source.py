@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.blocks import Blocks
 from planner.capture import Program
+from planner.hub_format import HubFormat, hub_format
 from planner.loss_terms import LossTerms
 from planner.mesh import Mesh
 from planner.placements import Placements
@@ -28,6 +29,11 @@ class PlanSource:
     seed: int
     _model: nn.Module | None = None
     _reference: weakref.ref[nn.Module] | None = field(default=None, repr=False)
+    hub: HubFormat = field(default_factory=HubFormat, repr=False)
+
+    def __post_init__(self) -> None:
+        if self._model is not None:
+            self.hub = hub_format(self._model)  # now: the model may be gone when weights are loaded or saved
 
     @property
     def model(self) -> nn.Module | None:

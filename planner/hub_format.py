@@ -1,0 +1,105 @@
+"""What a Hugging Face directory of a model holds beside the weights' values, told by the model itself.
+
+Everything is read by duck typing (``config.to_dict``, lists of names to ignore), so any nn.Module has a HubFormat; one
+that is no transformers model has no config and no renamings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class HubFormat:
+    """Names and texts of a checkpoint.
+
+    ``config``: content of config.json, None for a model without one. ``generation_config``: likewise.
+    ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``rename``: a checkpoint's name →
+    the model's, where transformers changed names since the checkpoint was made. ``converted``: what ``rename`` can not
+    do alone, since several tensors of the checkpoint make one parameter.
+    """
+
+    config: dict[str, Any] | None = None
+    generation_config: dict[str, Any] | None = None
+    persistent_buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    may_be_unexpected: tuple[str, ...] = ()
+    may_be_absent: tuple[str, ...] = ()
+    rename: Callable[[str], str] = field(default=lambda name: name, compare=False)
+    converted: Callable[[str], bool] = field(default=lambda name: False, compare=False)
+
+    def ignores_unexpected(self, name: str) -> bool:
+        """Whether a tensor that the model has no place for is no error: a buffer that the model makes itself."""
+        return name in self.buffers or any(re.search(pattern, name) for pattern in self.may_be_unexpected)
+
+    def ignores_absent(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.may_be_absent)
+
+
+def hub_format(model: nn.Module) -> HubFormat:
+    """The format of ``model``; nothing of it refers to the model's tensors."""
+    config = _json_of(getattr(model, "config", None))
+    if config is not None:
+        config["architectures"] = [type(model).__name__]
+    rename, converted = _renamings(model) if config is not None else (None, None)
+    return HubFormat(
+        config,
+        _json_of(getattr(model, "generation_config", None)),
+        tuple(_persistent_buffers(model)),
+        tuple(name for name, _ in model.named_buffers(remove_duplicate=False)),
+        _patterns(model, "_keys_to_ignore_on_load_unexpected"),
+        _patterns(model, "_keys_to_ignore_on_load_missing"),
+        **({"rename": rename, "converted": converted} if rename and converted else {}),
+    )
+
+
+def _json_of(config: Any) -> dict[str, Any] | None:
+    """The file content of a transformers config: what differs from its defaults, as its own save writes it."""
+    text = getattr(config, "to_json_string", None)
+    if not callable(text):
+        return None
+    content = json.loads(str(text()))
+    return content if isinstance(content, dict) else None
+
+
+def _persistent_buffers(model: nn.Module) -> Iterable[str]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name
+
+
+def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
+    found: set[str] = set()
+    for module in model.modules():
+        found.update(getattr(module, attribute, None) or ())
+    return tuple(sorted(found))
+
+
+def _renamings(model: nn.Module) -> tuple[Callable[[str], str] | None, Callable[[str], bool] | None]:
+    """transformers' own table of renamed weights for this model; None where this version has no such table."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return None, None
+    try:
+        entries = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]
+    except Exception:  # not a model of transformers, or a version whose table works otherwise
+        return None, None
+    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+
+    def rename(name: str) -> str:
+        return rename_source_key(name, renamings, [])[0]
+
+    def converted(name: str) -> bool:
+        return rename_source_key(name, renamings, converters)[1] is not None
+
+    return rename, converted

@@ -1,0 +1,92 @@
+"""Models of any size without memory: parameters on the meta device, and values for buffers that went there with them.
+
+    with meta_parameters():            parameters on meta, buffers real: the way to build
+        model = Model(config)
+
+    with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
+        model = Model(config)          they come back only where the model itself offers to initialise a module
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import PlanError, Where
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Every parameter registered inside goes to the meta device at once; buffers and plain tensors stay real.
+
+    Storage that a constructor asked for and never wrote costs address space only, so a model of any size builds.
+    """
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            attributes = dict(vars(param))
+            moved = type(param)(param.data.to("meta"), requires_grad=param.requires_grad)
+            vars(moved).update(attributes)
+            param = moved
+        original(self, name, param)
+
+    nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+def buffer_value(model: nn.Module, fqn: str) -> Tensor:
+    """The value of a buffer, also of one on meta where the model can make it again; ``model`` is not changed.
+
+    Raises PlanError, naming the buffer and the way out, where it cannot.
+    """
+    path, _, name = fqn.rpartition(".")
+    owner = model.get_submodule(path)
+    value = owner._buffers[name]
+    assert value is not None, fqn
+    if not value.is_meta:
+        return value.detach()
+    initialise = _initialiser(model, path)
+    made = [_made_by(initialise, owner, name, fill) for fill in (0, 1)] if initialise else []
+    # Equal from different starts: the initialiser has written all of it.
+    if made and torch.equal(*made):
+        return made[0]
+    raise PlanError(
+        f"buffer {fqn} has no values: the model was built on the meta device",
+        where=Where(module=path or type(model).__name__),
+        fix="build the model inside `with planner.meta_parameters():`, which leaves buffers real",
+    )
+
+
+def _initialiser(model: nn.Module, path: str) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights`` of the innermost module around ``path`` that has one: transformers' way to fill one module."""
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        found = getattr(model.get_submodule(".".join(parts[:length])), "_init_weights", None)
+        if callable(found):
+            return found
+    return None
+
+
+def _made_by(initialise: Callable[[nn.Module], Any], owner: nn.Module, name: str, fill: int) -> Tensor:
+    """Buffer ``name`` after ``initialise`` ran on a copy of its module: buffers real, parameters on meta."""
+    memo: dict[int, Any] = {}
+    for parameter in owner.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in owner.buffers():
+        real = torch.full_like(buffer, fill, device="cpu") if buffer.is_meta else buffer.detach().clone()
+        memo[id(buffer)] = real
+    twin = copy.deepcopy(owner, memo)
+    with torch.no_grad():
+        initialise(twin)
+    value = twin._buffers[name]
+    assert value is not None, name
+    return value
