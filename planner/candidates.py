@@ -7,7 +7,7 @@ or backward. What nobody asks for is never considered, so a block of 80 nodes ha
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -21,7 +21,7 @@ class Candidates:
     """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
 
     def __init__(self, nodes: Iterable[fx.Node], tp: int, producers: dict[str, list[fx.Node]],
-                 readers: dict[str, list[fx.Node]]) -> None:
+                 readers: dict[str, list[fx.Node]], seeds: Mapping[str, Placement] | None = None) -> None:
         self.tp = tp
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
@@ -32,6 +32,9 @@ class Candidates:
                 self._feeds[source.name].add(inner)
         self.cuts: dict[str, set[Placement]] = defaultdict(set)
         self.options: dict[str, list[Option]] = {}
+        for node in self.nodes:
+            if seeds and node.name in seeds:
+                self._add(node, [seeds[node.name]])
         self._settle()
 
     def _settle(self) -> None:

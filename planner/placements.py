@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -17,7 +17,8 @@ from planner.errors import PlanError
 from planner.flops import node_flops
 from planner.rules import Option
 from planner.solve import Costs, Weights, solve
-from planner.types import Placement
+from planner.source_lines import where_of
+from planner.types import Placement, Segment
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Placements:
         return self.options[node.name].args[position]
 
 
-def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict[str, str] | None = None) -> Placements:
-    """Type every node. Raises PlanError where an override cannot be met."""
+def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict[str, str] | None = None, *,
+                      sequence_parallel: bool = False) -> Placements:
+    """Type every node. Raises PlanError where an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     for node in nodes:
         if node.name in program.parameters:
@@ -47,8 +49,16 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
     edges, producers, readers = _edges(program, nodes, rep)
     chosen = [n for n in nodes if rep[n.name] == n.name]
     candidates = Candidates(chosen, tp, producers, readers)
+    costs, weights = _costs(nodes, rep, blocks), Weights()
+    if sequence_parallel and tp > 1:
+        plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, tp)
+        candidates = Candidates(chosen, tp, producers, readers, seeds)
+        tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
+        costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
     origins = _constrain(program, candidates, overrides or {})
-    options = solve(candidates, _costs(nodes, rep, blocks), edges, Weights())
+    loss = rep[program.loss]
+    candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
+    options = solve(candidates, costs, edges, weights)
     return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, {n.name: origins.get(rep[n.name], "solver")
                                                                           for n in nodes})
 
@@ -91,6 +101,32 @@ def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
     residual = sorted(inner)[len(inner) // 4] if inner else 1.0
     return Costs({k: v / block_flops for k, v in flops.items()}, {k: v / block_bytes for k, v in matrix.items()},
                  {n.name: _bytes(n) / max(residual, 1.0) for n in nodes}, dict(instances))
+
+
+def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int) -> dict[str, Placement]:
+    """Cuts of what passes between blocks, along the dim before the features: by representative name.
+
+    Raises PlanError where the sequence does not divide by tp.
+    """
+    block_of = {name: block.index for block in blocks.instances for name in block.nodes}
+    cuts: dict[str, Placement] = {}
+    for node in program.graph.graph.nodes:
+        if node.name not in block_of or not node.meta.get("grad") or not isinstance(node.meta["val"], torch.Tensor):
+            continue
+        shape = tuple(node.meta["val"].shape)
+        if len(shape) < 2 or all(block_of.get(u.name) == block_of[node.name] for u in node.users):
+            continue
+        dim = len(shape) - 2
+        if shape[dim] % tp:
+            below = shape[dim] // tp * tp
+            raise PlanError(f"sequence parallelism: a sequence of {shape[dim]} is not divisible by tp = {tp}",
+                            where=where_of(node), fix=f"use sequences of {below or tp} or {below + tp}, "
+                                                      "or set tensor_parallel.sequence_parallel: false")
+        cuts[rep[node.name]] = Placement("V", dim, (Segment(shape[dim]),))
+    if not cuts:
+        raise PlanError("sequence parallelism: the model has no repeated blocks whose activations could be cut",
+                        where="tensor_parallel.sequence_parallel", fix="set tensor_parallel.sequence_parallel: false")
+    return cuts
 
 
 def _constrain(program: Program, candidates: Candidates, overrides: dict[str, str]) -> dict[str, str]:

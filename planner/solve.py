@@ -36,6 +36,7 @@ class Weights:
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut: worth it for a third of a block's FLOPs
+    whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
 
@@ -47,6 +48,7 @@ class Costs:
     matrix: Mapping[str, float]
     activation: Mapping[str, float]
     instances: Mapping[str, int]
+    tokens: frozenset[tuple[str, Placement]] = frozenset()  # (value, cut) along the sequence: re-sharding these is the plan
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[fx.Node]], weights: Weights) -> dict[str, Option]:
@@ -94,6 +96,8 @@ class _Program:
             share = 1 - 1 / self.candidates.tp
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
             cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
+        if (option.whole or option.rule == "partial") and node.op == "call_function" and node.meta.get("grad"):
+            cost += weights.whole * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
             cost += weights.step * (1 + self.costs.activation[node.name])
         return cost * times
@@ -138,7 +142,8 @@ class _Program:
         calls = bool(found.forward) + bool(found.backward)
         size = self.costs.activation[value.name]
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
-        detour = self.weights.reshard if reshards and value.meta.get("grad") else 0.0
+        along = (value.name, before if before.is_sharded else after) in self.costs.tokens
+        detour = self.weights.reshard if reshards and value.meta.get("grad") and not along else 0.0
         return (detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) \
             * self.costs.instances[value.name]
 

@@ -145,10 +145,12 @@ def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
 def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) -> Iterator[Placement]:
     """Cuts of a dim from what its pieces want: every piece cut; and only those that someone wants cut, the rest whole."""
     wanted = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] if n else [] for _, n in pieces]
+    if not any(wanted):
+        return
     if all(w or site.divides(size) for w, (size, _) in zip(wanted, pieces, strict=True)):
         yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
                                         for s in (w[0].segments if w else (Segment(size),))))
-    if any(wanted) and not all(wanted):
+    if not all(wanted):
         yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
                                         for s in (w[0].segments if w else (Segment(size, sharded=False),))))
 
