@@ -1,0 +1,99 @@
+"""verify is green for a right plan and red when any exchange is missing from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.comparison import Tolerance, compare_tensors, compare_values, lowest_precision
+from runtime.verify import ignored_labels, random_batch, verify
+
+MODEL = """
+import sys
+sys.path.insert(0, {root!r})
+from examples.gpt import GPT
+
+def build():
+    return GPT(vocabulary=37, length=8, width=16, num_layers=2, num_heads=2, dropout=0.1).double()
+"""
+SPEC = """
+mesh: {{{mesh}}}
+batch: {{global: 8, micro: 2}}
+inputs: {{input_ids: {{shape: [8], dtype: int64, high: 37}}, targets: {{like: input_ids}}}}
+optimizer: {{lr: 1.0e-3}}
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    root = str(Path(__file__).parents[2])
+
+    def write(mesh: str) -> tuple[str, str]:
+        (tmp_path / "tiny.py").write_text(MODEL.format(root=root))
+        (tmp_path / "spec.yaml").write_text(SPEC.format(mesh=mesh))
+        return f"{tmp_path / 'tiny.py'}:build", str(tmp_path / "spec.yaml")
+
+    return write
+
+
+@pytest.mark.parametrize("mesh", ["tp: 1", pytest.param("tp: 2, pp: 2", marks=pytest.mark.slow)])
+def test_a_right_plan_is_equal_in_loss_norm_every_gradient_and_every_parameter(files, mesh):
+    report = verify(*files(mesh), steps=3)
+    assert report.passed, str(report)
+    kinds = [row.kind for row in report.rows]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"loss": 3, "norm": 3, "gradient": 29, "parameter": 29}
+    assert "dropout is off" in str(report)
+    assert str(report).endswith("EQUAL to one process")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 3, 8])
+def test_without_one_collective_the_comparison_is_red(files, number):
+    report = verify(*files("tp: 2"), remove_collective=number)
+    assert not report.passed
+    assert report.failed_rows
+    assert str(report).endswith("DIFFERENT from one process")
+
+
+def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
+    from planner import plan
+    from planner.model_ref import load_model
+    from planner.spec import Spec
+
+    reference, spec = files("tp: 1")
+    decided = plan(load_model(reference), spec)
+    assert ignored_labels(decided) == {"targets": -100}
+    batch = random_batch(Spec.load(spec), decided, 0)
+    assert 0.1 < (batch["targets"] == -100).double().mean() < 0.4
+    assert batch["input_ids"].min() >= 0
+    assert batch["input_ids"].max() < 37
+
+
+def test_the_lowest_precision_inside_a_model_rules_its_tolerance():
+    with lowest_precision() as seen:
+        torch.ones(2, dtype=torch.float64).exp().to(torch.float32).sum()
+    assert seen.dtype == torch.float32
+    assert Tolerance.of(seen.dtype, lr=1e-3).loss == 2e-6
+    with lowest_precision() as seen:
+        torch.ones(2, dtype=torch.float64).exp()
+    assert Tolerance.of(seen.dtype, lr=1e-3).loss == 1e-10
+
+
+def test_a_missing_or_undefined_tensor_is_never_equal():
+    allowed = Tolerance.of(torch.float64, lr=1e-3)
+    truth = {"a": torch.ones(2), "b": torch.ones(2)}
+    rows = compare_tensors("gradient", {"b": torch.tensor([1.0, torch.nan])}, truth, allowed)
+    assert [row.passed for row in rows] == [False, False]
+    assert str(rows[0]) == "gradient a is missing or not finite (allowed 1.0e-08)"
+    assert not compare_values("loss", [float("nan")], [1.0], 1e-10)[0].passed
+
+
+def test_a_gradient_of_pure_rounding_noise_is_held_against_the_largest_one():
+    allowed = Tolerance.of(torch.float64, lr=1e-3)
+    truth = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([1e-18]).double()}
+    found = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([-3e-18]).double()}
+    assert all(row.passed for row in compare_tensors("gradient", found, truth, allowed))
+    wrong = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([1e-9]).double()}
+    assert not compare_tensors("gradient", wrong, truth, allowed)[1].passed
