@@ -28,9 +28,11 @@ from runtime.executor import Executor, Step
 from runtime.groups import Groups, RankMesh, default_store, open_groups
 from runtime.lr import learning_rate
 from runtime.p2p import Transport
+from runtime.pretrained import load_pretrained
+from runtime.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.report import StepReport
 from runtime.scaling import LossScale
-from runtime.weights import collect, fill, weight_source
+from runtime.weights import collect, fill, initialise, keep, weight_source
 from runtime.zero1 import DistributedOptimizer
 
 _engines_made = 0
@@ -85,8 +87,10 @@ class Engine:
         self.program = program or lower(self.plan, groups.rank, groups.device)
         for name, axis in self.program.axes.items():
             axis.group = getattr(groups, name, None)
-        fill(self.program.stages, weight_source(self.plan, self.spec), mesh.tp, groups.tp_rank, groups.device)
-        self._unused = _unused_weights(self.plan, groups)
+        self._weights = weight_source(self.plan, self.spec)
+        self._fresh = fill(self.program.stages, self._weights, mesh.tp, groups.tp_rank, groups.device)
+        self._kept = keep(self.plan, self.program.stages, self._weights, groups.rank)
+        self._weights.release()
         release = getattr(self.plan.source, "release", None)
         if release is not None:
             release()
@@ -131,16 +135,16 @@ class Engine:
 
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch, without gradients. Dropout acts as it was captured."""
-        self.optimizer.wait_parameters()
+        self._ready()
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
 
     # ---- public: tensors in and out
 
     def gather_parameters(self) -> dict[str, Tensor]:
         """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
-        self.optimizer.wait_parameters()
+        self._ready()
         held = [(p, index, parameter.data) for p, index, parameter in self._parameters()]
-        return self._named({**collect(self.groups, held), **self._unused})
+        return self._named({**collect(self.groups, held), **self._kept.parameters})
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
@@ -155,6 +159,28 @@ class Engine:
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
         held = [(p, index, gradients[p.fqn]) for p, index, _ in self._parameters() if p.fqn in gradients]
         return self._named(collect(self.groups, held))
+
+    def load_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
+
+        Each rank reads only its slices. The same call on every rank, before the first step: the optimizer's moments and
+        the count of steps stay as they are. Raises PlanError on every rank, naming file and tensor; then no weight has
+        changed.
+        """
+        self.optimizer.wait_parameters()
+        load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory)
+        self._fresh = []
+        self._gradients_ready = False
+        self.optimizer.sync_main_from_parameters()
+
+    def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
+
+        The same call on every rank; rank 0 writes, one tensor at a time. A directory that is there is replaced whole,
+        so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
+        """
+        self._ready()
+        save_pretrained(self.plan, self._parameters(), self.groups, self._kept, directory, max_shard_bytes)
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Not there yet. Raises PlanError."""
@@ -185,9 +211,17 @@ class Engine:
 
     # ---- pieces of a step
 
+    def _ready(self) -> None:
+        """The parameters as they are to be read: updated by all ranks, and initialised where nothing was loaded."""
+        self.optimizer.wait_parameters()
+        if self._fresh:
+            initialise(self._fresh, self._weights, self.mesh.tp, self.groups.tp_rank)
+            self._fresh = []
+            self.optimizer.sync_main_from_parameters()
+
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> float:
         step = self._step(batch, local)
-        self.optimizer.wait_parameters()
+        self._ready()
         self.optimizer.begin_step()
         self._gradients_ready = False
         return self._loss_here(self.executor.run(step))
@@ -273,7 +307,8 @@ class Engine:
         inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()}
         inputs = inputs or {name: (tuple(value.shape[1:]), value.dtype) for name, value in read.items()}
         computed = {name: value.dtype for name, value in read.items()}
-        return BatchLayout(inputs, spec.batch.global_size, spec.batch.micro, self.mesh.dp, self.groups.dp_rank, computed)
+        sizes = (spec.batch.global_size, spec.batch.micro, self.mesh.dp)
+        return BatchLayout(inputs, *sizes, self.groups.dp_rank, computed)
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the model's order, tied parameters under each of their names."""
@@ -304,7 +339,3 @@ def _gradient_dtype(spec: Spec, parameters: list[tuple[LocalParameter, int, nn.P
         return spec.precision.gradients
     low = (torch.bfloat16, torch.float16)
     return "float32" if any(p.dtype in low for p, *_ in parameters) else None
-
-
-def _unused_weights(plan: Plan, groups: Groups) -> dict[str, Tensor]:
-    return {}

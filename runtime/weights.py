@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,13 +20,21 @@ from torch import Tensor, fx, nn
 from passes.base import LocalParameter, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
+from planner.meta_init import buffer_value
 from planner.spec import Spec
 from planner.types import Placement
 from runtime.groups import Groups
 
 
 class WeightSource(Protocol):
-    """Where full tensors come from, by the user's dotted names."""
+    """Where full tensors come from, by the user's dotted names.
+
+    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some.
+    """
+
+    def is_fresh(self, fqn: str) -> bool: ...
+
+    def release(self) -> None: ...
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
@@ -33,17 +42,25 @@ class WeightSource(Protocol):
 
 
 class ModelWeights:
-    """The values that the user's module holds now. Raises PlanError for a tensor on the meta device."""
+    """The values that the user's module holds now. Raises PlanError for what is on meta and cannot be made again."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model: nn.Module | None = model
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+
+    def is_fresh(self, fqn: str) -> bool:
+        return False
+
+    def release(self) -> None:
+        """Let go of the user's model: the full weights must not outlive the copying of shards."""
+        self._model, self._parameters = None, {}
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _real(self._parameters[fqn].detach(), f"parameter {fqn}")
 
     def buffer(self, fqn: str) -> Tensor:
-        return _real(self._buffers[fqn].detach(), f"buffer {fqn}")
+        assert self._model is not None, "the model was let go"
+        return buffer_value(self._model, fqn)
 
 
 class InitialWeights(ModelWeights):
@@ -62,9 +79,12 @@ class InitialWeights(ModelWeights):
         self._seed = seed
         self._std = {"": std, "residual": std / math.sqrt(num_residual) if num_residual and residual_scale else std}
 
+    def is_fresh(self, fqn: str) -> bool:
+        return self._parameters[fqn].is_meta
+
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        held = self._parameters[fqn]
-        if not held.is_meta:
+        held = self._parameters.get(fqn)
+        if held is not None and not held.is_meta:
             return held.detach()
         role = self._roles.get(fqn, "")
         if role in ("scale", "bias"):
@@ -148,28 +168,85 @@ def _writes_residual(node: fx.Node) -> bool:
     return False
 
 
-def fill(stages: Iterable[StageModule], source: WeightSource, tp: int, tp_rank: int, device: torch.device) -> None:
-    """Give every parameter and buffer of the stage modules its values on ``device``: this rank's shards."""
+def fill(
+    stages: Iterable[StageModule], source: WeightSource, tp: int, tp_rank: int, device: torch.device
+) -> list[tuple[StageModule, LocalParameter]]:
+    """Give every parameter and buffer of the stage modules its values on ``device``: this rank's shards.
+
+    Returns the parameters that have no values yet and are zero, for ``initialise``, or for a checkpoint: to draw fresh
+    values only to overwrite them would take minutes for a large model.
+    """
+    fresh = []
     for stage in stages:
         for parameter in stage.parameters:
-            full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
-            if tuple(full.shape) != tuple(parameter.global_shape):
-                raise PlanError(
-                    f"parameter {parameter.fqn} is {list(full.shape)}, the plan has {list(parameter.global_shape)}",
-                    fix="give the model that was planned",
-                )
-            local = shard(full, parameter.placement, tp, tp_rank)
-            # A copy always: the rank's weights must not alias the user's model.
-            local = local.to(device=device, dtype=parameter.dtype, copy=True).contiguous()
-            assert tuple(local.shape) == tuple(parameter.shape), (
-                f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
-            )
+            if source.is_fresh(parameter.fqn):
+                local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+                fresh.append((stage, parameter))
+            else:
+                local = _values(source, parameter, tp, tp_rank, device)
             _assign(stage.module, stage.attributes[parameter.fqn], nn.Parameter(local, parameter.requires_grad))
         for fqn in stage.buffers:
             planned = stage.module.get_buffer(stage.attributes[fqn])
             value = source.buffer(fqn).to(device=device, dtype=planned.dtype, copy=True)
             _assign(stage.module, stage.attributes[fqn], value)
         _place_constants(stage.module, device)
+    return fresh
+
+
+@torch.no_grad()
+def initialise(
+    fresh: Iterable[tuple[StageModule, LocalParameter]], source: WeightSource, tp: int, tp_rank: int
+) -> None:
+    """Fresh values for the parameters that ``fill`` left without."""
+    for stage, parameter in fresh:
+        target = stage.parameter(parameter.fqn)
+        target.data.copy_(_values(source, parameter, tp, tp_rank, target.device))
+
+
+def _values(
+    source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int, device: torch.device
+) -> Tensor:
+    full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
+    if tuple(full.shape) != tuple(parameter.global_shape):
+        raise PlanError(
+            f"parameter {parameter.fqn} is {list(full.shape)}, the plan has {list(parameter.global_shape)}",
+            fix="give the model that was planned",
+        )
+    # A copy always: the rank's weights must not alias the user's model.
+    local = shard(full, parameter.placement, tp, tp_rank).to(device=device, dtype=parameter.dtype, copy=True)
+    assert tuple(local.shape) == tuple(parameter.shape), f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
+    return local.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What rank 0 keeps whole, since no stage computes with it or nothing updates it, and a checkpoint holds it.
+
+    ``parameters``: those that do not reach the loss. ``buffers``: the persistent ones. ``texts``: config files by name,
+    of the directory that was loaded.
+    """
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    texts: dict[str, Any] = field(default_factory=dict)
+
+
+def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: int) -> Kept:
+    """Copies for rank 0 on the CPU; nothing elsewhere."""
+    if rank != 0:
+        return Kept()
+    held = {parameter.fqn for stage in stages for parameter in stage.parameters}
+    rows = [row for row in plan.parameters if 0 in row.stages and row.name not in held]
+    dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
+    parameters = {
+        row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to(dtypes[row.name], copy=True)
+        for row in rows
+    }
+    persistent = getattr(getattr(plan.source, "hub", None), "persistent_buffers", ())
+    cast = plan.spec.get("precision", {}).get("parameters")
+    buffers = {name: source.buffer(name).clone() for name in persistent}
+    return Kept(parameters, {n: b.to(getattr(torch, cast)) if cast and b.is_floating_point() else b
+                             for n, b in buffers.items()})
 
 
 def shard(full: Tensor, placement: Placement, tp: int, tp_rank: int) -> Tensor:
@@ -264,8 +341,12 @@ def _place_constants(module: nn.Module, device: torch.device) -> None:
         for name, value in owner._buffers.items():
             if value is not None and not value.is_meta:
                 owner._buffers[name] = value.to(device)
-    unfilled = [name for name, value in (*module.named_parameters(), *module.named_buffers()) if value.is_meta]
-    assert not unfilled, f"no values for {unfilled}"
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_meta:
+            raise PlanError(
+                f"the constant {name} of the model has no values: the model was built on the meta device",
+                fix="build the model inside `with planner.meta_parameters():`, which leaves other tensors real",
+            )
 
 
 def _real(tensor: Tensor, what: str) -> Tensor:

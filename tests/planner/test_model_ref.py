@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.errors import PlanError
-from planner.model_ref import load_model, pretrained_directory
+from planner.model_ref import load_model
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
 LLAMA = {

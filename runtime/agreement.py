@@ -1,0 +1,45 @@
+"""One fate for all ranks: what went wrong on some becomes the same error on every one, and no rank waits in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from runtime.groups import Groups
+
+
+@contextmanager
+def agreed(groups: Groups) -> Iterator[None]:
+    """All ranks enter and leave together; a PlanError or OSError of any rank inside is raised on all of them.
+
+    The error is that of the lowest rank that has one. Inside there must be no exchange between ranks, unless each rank
+    takes part in it whatever went wrong.
+    """
+    found: PlanError | None = None
+    try:
+        yield
+    except PlanError as error:
+        found = error
+    except OSError as error:
+        found = PlanError(f"{error.strerror or error}", where=str(error.filename or ""))
+        found.__cause__ = error
+    agree(groups, found)
+
+
+def agree(groups: Groups, error: PlanError | None) -> None:
+    """Exchange errors and raise the first one on every rank."""
+    errors: list[Any] = [error]
+    if groups.world is not None:
+        errors = [None] * groups.mesh.world_size
+        dist.all_gather_object(errors, error, group=groups.world)
+    for rank, found in enumerate(errors):
+        if found is None:
+            continue
+        if error is not None and str(error) == str(found):
+            raise error
+        others = "" if all(str(e) == str(found) for e in errors) else f"rank {rank}: "
+        raise PlanError(f"{others}{found.what}", where=found.where, fix=found.fix)

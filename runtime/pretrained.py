@@ -1,0 +1,244 @@
+"""Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
+
+    names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
+    check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
+    read                                          Placement.slices of each parameter, straight into its place
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from passes.base import LocalParameter, StageModule
+from planner.errors import PlanError
+from planner.frozen_plan import ParameterPlan, Plan
+from planner.hub_format import HubFormat
+from planner.types import Placement
+from runtime.agreement import agree, agreed
+from runtime.groups import Groups
+from runtime.safetensors_files import SafetensorsFiles, StoredTensor, listed
+from runtime.weights import Kept
+
+FIX = "load a checkpoint of this model, or plan the model that the directory's config.json describes (MODEL hf:DIR)"
+_MOST_SAMPLES = 64  # names that vote for a prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the model's tensors lie: ``parameters`` by the plan's name, several where tied copies are stored."""
+
+    parameters: Mapping[str, tuple[str, ...]]
+    buffers: Mapping[str, str]
+
+
+def hub_of(plan: Plan) -> HubFormat:
+    """What the planned model told of its checkpoints."""
+    return getattr(plan.source, "hub", None) or HubFormat()
+
+
+def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
+    """Raise PlanError, naming file and tensor, unless ``directory`` holds all weights of the planned model.
+
+    Reads headers only.
+    """
+    with SafetensorsFiles(Path(directory)) as files:
+        find(files, plan)
+
+
+def load_pretrained(
+    plan: Plan, stages: Sequence[StageModule], groups: Groups, kept: Kept, directory: str | PathLike[str]
+) -> None:
+    """Fill this rank's parameters and persistent buffers. The same call on every rank; all succeed or none has changed.
+
+    Raises PlanError on every rank, naming file and tensor.
+    """
+    with agreed(groups):
+        files = SafetensorsFiles(Path(directory))
+    with files:
+        with agreed(groups):
+            found = find(files, plan)
+            _check_tied(files, found, stages, groups)
+        try:
+            _read(files, found, stages, groups, kept)
+            error = None
+        except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
+            what = failed.what if isinstance(failed, PlanError) else str(failed)
+            error = PlanError(f"loading broke off, the weights are now incomplete: {what}", fix="load them again")
+        agree(groups, error)
+
+
+# ---- what lies where
+
+
+def find(files: SafetensorsFiles, plan: Plan) -> Found:
+    """Match the stored tensors with the plan's parameters. Raises one PlanError that lists all that does not fit."""
+    hub = hub_of(plan)
+    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
+    known = {*rows, *hub.persistent_buffers}
+    names = match_names(files.tensors, known, hub)
+    places: dict[str, list[str]] = {}
+    for stored, name in names.items():
+        places.setdefault(name, []).append(stored)
+    parameters = {
+        row.name: tuple(stored for name in (row.name, *row.aliases) for stored in places.get(name, ()))
+        for row in plan.parameters
+    }
+    buffers = {name: places[name][0] for name in hub.persistent_buffers if name in places}
+    absent = [name for name, stored in parameters.items() if not stored]
+    absent += [name for name in hub.persistent_buffers if name not in buffers and not hub.ignores_absent(name)]
+    extra = [s for s, name in names.items() if name not in known and not _ignored(hub, s, name)]
+    twice = [stored for stored in places.values() if len(stored) > 1]
+    wrong = [w for row in plan.parameters for s in parameters[row.name] if (w := _misfit(files.tensors[s], row))]
+    _raise_misfits(files, hub, absent, extra, twice, wrong)
+    return Found(parameters, buffers)
+
+
+def match_names(stored: Iterable[str], known: set[str], hub: HubFormat) -> dict[str, str]:
+    """Stored name → the model's name for it, or a guess that is not in ``known`` where there is none."""
+    names = {}
+    for name in stored:
+        renamed = hub.rename(name)
+        names[name] = name if name in known and renamed not in known else renamed
+    lost = [name for name in names.values() if name not in known]
+    added, removed = _prefix(lost, known)
+    for name, renamed in names.items():
+        if renamed not in known:
+            other = added + renamed if added else renamed.removeprefix(removed)
+            names[name] = other if other in known else renamed
+    return names
+
+
+def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
+    """The one prefix that, put before the lost names or taken off them, finds most of them; as (added, removed).
+
+    A checkpoint of a base model lacks the name under which a model with a head holds that base; or the other way round.
+    """
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in lost[:_MOST_SAMPLES]:
+        for other in known:
+            if other.endswith(f".{name}"):
+                votes[other.removesuffix(name), ""] += 1
+            elif name.endswith(f".{other}"):
+                votes["", name.removesuffix(other)] += 1
+    hits = {pair: sum((pair[0] + n if pair[0] else n.removeprefix(pair[1])) in known for n in lost) for pair in votes}
+    most = max(hits.values(), default=0)
+    best = [pair for pair, count in hits.items() if count == most]
+    return best[0] if len(best) == 1 else ("", "")
+
+
+def _ignored(hub: HubFormat, stored: str, name: str) -> bool:
+    return hub.ignores_unexpected(stored) or hub.ignores_unexpected(name)
+
+
+def _misfit(stored: StoredTensor, row: ParameterPlan) -> str:
+    """Why this tensor cannot be the parameter of ``row``; empty where it can."""
+    if stored.shape != tuple(row.shape):
+        return f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, the model has {list(row.shape)}"
+    planned = getattr(torch, row.dtype)
+    if stored.dtype is None or (planned.is_floating_point and not stored.dtype.is_floating_point):
+        kind = str(stored.dtype).removeprefix("torch.") if stored.dtype else "a quantised type"
+        return f"{stored.name} in {stored.file.name} is stored as {kind}, the model has {row.dtype}"
+    return ""
+
+
+def _raise_misfits(
+    files: SafetensorsFiles,
+    hub: HubFormat,
+    absent: list[str],
+    extra: list[str],
+    twice: list[list[str]],
+    wrong: list[str],
+) -> None:
+    many = sorted({files.tensors[name].file for name in (*extra, *(name for names in twice for name in names))})
+    problems = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
+    if absent:
+        problems.append(f"absent: {listed(absent)}")
+    if extra:
+        problems.append(f"unexpected in {listed(f.name for f in many)}: {listed(extra)}")
+    if twice:
+        problems.append(f"stored twice under different names: {listed(twice[0])}")
+    if not problems:
+        return
+    fix = FIX
+    if converted := [name for name in extra if hub.converted(name)]:
+        fix = (
+            f"{converted[0]} and its like must be merged: load the model once with transformers' from_pretrained, then "
+            "save_pretrained(…, save_original_format=False)"
+        )
+    one = {stored.file for stored in files.tensors.values()}
+    where = one.pop() if len(one) == 1 else files.directory
+    raise PlanError(f"the checkpoint does not fit the model: {'; '.join(problems)}", where=str(where), fix=fix)
+
+
+# ---- values
+
+
+def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups) -> None:
+    """Copies of a tied parameter that are stored under several names must be equal in what this rank reads of them."""
+    for stage in stages:
+        for parameter in stage.parameters:
+            first, *others = found.parameters[parameter.fqn]
+            if others:
+                values = [torch.zeros(parameter.shape, dtype=files.tensors[n].dtype) for n in (first, *others)]
+                for value, name in zip(values, (first, *others), strict=True):
+                    _read_shard(files, name, value, parameter.placement, parameter.global_shape, groups)
+                for value, name in zip(values[1:], others, strict=True):
+                    if not torch.equal(value, values[0]):
+                        raise PlanError(
+                            f"{first} and {name} differ in the checkpoint, and are one tied parameter in the model",
+                            where=str(files.tensors[name].file),
+                            fix="plan the model untied (tie_word_embeddings: false in its config)",
+                        )
+
+
+@torch.no_grad()
+def _read(
+    files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept
+) -> None:
+    for stage in stages:
+        for parameter in stage.parameters:
+            _read_parameter(files, found.parameters[parameter.fqn][0], stage, parameter, groups)
+        for fqn in stage.buffers:
+            if fqn in found.buffers:
+                files.read_into(stage.module.get_buffer(stage.attributes[fqn]), found.buffers[fqn])
+    config = files.directory / "config.json"
+    kept.texts.update({config.name: json.loads(config.read_text(encoding="utf-8"))} if config.is_file() else {})
+    for fqn, value in kept.parameters.items():
+        files.read_into(value, found.parameters[fqn][0])
+    for fqn, value in kept.buffers.items():
+        if fqn in found.buffers:
+            files.read_into(value, found.buffers[fqn])
+
+
+def _read_parameter(
+    files: SafetensorsFiles, name: str, stage: StageModule, parameter: LocalParameter, groups: Groups
+) -> None:
+    target = stage.parameter(parameter.fqn).data
+    _read_shard(files, name, target, parameter.placement, parameter.global_shape, groups)
+
+
+def _read_shard(
+    files: SafetensorsFiles,
+    name: str,
+    target: Tensor,
+    placement: Placement,
+    global_shape: tuple[int, ...],
+    groups: Groups,
+) -> None:
+    """This rank's part of a stored tensor; what lies in the padding is zero."""
+    if not placement.is_sharded:
+        files.read_into(target, name)
+        return
+    size = global_shape[placement.dim]
+    ranges = [(min(a, size), min(b, size)) for a, b in placement.slices(groups.mesh.tp, groups.tp_rank)]
+    if placement.padding:
+        target.zero_()
+    files.read_into(target, name, placement.dim, ranges)

@@ -1,0 +1,216 @@
+"""Write the weights as a Hugging Face directory: config.json, and safetensors in one file or several with an index.
+
+    for each file, for each tensor:   the ranks that hold shards -> rank 0 -> bytes at the tensor's place in the file
+
+A safetensors file is its header (which tensor lies at which bytes) and then the bytes, so rank 0 can write tensor after
+tensor and never holds two whole ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from passes.base import LocalParameter
+from planner.errors import PlanError
+from planner.frozen_plan import ParameterPlan, Plan
+from planner.types import I, Placement, Segment
+from runtime.agreement import agreed
+from runtime.atomic_directory import replaced_directory, sync
+from runtime.groups import Groups
+from runtime.pretrained import hub_of
+from runtime.safetensors_files import DTYPES, INDEX, SINGLE
+from runtime.weights import Kept, assemble
+
+MAX_SHARD_BYTES = 5_000_000_000
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the checkpoint. ``row``: the parameter that stages hold; None for what rank 0 keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row: ParameterPlan | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_pretrained(
+    plan: Plan,
+    held: Sequence[tuple[LocalParameter, int, nn.Parameter]],
+    groups: Groups,
+    kept: Kept,
+    directory: str | PathLike[str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """``held``: this rank's (parameter, stage, tensor). The same call on every rank; raises PlanError on all."""
+    if max_shard_bytes < 1:
+        raise PlanError(f"max_shard_bytes is {max_shard_bytes}", fix="give a positive number of bytes")
+    own = {p.fqn: parameter.data for p, _, parameter in held}
+    files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
+    tensors = (_whole(entry, own, groups, kept) for entries in files.values() for entry in entries)
+    with agreed(groups):
+        if groups.rank == 0:
+            try:
+                _write(Path(directory), files, tensors, _texts(plan, kept))
+            except (OSError, PlanError):
+                _exhaust(tensors)  # the other ranks go on sending
+                raise
+        else:
+            _exhaust(tensors)
+
+
+def entries_of(plan: Plan, groups: Groups, kept: Kept) -> list[Entry]:
+    """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
+    unused = _from_rank_0(groups, [*kept.parameters])
+    rows = [
+        Entry(row.name, tuple(row.shape), getattr(torch, row.dtype), None if row.name in unused else row)
+        for row in plan.parameters
+    ]
+    buffers = _from_rank_0(groups, [Entry(n, tuple(b.shape), b.dtype) for n, b in kept.buffers.items()])
+    return [*rows, *buffers]
+
+
+def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+    """File name → its tensors: filled in order up to ``max_bytes``, more only for a tensor that is larger alone."""
+    parts: list[list[Entry]] = [[]]
+    for entry in entries:
+        if parts[-1] and sum(e.num_bytes for e in parts[-1]) + entry.num_bytes > max_bytes:
+            parts.append([])
+        parts[-1].append(entry)
+    # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
+    ordered = [sorted(part, key=lambda e: -e.dtype.itemsize) for part in parts]
+    names = [SINGLE] if len(parts) == 1 else [
+        f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
+    ]
+    return dict(zip(names, ordered, strict=True))
+
+
+# ---- gathering
+
+
+def _from_rank_0(groups: Groups, value: list[Any]) -> list[Any]:
+    if groups.world is None:
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0, group=groups.world)
+    return shared[0]
+
+
+def _whole(entry: Entry, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Tensor | None:
+    """The full tensor on rank 0, None elsewhere. Every rank calls it for every entry, in one order."""
+    row = entry.row
+    if row is None:
+        return (kept.parameters | kept.buffers)[entry.name] if groups.rank == 0 else None
+    senders = _senders(row, groups)
+    if groups.rank != 0:
+        if groups.rank in senders:
+            dist.send(own[row.name].contiguous(), 0, group=groups.world)
+        return None
+    shards = []
+    for rank in senders:
+        if rank == 0:
+            shards.append(own[row.name].cpu())
+            continue
+        part = torch.empty(row.local_shape, dtype=entry.dtype, device=groups.device)
+        dist.recv(part, rank, group=groups.world)
+        shards.append(part.cpu())
+    placement = _placement(row)
+    return assemble(shards, placement, row.shape) if placement.is_sharded else shards[0]
+
+
+def _senders(row: ParameterPlan, groups: Groups) -> list[int]:
+    """In tp order: of equal copies over dp, tp and stages the first one sends."""
+    mesh = groups.mesh
+    tp_ranks = range(mesh.tp if row.dim is not None else 1)
+    return [mesh.rank_of(tp=tp, cp=0, dp=0, pp=min(row.stages) % mesh.pp) for tp in tp_ranks]
+
+
+def _placement(row: ParameterPlan) -> Placement:
+    if row.dim is None:
+        return I
+    segments = tuple(Segment(n, i not in row.whole_segments) for i, n in enumerate(row.segments))
+    return Placement("V", row.dim, segments, row.padding)
+
+
+def _exhaust(tensors: Iterable[Tensor | None]) -> None:
+    for _ in tensors:
+        pass
+
+
+# ---- writing, on rank 0
+
+
+def _write(
+    directory: Path, files: Mapping[str, list[Entry]], tensors: Iterator[Tensor | None], texts: Mapping[str, Any]
+) -> None:
+    """Everything into a new directory, which then takes the place of ``directory``."""
+    with replaced_directory(directory, lambda name: _WEIGHT_FILE.fullmatch(name) is not None) as new:
+        for name, entries in files.items():
+            _write_safetensors(new / name, entries, tensors)
+        if len(files) > 1:
+            texts = {**texts, INDEX: _index(files)}
+        for name, content in texts.items():
+            (new / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            sync(new / name)
+
+
+def _write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
+    """One file of the next ``len(entries)`` of ``tensors``."""
+    with path.open("wb") as file:
+        file.write(header_of(entries))
+        for entry, tensor in zip(entries, tensors, strict=False):
+            assert tensor is not None, entry.name
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
+            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    sync(path)
+
+
+def header_of(entries: Iterable[Entry]) -> bytes:
+    """Eight bytes of length, then JSON: name → dtype, shape and the range of bytes after the header."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        stop = start + entry.num_bytes
+        content[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _index(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
+    total = sum(entry.num_bytes for entries in files.values() for entry in entries)
+    places = {entry.name: name for name, entries in files.items() for entry in entries}
+    return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+def _texts(plan: Plan, kept: Kept) -> dict[str, Any]:
+    """config.json with the dtype that the weights now have, and generation_config.json: of the model, or as loaded."""
+    hub = hub_of(plan)
+    texts = dict(kept.texts)
+    if hub.config is not None:
+        texts["config.json"] = hub.config
+    if hub.generation_config is not None:
+        texts["generation_config.json"] = hub.generation_config
+    dtypes = [row.dtype for row in plan.parameters if getattr(torch, row.dtype).is_floating_point]
+    if "config.json" in texts and dtypes:
+        texts["config.json"] = {**texts["config.json"], "dtype": dtypes[0]}
+    return texts
