@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
-from planner.memory import LocalSizes, memory_of_ranks
+from planner.collectives import sent_type
 from planner.frozen_plan import Plan
-from planner.plan_rows import BoundaryPlan, MeshPlan, OptimizerPlan, SchedulePlan, StagePlan
+from planner.memory import LocalSizes, memory_of_ranks
+from planner.plan_rows import BoundaryPlan, MemoryRow, MeshPlan, SchedulePlan, StagePlan
+from planner.rows_attention import attention_sites, check_attention
 from planner.rows_collectives import collective_rows
 from planner.rows_diagnostics import diagnostic_rows, summary_row
+from planner.rows_optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
 from planner.rows_parameters import parameter_rows
+from planner.rows_places import Places
+from planner.rows_reasons import Reasons
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.source import PlanSource
 from planner.spec import Spec
-from planner.collectives import sent_type
 
 
 def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
-    """The frozen Plan of all decisions."""
-    mesh = source.mesh
+    """The frozen Plan of all decisions. Raises PlanError where tp divides no attention of the model."""
+    places, sites = Places(source), attention_sites(source)
+    check_attention(source, sites, places)
+    reasons, buffers = Reasons(source, sites), buffers_of(spec, source)
     run = simulate(schedule)
     orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)
-    parameters = parameter_rows(source)
-    local = LocalSizes(mesh.tp, {name: option.out for name, option in source.placements.options.items()})
+    parameters = parameter_rows(spec, source, reasons, places)
+    m, peaks = source.mesh, tuple(run.peak_in_flight)
     return Plan(
         spec=spec.to_dict(),
-        mesh=MeshPlan(mesh.tp, mesh.pp, mesh.vpp, mesh.dp, mesh.cp, mesh.ep, mesh.etp, mesh.edp, mesh.world_size, mesh.order),
+        mesh=MeshPlan(m.tp, m.pp, m.vpp, m.dp, m.cp, m.ep, m.etp, m.edp, m.world_size, m.order),
         parameters=parameters,
-        collectives=collective_rows(spec, source),
+        collectives=(*collective_rows(source, places), *step_rows(spec, source, buffers)),
         stages=stage_rows(source),
-        schedule=SchedulePlan(schedule.kind, schedule.num_microbatches, orders, run.bubble_fraction, tuple(run.peak_in_flight)),
-        optimizer=OptimizerPlan((), spec.optimizer.name, spec.optimizer.zero, spec.optimizer.alignment),
-        memory=memory_of_ranks(source.program, source.stages, mesh.pp, run.peak_in_flight, num_shards=mesh.dp,
-                               zero=spec.optimizer.zero, local=local),
-        diagnostics=diagnostic_rows(source),
+        schedule=SchedulePlan(schedule.kind, schedule.num_microbatches, orders, run.bubble_fraction, peaks),
+        optimizer=optimizer_plan(spec, buffers),
+        memory=memory_rows(spec, source, buffers, peaks),
+        diagnostics=diagnostic_rows(source, parameters, sites, reasons, places),
         summary=summary_row(source, parameters),
         source=source,
     )
 
 
+def memory_rows(spec: Spec, source: PlanSource, buffers: tuple[Buffer, ...],
+                in_flight: tuple[int, ...]) -> tuple[MemoryRow, ...]:
+    """Estimated activations; parameters, gradients and optimizer as the buffers hold them."""
+    mesh = source.mesh
+    local = LocalSizes(mesh.tp, {name: option.out for name, option in source.placements.options.items()})
+    rows = memory_of_ranks(source.program, source.stages, mesh.pp, in_flight, num_shards=mesh.dp,
+                           zero=spec.optimizer.zero, local=local)
+    return exact_memory(spec, source, buffers, rows)
+
+
 def stage_rows(source: PlanSource) -> tuple[StagePlan, ...]:
     """One row a stage: its blocks, its parameters on one rank, what crosses its borders."""
     stages, mesh = source.stages, source.mesh
+    placeholders = source.program.parameters
     rows = []
     for index in range(stages.num_stages):
         blocks = tuple(source.blocks.instances[b].path for b in stages.blocks_of_stage[index])
-        held = [n for n, where in stages.parameter_stages.items() if index in where and n in source.program.parameters]
-        count = sum(LocalSizes(mesh.tp, {n: source.placements.options[n].out}).num_elements(source.program.node(n)) for n in held)
+        held = [source.program.node(n) for n in placeholders if index in stages.parameter_stages.get(n, ())]
+        count = sum(node.meta["val"].numel() for node in held)
         rows.append(StagePlan(index, index % mesh.pp, index // mesh.pp, blocks, count,
                               _boundaries(source, stages.live[index - 1] if index else ()),
                               _boundaries(source, stages.live[index] if index < stages.num_stages - 1 else ())))
@@ -64,6 +80,3 @@ def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[BoundaryPla
         result.append(BoundaryPlan(name, shape, str(value.dtype).removeprefix("torch."), size, str(placement),
                                    bool(node.meta["grad"])))
     return tuple(result)
-
-
-

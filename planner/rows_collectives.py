@@ -1,62 +1,89 @@
-"""The collectives' rows: every exchange of a step, in the order of the stages."""
+"""The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
+
+    tp   what a change of type costs (planner.collectives), and the scalars of a vocabulary-parallel loss
+    pp   each value that crosses a cut, sent and received, and its gradient on the way back
+
+``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
+reduce-scatter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
+import torch
 from torch import fx
 
-from planner.collectives import TypeChange, type_changes
+from planner.collectives import TypeChange, sent_type, type_changes
 from planner.plan_rows import CollectivePlan
+from planner.rows_places import Places
 from planner.source import PlanSource
-from planner.source_lines import where_of
-from planner.spec import Spec
+
+aten = torch.ops.aten
 
 
-def collective_rows(spec: Spec, source: PlanSource) -> tuple[CollectivePlan, ...]:
-    """One row for each exchange."""
+def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan, ...]:
+    """One row for each exchange of a microbatch."""
+    losses = parallel_losses(source)
     rows: list[CollectivePlan] = []
-    block_of = {n: b.path for b in source.blocks.instances for n in b.nodes}
     for stage in range(source.stages.num_stages):
+        rows += _boundary_rows(source, places, stage - 1, stage)
         for change in type_changes(source.placements, source.stages, source.program, stage):
-            rows += _change_rows(source, change, block_of)
-        rows += _loss_rows(source, stage)
+            rows += _change_rows(source, change, places)
+        for loss in losses:
+            if source.stages.runs_on(loss.name, stage):
+                rows += _loss_rows(loss, stage, places)
+        rows += _boundary_rows(source, places, stage, stage)
     return tuple(rows)
 
 
-def _change_rows(source: PlanSource, change: TypeChange, block_of: dict[str, str]) -> list[CollectivePlan]:
+def _change_rows(source: PlanSource, change: TypeChange, places: Places) -> Iterator[CollectivePlan]:
     node = source.program.node(change.value)
     reader = change.readers[0]
     at = source.program.node(reader) if reader not in ("send", "loss") else node
-    size = _bytes(node)
-    rows = []
+    place = at if change.how.name in ("f", "gather") else node
+    size = _bytes(tuple(node.meta["val"].shape), node)
     for phase, kind in (("forward", change.how.forward), ("backward", change.how.backward)):
         if kind:
-            place = at if change.how.name in ("f", "gather") else node
-            rows.append(CollectivePlan(kind, "tp", phase, str(where_of(place)), size, 1, "microbatch", change.stage,
-                                       block_of.get(place.name, "")))
-    return rows
+            yield CollectivePlan(kind, "tp", phase, places.text(place), size, 1, "microbatch", change.stage,
+                                 places.block(place))
 
 
-def _loss_rows(source: PlanSource, stage: int) -> list[CollectivePlan]:
-    """The vocabulary-parallel loss: per token the maximum, then the sum of exponentials and the target's logit."""
-    rows = []
-    for node in source.program.graph.graph.nodes:
-        option = source.placements.options.get(node.name)
-        if option is None or option.rule != "vocabulary" or "cross_entropy" not in str(node.target):
-            continue
-        if source.stages.stage_of.get(node.name) != stage:
-            continue
-        logits = node.args[0].meta["val"]
-        width = max(4, logits.element_size())
-        tokens = int(logits.shape[0])
-        smoothing = float(node.args[5]) if len(node.args) > 5 else 0.0
-        for scalars in (1, 3 if smoothing else 2):
-            rows.append(CollectivePlan("all_reduce", "tp", "forward", str(where_of(node)), scalars * tokens * width, 1,
-                                       "microbatch", stage))
-    return rows
+def parallel_losses(source: PlanSource) -> list[fx.Node]:
+    """The losses that run on logits cut over the vocabulary."""
+    found = source.program.graph.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+    return [n for n in found if source.placements.options[n.name].rule == "vocabulary"]
 
 
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return prod(value.shape) * value.element_size()
+def scalars_of_loss(loss: fx.Node) -> tuple[int, ...]:
+    """Scalars a token of each exchange: the maximum; then the target's logit, sum of exponentials (smoothing: Σ z)."""
+    smoothing = loss.args[5] if len(loss.args) > 5 else loss.kwargs.get("label_smoothing", 0.0)
+    return (1, 3) if smoothing else (1, 2)
+
+
+def _loss_rows(loss: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    logits = loss.all_input_nodes[0].meta["val"]
+    width = max(4, logits.element_size())
+    for scalars in scalars_of_loss(loss):
+        size = scalars * int(logits.shape[0]) * width
+        yield CollectivePlan("all_reduce", "tp", "forward", places.text(loss), size, 1, "microbatch", stage)
+
+
+def _boundary_rows(source: PlanSource, places: Places, cut: int, stage: int) -> Iterator[CollectivePlan]:
+    """What ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a message."""
+    stages, mesh = source.stages, source.mesh
+    if not 0 <= cut < stages.num_stages - 1 or cut % mesh.pp == (cut + 1) % mesh.pp:
+        return
+    sends = cut == stage
+    for name in stages.live[cut]:
+        node = source.program.node(name)
+        shape = sent_type(source.placements.of(node)).local_shape(tuple(node.meta["val"].shape), mesh.tp)
+        for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
+            kind = "send" if sends == (phase == "forward") else "recv"
+            yield CollectivePlan(kind, "pp", phase, places.text(node), _bytes(shape, node), 1, "microbatch", stage,
+                                 places.block(node))
+
+
+def _bytes(shape: tuple[int, ...], node: fx.Node) -> int:
+    return prod(shape) * node.meta["val"].element_size()

@@ -1,26 +1,156 @@
-"""What the user should know: ops computed whole for want of a rule, what could not be made exact, the shares cut."""
+"""What the user should know: how each linear, embedding and loss is cut or why not, ops without a rule, inexact terms.
+
+    warning   sizes that keep a layer whole, attention cut in some blocks only, ops without a rule, inexact loss terms
+    info      everything else, one row for each layer; the tables fold those of repeated blocks
+"""
 
 from __future__ import annotations
 
-from planner.flops import node_flops
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from planner.capture import Program
+from planner.divisibility import nearest_tp
+from planner.errors import Where
+from planner.flops import node_cost, node_flops
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
+from planner.rows_attention import Site, weight_of
+from planner.rows_collectives import scalars_of_loss
+from planner.rows_places import Places, glob_of
+from planner.rows_reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.rules import rule_of
+from planner.rules.contraction import holds_weight
 from planner.source import PlanSource
 from planner.source_lines import where_of
 
+aten = torch.ops.aten
+_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
 
-def diagnostic_rows(source: PlanSource) -> tuple[Diagnostic, ...]:
-    """Warnings and notes, each once."""
-    rows: dict[Diagnostic, None] = {}
+
+def diagnostic_rows(source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...],
+                    reasons: Reasons, places: Places) -> tuple[Diagnostic, ...]:
+    """Warnings first, then notes; each once."""
+    rows = [*_notes(source), *_inexact(source)]
+    if source.mesh.tp > 1:
+        rows += [*_attention(source, sites, places), *_without_rule(source)]
+        rows += _layers(source, parameters, reasons, places)
+    unique = dict.fromkeys(rows)
+    return tuple(sorted(unique, key=lambda row: row.level == "info"))
+
+
+def _notes(source: PlanSource) -> Iterator[Diagnostic]:
     for note in source.program.notes:
-        rows[Diagnostic("warning", note)] = None
+        yield Diagnostic("warning", note)
+    for what, where in source.program.rewrites:
+        yield Diagnostic("info", what, str(where))
+
+
+def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
     for what, where in source.terms.inexact:
-        rows[Diagnostic("warning", f"the loss is no sum over tokens at {what}: it is averaged over microbatches", str(where),
-                        "keep one microbatch, or write the loss as a sum over a count")] = None
+        yield Diagnostic("warning", f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
+                         str(where), "keep one microbatch, or write the loss as a sum over a count")
+
+
+def _attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:
+    for site in sites:
+        if not site.is_cut:
+            tp = nearest_tp([site.heads], source.mesh.tp) if site.heads else [1]
+            yield Diagnostic("warning", f"every rank computes all of this attention: {site.why_whole(source.mesh.tp)}",
+                             places.text(site.node), "" if site.divides(source.mesh.tp) else _choose(tp))
+
+
+# ---- ops without a rule
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """An op without a rule: every rank computes all of it. ``work_fraction``: its share of the estimated work."""
+
+    op: str
+    where: Where
+    count: int
+    work_fraction: float
+
+
+def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
+    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty where all is covered."""
+    nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+    found: dict[tuple[str, str, int], list[fx.Node]] = {}
+    wheres: dict[tuple[str, str, int], Where] = {}
+    for node in nodes:
+        if node.meta.get("grad") and rule_of(node.target) is None:
+            where = where_of(node)
+            key = (str(node.target), where.file, where.line)
+            found.setdefault(key, []).append(node)
+            wheres.setdefault(key, where)
+    total = sum(map(node_cost, nodes)) if found else 1
+    return tuple(Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
+                 for key, group in found.items())
+
+
+def _without_rule(source: PlanSource) -> Iterator[Diagnostic]:
+    for row in ops_without_rule(source.program):
+        times = f", {row.count} times" if row.count > 1 else ""
+        yield Diagnostic("warning", f"{row.op} has no rule{times}: every rank computes all of it, "
+                         f"{row.work_fraction:.1%} of the estimated work", str(row.where))
+
+
+# ---- layers
+
+def _layers(source: PlanSource, parameters: tuple[ParameterPlan, ...], reasons: Reasons,
+            places: Places) -> Iterator[Diagnostic]:
+    """A row for each linear, convolution, embedding and loss."""
+    by_name = {row.name: row for row in parameters}
+    uneven: dict[str, bool] = {}
     for node in source.program.graph.graph.nodes:
-        if source.mesh.tp > 1 and node.op == "call_function" and node.meta.get("grad") and rule_of(node.target) is None:
-            rows[Diagnostic("warning", f"{node.target} has no rule: every rank computes all of it", str(where_of(node)))] = None
-    return tuple(rows)
+        if node.op != "call_function":
+            continue
+        if is_loss(node):
+            yield _loss(source, node, places)
+            continue
+        for weight in _weights(node):
+            row = by_name[source.program.parameters[weight.name]]
+            name = source.blocks.representative.get(weight.name, weight.name)
+            if name not in uneven:
+                uneven[name] = reasons.is_uneven(weight)
+            yield _layer(source, node, row, uneven[name], places)
+
+
+def _weights(node: fx.Node) -> list[fx.Node]:
+    if is_linear(node) or node.target in _CONVOLUTIONS or node.target is aten.embedding.default:
+        return [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
+    return []
+
+
+def _layer(source: PlanSource, node: fx.Node, row: ParameterPlan, uneven: bool, places: Places) -> Diagnostic:
+    words = op_words(node)
+    cut = f"sharded ({row.style})" if row.dim is not None else "not sharded"
+    what = f"{words} {list(row.shape)} {cut}: {row.reason.removeprefix(f'{words}: ')}"
+    is_warning = uneven and not row.reason.startswith("override")
+    glob = glob_of(row.name.rpartition(".")[0])
+    fix = f'choose such a tp, or accept it by overrides: {{"{glob}": replicate}}' if is_warning else ""
+    return Diagnostic("warning" if fix else "info", what, places.text(node), fix)
+
+
+def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
+    classes = int(node.all_input_nodes[0].meta["val"].shape[-1])
+    option = source.placements.options[node.name]
+    if option.rule == "vocabulary":
+        padding = option.args[0].padding
+        padded = f", padded by {padding}" if padding else ""
+        scalars = sum(scalars_of_loss(node))
+        return Diagnostic("info", f"{op_name(node)} over {classes} classes{padded} sharded (vocab): logits are never "
+                          f"gathered, the ranks exchange {scalars} scalars a token", places.text(node))
+    why = "its logits are whole on every rank"
+    if classes % source.mesh.tp:
+        why += f"; {classes} classes are not divisible by tp = {source.mesh.tp}, and too few to pad"
+    return Diagnostic("info", f"{op_name(node)} over {classes} classes not sharded: {why}", places.text(node))
+
+
+def _choose(tp: list[int]) -> str:
+    return f"choose tp from {{{', '.join(map(str, tp))}}}"
 
 
 def summary_row(source: PlanSource, parameters: tuple[ParameterPlan, ...]) -> Summary:

@@ -1,0 +1,181 @@
+"""Is attention cut over tp? Found by structure: products of two activations, and what feeds them.
+
+An attention site is one kind of such products in one module: sdpa, or the two products written by hand. Its heads are
+the dims that both operands and the result share, the batch aside. Where heads do not divide by tp the solver leaves a
+site whole; a user who asked for tp must hear of it: as an error where no site of the model is cut (unless an override
+asks for just that), else as a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from planner.divisibility import nearest_tp, nearest_words
+from planner.errors import PlanError
+from planner.rows_places import Places, glob_of
+from planner.rules.contraction import equation, holds_weight
+from planner.source import PlanSource
+from planner.source_lines import module_of
+
+aten = torch.ops.aten
+_MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Attention of one kind: its products, query and key heads (0 where there is no such dim), what projects into it.
+
+    ``feeders``: names of the weights whose products its operands are made of, those of the first block of the kind.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    heads: int
+    groups: int
+    is_cut: bool
+    feeders: tuple[str, ...]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one query head."""
+        return int(self.node.all_input_nodes[0].meta["val"].shape[-1])
+
+    @property
+    def node(self) -> fx.Node:
+        return self.nodes[0]
+
+    def divides(self, tp: int) -> bool:
+        return self.heads == 0 or self.heads % tp == 0
+
+    def why_whole(self, tp: int) -> str:
+        """``3 heads are not divisible by tp = 2; nearest valid tp: 1, 3``."""
+        if self.divides(tp):
+            heads = count(self.heads, "head") if self.heads else "no dim of heads"
+            return f"attention with {heads}: no rule carries a cut through to its operands"
+        return f"{self.words('head')} {'is' if self.heads == 1 else 'are'} not divisible by tp = {tp}; " \
+               f"{nearest_words([self.heads], tp)}"
+
+    def words(self, noun: str) -> str:
+        """``6 heads (2 key heads)``."""
+        keys = f" ({count(self.groups, 'key head')})" if self.groups not in (0, self.heads) else ""
+        return count(self.heads, noun) + keys
+
+
+def count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def attention_sites(source: PlanSource) -> tuple[Site, ...]:
+    """Every site, one for each kind of block, in graph order."""
+    groups: dict[tuple[str, int], list[fx.Node]] = {}
+    for node in source.program.graph.graph.nodes:
+        if source.blocks.representative.get(node.name) == node.name and is_attention(node):
+            groups.setdefault((module_of(node), head_counts(node)[0]), []).append(node)
+    return tuple(_site(source, nodes) for nodes in groups.values())
+
+
+def _site(source: PlanSource, nodes: list[fx.Node]) -> Site:
+    heads, groups = head_counts(nodes[0])
+    is_cut = any(not source.placements.options[n.name].whole for n in nodes)
+    feeders = dict.fromkeys(w.name for n in nodes for operand in _operands(n) for w in _weights_behind(operand))
+    return Site(tuple(nodes), heads, groups, is_cut, tuple(feeders))
+
+
+def is_attention(node: fx.Node) -> bool:
+    """A product of activations that both carry a gradient."""
+    if node.op != "call_function" or not node.meta.get("grad"):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return True
+    if node.target not in _PRODUCTS:
+        return False
+    return len(_operands(node)) > 1 and all(n.meta.get("grad") and not holds_weight(n) for n in _operands(node))
+
+
+_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The queries, keys and values of sdpa; both sides of a product."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+    return node.all_input_nodes
+
+
+def head_counts(node: fx.Node) -> tuple[int, int]:
+    """(query heads, key heads) of an attention product; 0 where the operands have no such dim."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        return _heads_of_shape(_operands(node)[0]), _heads_of_shape(_operands(node)[1])
+    if node.target is aten.einsum.default:
+        found = equation(node)
+        if found is None:
+            return 0, 0
+        operands, words, out = found
+        shared = [c for c in words[0] if c != words[0][0] and c in out and all(c in word for word in words)]
+        heads = prod(int(operands[0].meta["val"].shape[words[0].index(c)]) for c in shared) if shared else 0
+        return heads, heads
+    return _heads_of_shape(_operands(node)[0]), _heads_of_shape(_operands(node)[-1])
+
+
+def _heads_of_shape(node: fx.Node) -> int:
+    """[b, heads, s, d] → heads, also where batch and heads were merged into one dim on the way to a bmm."""
+    for _ in range(8):
+        shape = node.meta["val"].shape
+        if len(shape) >= 4:
+            return prod(int(n) for n in shape[1:-2])
+        if node.op != "call_function" or not node.all_input_nodes:
+            return 0
+        node = node.all_input_nodes[0]
+    return 0
+
+
+def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
+    """The weights of the projections that a value is made of."""
+    stack, seen = [start], set[fx.Node]()
+    while stack and len(seen) < _MAX_WALK:
+        node = stack.pop()
+        if node in seen or node.op != "call_function" or not node.meta.get("grad") or is_attention(node):
+            continue
+        seen.add(node)
+        weights = [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
+        if weights and equation_like(node):
+            yield from weights
+        else:
+            stack.extend(node.all_input_nodes)
+
+
+def equation_like(node: fx.Node) -> bool:
+    """Whether the node is a product that contracts, of any spelling."""
+    return node.target in {*_PRODUCTS, aten.linear.default, aten.mm.default}
+
+
+def weight_of(node: fx.Node) -> fx.Node:
+    """The parameter seen through reshapes and casts."""
+    while node.op == "call_function":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_overridden(source: PlanSource, site: Site) -> bool:
+    """Whether the spec asks for a weight of this attention in one style."""
+    return any(source.placements.origins[name].startswith("override") for name in site.feeders)
+
+
+def check_attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> None:
+    """Raise PlanError where tp was asked for and no attention of the model can be cut, unless overrides say so."""
+    tp = source.mesh.tp
+    refused = [s for s in sites if not s.divides(tp)]
+    if tp == 1 or not refused or any(s.is_cut or is_overridden(source, s) for s in sites):
+        return
+    site = refused[0]
+    globs = dict.fromkeys(glob_of(source.program.parameters[name].rpartition(".")[0]) for name in site.feeders)
+    listed = ", ".join(f'"{g}": replicate' for g in globs)
+    choice = "{" + ", ".join(map(str, nearest_tp([s.heads for s in refused], tp))) + "}"
+    raise PlanError(
+        f"attention: {site.words('query head')} not divisible by tp = {tp}",
+        where=places.where(site.node),
+        fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to have it whole on every rank")

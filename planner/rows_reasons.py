@@ -1,0 +1,247 @@
+"""Why a parameter is cut as it is, in the user's words: which op reads it, what its cut serves, what prevents one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from planner.divisibility import nearest_words
+from planner.flops import node_flops
+from planner.rows_attention import Site, count, is_attention, is_overridden
+from planner.rules import Option, rule_of
+from planner.rules.contraction import SEE_THROUGH, equation, holds_weight
+from planner.source import PlanSource
+from planner.types import Placement
+
+aten = torch.ops.aten
+_LINEAR = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.einsum.default}
+_MAX_WALK = 300
+SUMMED = "gradients are summed over tp once a step"
+
+
+class Reasons:
+    """Owns what is asked for many parameters: the attention sites, and the block of each node."""
+
+    def __init__(self, source: PlanSource, sites: tuple[Site, ...]) -> None:
+        self.source, self.tp = source, source.mesh.tp
+        representative = source.blocks.representative
+        feeders = {name for site in sites for name in site.feeders}
+        self._feeders = {n for n in source.program.parameters if representative.get(n, n) in feeders}
+        self._asked_for = {site.node.name for site in sites if is_overridden(source, site)}
+        self._site_of = {node.name: site for site in sites for node in site.nodes}
+        self._block = source.blocks.block_of()
+
+    # ---- what a parameter row says
+
+    def style_and_reason(self, node: fx.Node) -> tuple[str, str]:
+        """(style, reason) of a parameter."""
+        style, reason = self._style_and_reason(node)
+        frozen = "" if node.meta["grad"] or not node.users else "; frozen: it gets no gradient"
+        return style, reason + frozen
+
+    def _style_and_reason(self, node: fx.Node) -> tuple[str, str]:
+        if not node.users:
+            return "replicate", "does not reach the loss"
+        if self.tp == 1:
+            return "replicate", f"{self._readers_words(node)}: tp = 1"
+        placement = self.source.placements.of(node)
+        if not placement.is_sharded:
+            return "replicate", self._why_whole(node, placement)
+        style, why = self._why_cut(node, placement)
+        return style, why + _segments(placement, self.tp)
+
+    def _readers_words(self, node: fx.Node) -> str:
+        return " and ".join(dict.fromkeys(op_words(r) for r in readers(node)))
+
+    # ---- cut
+
+    def _why_cut(self, node: fx.Node, placement: Placement) -> tuple[str, str]:
+        reading, words = list(readers(node)), self._readers_words(node)
+        rules = {self._option(r).rule for r in reading}
+        goals = [g for r in reading for g in self._goals(r, cut=True)]
+        loss = next((g for g in goals if is_loss(g)), None)
+        if "vocabulary" in rules or (loss is not None and placement.dim in (0, 1)):
+            return "vocab", f"{words}: {_vocabulary(placement, rules, loss)}"
+        if len(node.meta["val"].shape) == 1:
+            return "column", f"{words}: cut as the features that it meets"
+        if "row" in rules:
+            return "row", f"{words}: sums over features that are cut; one all-reduce adds the ranks' parts (g)"
+        return "column", f"{words}: {_purpose(goals)}"
+
+    # ---- whole
+
+    def _why_whole(self, node: fx.Node, placement: Placement) -> str:
+        if self.source.placements.origins[node.name].startswith("override"):
+            return "override: replicate"
+        partial = f"; {SUMMED}" if placement.kind == "R" else ""
+        words = self._readers_words(node)
+        if len(node.meta["val"].shape) < 2:
+            return f"{words} {self._vector_place(node, placement)}{partial}"
+        return f"{words}: {self.obstacle(node)}{partial}"
+
+    def _vector_place(self, node: fx.Node, placement: Placement) -> str:
+        if placement.kind == "R":
+            return "inside the parallel region: every rank holds it and has a part of its gradient"
+        reader = next(readers(node))
+        others = [n for n in reader.all_input_nodes if n.op == "call_function"]
+        if reader.target is aten.add.Tensor and any(self.source.placements.of(n).kind == "P" for n in others):
+            return "after the all-reduce: added once, on every rank alike"
+        return "outside the parallel regions: every rank computes it alike"
+
+    def obstacle(self, node: fx.Node) -> str:
+        """Why a matrix is whole on every rank."""
+        reading = list(readers(node))
+        return next((why for reader in reading for why in self._obstacles(node, reader)),
+                    "every way to cut it would move more than it saves")
+
+    def _obstacles(self, node: fx.Node, reader: fx.Node) -> Iterator[str]:
+        if rule_of(reader.target) is None:
+            yield f"{op_name(reader)} has no rule"
+        for site in self._sites_near(reader):
+            if site.is_cut and node.name in self._feeders:
+                yield from self._uneven_keys(reader, site)
+            elif not site.is_cut:
+                yield site.why_whole(self.tp)
+        if reader.target in _LINEAR or reader.target is aten.embedding.default:
+            yield from self._uneven_dims(node)
+        blocked = next((n for n in self._walk(reader, cut=False) if n.op == "call_function" and n.meta.get("grad")
+                        and rule_of(n.target) is None), None)
+        if blocked is not None:
+            yield f"{op_name(blocked)}, which reads the result, has no rule"
+
+    def _uneven_keys(self, reader: fx.Node, site: Site) -> Iterator[str]:
+        """Query heads are cut, yet there are too few key heads to go round."""
+        keys, rest = divmod(int(reader.meta["val"].shape[-1]), site.head_size)
+        if not rest and keys < self.tp:
+            them = "it" if keys == 1 else "them"
+            yield f"only {count(keys, 'key head')} for tp {self.tp}: every rank computes {them}"
+        elif not rest and keys % self.tp:
+            yield f"{keys} key heads are not divisible by tp = {self.tp}: every rank computes them"
+
+    def _uneven_dims(self, node: fx.Node) -> Iterator[str]:
+        shape = [int(n) for n in node.meta["val"].shape]
+        uneven = [d for d, n in enumerate(shape) if n % self.tp]
+        if uneven:
+            dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
+            yield f"{dims} not divisible by tp = {self.tp}; {nearest_words([shape[d] for d in uneven], self.tp)}"
+
+    def is_uneven(self, node: fx.Node) -> bool:
+        """Whether sizes, not costs, keep a parameter whole: a dim of it, or the heads of its attention."""
+        if self.source.placements.of(node).is_sharded or self.tp == 1 or not node.users:
+            return False
+        sites = [s for r in readers(node) for s in self._sites_near(r) if s.node.name not in self._asked_for]
+        return any(True for _ in self._uneven_dims(node)) or any(not s.is_cut and not s.divides(self.tp) for s in sites)
+
+    # ---- the graph around a reader
+
+    def _option(self, node: fx.Node) -> Option:
+        return self.source.placements.options[node.name]
+
+    def _sites_near(self, reader: fx.Node) -> list[Site]:
+        """The attention that a projection feeds, or that feeds it."""
+        ahead = [n for n in self._walk(reader, cut=False) if is_attention(n)]
+        behind = [n for n in self._walk_back(reader) if is_attention(n)]
+        names = (self.source.blocks.representative.get(n.name, n.name) for n in (*ahead, *behind))
+        return list(dict.fromkeys(self._site_of[n] for n in names if n in self._site_of))
+
+    def _goals(self, reader: fx.Node, *, cut: bool) -> list[fx.Node]:
+        """The products and losses that first read the result of ``reader``; ``cut``: along values that stay cut."""
+        return [n for n in self._walk(reader, cut=cut) if node_flops(n) or is_loss(n)]
+
+    def _walk(self, reader: fx.Node, *, cut: bool) -> Iterator[fx.Node]:
+        """What depends on ``reader``, up to the next products, within its block."""
+        stack, seen = [reader], {reader}
+        while stack and len(seen) < _MAX_WALK:
+            node = stack.pop(0)
+            if node is not reader:
+                yield node
+                if node_flops(node) or is_loss(node):
+                    continue
+            if cut and not self.source.placements.of(node).is_sharded:
+                continue
+            for user in node.users:
+                if user not in seen and user.op == "call_function" and self._same_block(user, reader):
+                    seen.add(user)
+                    stack.append(user)
+
+    def _walk_back(self, reader: fx.Node) -> Iterator[fx.Node]:
+        """What ``reader`` depends on through ops of one operand, up to the first product."""
+        node = reader
+        for _ in range(20):
+            active = [n for n in node.all_input_nodes
+                      if n.op == "call_function" and n.meta.get("grad") and not holds_weight(n)]
+            if len(active) != 1:
+                return
+            node = active[0]
+            yield node
+            if node_flops(node):
+                return
+
+    def _same_block(self, a: fx.Node, b: fx.Node) -> bool:
+        return self._block.get(a.name) == self._block.get(b.name)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The ops that use a parameter, seen through reshapes and the like."""
+    for user in node.users:
+        if user.target in SEE_THROUGH or user.target is operator.getitem:
+            yield from readers(user)
+        elif user.op == "call_function":
+            yield user
+
+
+def is_loss(node: fx.Node) -> bool:
+    return node.target is aten.cross_entropy_loss.default or node.target is getattr(aten.nll_loss_nd, "default", None)
+
+
+def is_linear(node: fx.Node) -> bool:
+    """A product of an activation and a weight."""
+    if node.target not in _LINEAR:
+        return False
+    found = equation(node)
+    return found is not None and any(holds_weight(n) for n in found[0]) and not all(holds_weight(n) for n in found[0])
+
+
+def op_name(node: fx.Node) -> str:
+    """The op without its namespace and overload."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "__name__", str(packet))
+
+
+def op_words(node: fx.Node) -> str:
+    """What a user calls the op that reads a parameter."""
+    if is_linear(node):
+        return "linear" if node.target in (aten.linear.default, aten.mm.default) else op_name(node)
+    if node.target is aten.add.Tensor and any(is_linear(n) for n in node.all_input_nodes):
+        return "bias of linear"
+    return "scale" if node.target is aten.mul.Tensor else op_name(node)
+
+
+def _purpose(goals: list[fx.Node]) -> str:
+    if any(is_attention(g) for g in goals):
+        return "its features are cut by heads, so that each rank runs attention on its own heads"
+    if goals:
+        return "its features are cut, because the next linear sums over them"
+    return "cut along the features that it makes"
+
+
+def _vocabulary(placement: Placement, rules: set[str], loss: fx.Node | None) -> str:
+    parts = ["cut over the vocabulary" if loss is not None else "its rows are cut"]
+    if placement.padding:
+        parts[0] += f", padded by {placement.padding} to divide"
+    if "vocabulary" in rules:
+        parts.append("one all-reduce adds the ranks' parts of a lookup")
+    if loss is not None:
+        parts.append("each rank computes the loss on its part, logits are never gathered")
+    return "; ".join(parts)
+
+
+def _segments(placement: Placement, tp: int) -> str:
+    whole = [s.size for s in placement.segments if not s.sharded]
+    if whole:
+        sizes = " and ".join(map(str, whole))
+        return f"; its segments of {sizes} are whole on each rank (fewer key heads than tp = {tp}), their {SUMMED}"
+    return f"; each of its {len(placement.segments)} fused segments for itself" if len(placement.segments) > 1 else ""
