@@ -163,6 +163,7 @@ def _hugging_face(path: Path, materialize: bool, seed: int) -> nn.Module:
         raise PlanError(
             "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
         ) from None
+    transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
     config = _read_config(path)
     torch.manual_seed(seed)

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from planner import plan
 from planner.errors import PlanError, Where
-from planner.model_ref import load_model
+from planner.model_ref import load_model, pretrained_directory
 from planner.spec import Spec
 from runtime.data import ByteBatches, read_text
 from runtime.engine import Engine
 from runtime.launch import launch
+from runtime.pretrained import check_pretrained
 from runtime.progress import Progress
 from runtime.reference import OneProcess
 from runtime.report import StepReport
@@ -60,6 +63,8 @@ def train(job: Job, num_ranks: int | None = None, show_plan: Callable[[Any], Non
         return run_rank(job)
     spec = Spec.load(job.spec)
     decided = plan(load_model(job.model), spec)
+    if weights := pretrained_directory(job.model):
+        check_pretrained(decided, weights)
     check_log(job.log)
     ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
     world_size = decided.mesh.world_size
@@ -81,14 +86,17 @@ def run_rank(job: Job) -> list[StepRow]:
     """The training loop of one rank. Rank 0 shows progress, writes the log and returns the rows; the others nothing."""
     spec = Spec.load(job.spec)
     batches = ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
-    model = load_model(job.model, materialize=True, seed=spec.seed)
+    weights = pretrained_directory(job.model)
+    model = load_model(job.model, materialize=weights is None, seed=spec.seed)
     leads = int(os.environ.get("RANK", "0")) == 0
-    beside = OneProcess(model, spec) if job.compare and leads else None
+    beside = OneProcess(_with_values(model, job, spec), spec) if job.compare and leads else None
     decided = plan(model, spec)
     del model
     rows = []
     progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
     with Engine(decided) as engine, progress:
+        if weights is not None:
+            engine.load_pretrained(weights)
         for step in range(job.num_steps):
             batch = batches.batch(step)
             report = engine.train_step(batch)
@@ -97,6 +105,13 @@ def run_rank(job: Job) -> list[StepRow]:
                 rows.append(_row(step + 1, report, alone))
                 progress.show(rows[-1])
     return rows
+
+
+def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
+    """``model`` where it holds values, else the whole of it from its directory, in the same mode."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)
 
 
 def _row(step: int, report: StepReport, alone: float | None) -> StepRow:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from planner import plan
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.model_ref import load_model
+from planner.model_ref import load_model, pretrained_directory
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
 from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision
 from runtime.engine import Engine
 from runtime.launch import RankError, launch
+from runtime.pretrained import check_pretrained
 from runtime.reference import OneProcess
 
 TIMEOUT_SECONDS = 1800.0
@@ -85,7 +86,10 @@ def verify(
     ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
-    world_size = plan(load_model(model_ref).eval(), spec_path).mesh.world_size
+    decided = plan(load_model(model_ref).eval(), spec_path)
+    if weights := pretrained_directory(model_ref):
+        check_pretrained(decided, weights)
+    world_size = decided.mesh.world_size
     job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance)
     if world_size == 1:
         return verify_rank(job)
@@ -100,12 +104,15 @@ def verify(
 def verify_rank(job: VerifyJob) -> VerifyReport:
     """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty."""
     spec = Spec.load(job.spec)
-    model = load_model(job.model, materialize=True, seed=spec.seed).eval()
+    has_weights = pretrained_directory(job.model) is not None
+    model = load_model(job.model, materialize=not has_weights, seed=spec.seed).eval()
     decided = plan(model, spec)
     batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
     found = _run_plan(decided, batches, job)
     if int(os.environ.get("RANK", "0")) != 0:
         return VerifyReport(())
+    if has_weights:  # the plan read its slices, the one process reads all, by transformers
+        model = load_model(job.model, materialize=True, seed=spec.seed).eval()
     rows, precision = _compare(found, OneProcess(model, spec), batches, spec, job.tolerance)
     notes = (
         "dropout is off (model.eval()), its masks depend on the order of drawing",
@@ -165,6 +172,8 @@ def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -
     rank = int(os.environ.get("RANK", "0"))
     program = None if job.remove_collective is None else without_collective(decided, rank, job.remove_collective)
     with Engine(decided, program=program) as engine:
+        if weights := pretrained_directory(job.model):
+            engine.load_pretrained(weights)
         loss = engine.forward_backward(batches[0])
         gradients = engine.gather_gradients()
         reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]

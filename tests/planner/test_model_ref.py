@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.errors import PlanError
-from planner.model_ref import load_model
+from planner.model_ref import load_model, pretrained_directory
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
 LLAMA = {
@@ -91,6 +91,15 @@ def test_materialized_directory_has_its_own_weights(config, tmp_path):
     saved.save_pretrained(tmp_path / "saved")
     model = load_model(f"hf:{tmp_path / 'saved'}", materialize=True, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+def test_weights_of_a_model_are_those_beside_its_config(config, tmp_path):
+    reference = f"hf:{config(GPT2).parent}"
+    assert pretrained_directory(reference) is None
+    assert pretrained_directory("torch.nn:Identity") is None
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert pretrained_directory(reference) == tmp_path
+    assert pretrained_directory(f"{reference}/config.json") is None
 
 
 @pytest.mark.parametrize(
