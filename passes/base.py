@@ -37,12 +37,16 @@ class AxisHandle:
 
 @dataclass
 class RandomState:
-    """Which random stream the next forward draws from: set by the executor before each forward (and recompute)."""
+    """Which random stream the next forward draws from: set by the executor before each forward (and recompute).
+
+    Dropout acts while ``training``; in an evaluation it is the identity.
+    """
 
     seed: int
     tp_rank: int
     step: int = 0
     microbatch: int = 0  # global index of the microbatch over all dp ranks
+    training: bool = True
 
     def begin(self, step: int, microbatch: int) -> None:
         self.step = step

@@ -66,7 +66,9 @@ def stream_seed(random: RandomState, op: int, sharded: bool) -> int:
 
 
 def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: bool) -> Tensor:
-    """x with each element zeroed with probability p and the rest scaled by 1/(1 − p)."""
+    """x with each element zeroed with probability p and the rest scaled by 1/(1 − p); x itself in an evaluation."""
+    if not random.training:
+        return x
     generator = torch.Generator(x.device).manual_seed(stream_seed(random, op, sharded))
     keep = torch.empty_like(x, requires_grad=False).bernoulli_(1.0 - p, generator=generator)
     return x * keep.div_(1.0 - p) if p < 1.0 else x * keep
@@ -75,9 +77,10 @@ def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: b
 def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
     """Attention whose dropout draws from the named stream; the default generator is left as it was."""
     device = args[0].device
+    off = {} if random.training else {"dropout_p": 0.0}
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(stream_seed(random, op, sharded))
         if target is shared_key_attention:
-            return shared_key_attention(*args, **kwargs)
-        given = attention_arguments(args, kwargs)
+            return shared_key_attention(*args, **{**kwargs, **off})
+        given = attention_arguments(args, kwargs) | off
         return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)

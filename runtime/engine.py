@@ -32,7 +32,8 @@ from runtime.pretrained import load_pretrained
 from runtime.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.report import StepReport
 from runtime.scaling import LossScale
-from runtime.weights import collect, fill, initialise, keep, weight_source
+from runtime.weight_sources import weight_source
+from runtime.weights import collect, fill, initialise, keep
 from runtime.zero1 import DistributedOptimizer
 
 _engines_made = 0
@@ -134,7 +135,7 @@ class Engine:
         return self._update(self._loss)
 
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
-        """The loss of the global batch, without gradients. Dropout acts as it was captured."""
+        """The loss of the global batch, without gradients and without dropout."""
         self._ready()
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
 

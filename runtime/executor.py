@@ -84,8 +84,12 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, step: Step) -> Tensor | None:
-        """The forwards alone, without autograd."""
-        return self._run(step, tuple(action for action in self.order if action.kind == "F"))
+        """The forwards alone, without autograd and without dropout."""
+        self.random.training = False
+        try:
+            return self._run(step, tuple(action for action in self.order if action.kind == "F"))
+        finally:
+            self.random.training = True
 
     def _run(self, step: Step, actions: Sequence[Action]) -> Tensor | None:
         self._loss: Tensor | None = None
