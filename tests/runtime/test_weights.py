@@ -10,7 +10,8 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.types import I, Placement, R, Segment, V
-from runtime.weights import InitialWeights, ModelWeights, assemble, parameter_roles, shard
+from runtime.weight_sources import InitialWeights, ModelWeights, parameter_roles
+from runtime.weights import assemble, shard
 
 
 @st.composite

@@ -1,0 +1,172 @@
+"""Where full tensors come from: the user's model, or fresh values where it stands on the meta device.
+
+    N(0, std)                                  matrices
+    N(0, std / sqrt(number of residual writes))    matrices that write into the residual
+    1, 0                                       scales of norms, biases
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.meta_init import buffer_value
+from planner.spec import Spec
+
+
+class WeightSource(Protocol):
+    """Where full tensors come from, by the user's dotted names.
+
+    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some.
+    """
+
+    def is_fresh(self, fqn: str) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def buffer(self, fqn: str) -> Tensor: ...
+
+
+class ModelWeights:
+    """The values that the user's module holds now. Raises PlanError for what is on meta and cannot be made again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: nn.Module | None = model
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_fresh(self, fqn: str) -> bool:
+        return False
+
+    def release(self) -> None:
+        """Let go of the user's model: the full weights must not outlive the copying of shards."""
+        self._model, self._parameters = None, {}
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _real(self._parameters[fqn].detach(), f"parameter {fqn}")
+
+    def buffer(self, fqn: str) -> Tensor:
+        assert self._model is not None, "the model was let go"
+        return buffer_value(self._model, fqn)
+
+
+class InitialWeights(ModelWeights):
+    """Fresh weights for parameters on the meta device; what the model really holds is taken as it is.
+
+    N(0, std) for matrices, divided by sqrt(number of residual writes) for those that write into the residual; 1 for
+    the scales of norms and 0 for biases. Seeded by (seed, fqn): the values do not depend on the layout.
+    """
+
+    def __init__(
+        self, model: nn.Module, roles: Mapping[str, str], *, seed: int, std: float, residual_scale: bool
+    ) -> None:
+        super().__init__(model)
+        num_residual = sum(role == "residual" for role in roles.values())
+        self._roles = roles
+        self._seed = seed
+        self._std = {"": std, "residual": std / math.sqrt(num_residual) if num_residual and residual_scale else std}
+
+    def is_fresh(self, fqn: str) -> bool:
+        return self._parameters[fqn].is_meta
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = self._parameters.get(fqn)
+        if held is not None and not held.is_meta:
+            return held.detach()
+        role = self._roles.get(fqn, "")
+        if role in ("scale", "bias"):
+            return torch.full(shape, 1.0 if role == "scale" else 0.0, dtype=dtype)
+        digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        # Drawn in float32 whatever the parameter's dtype: layouts and precisions start from the same weights.
+        return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(self._std[role]).to(dtype)
+
+
+def weight_source(plan: Plan, spec: Spec) -> WeightSource:
+    """The weights of the model that was planned, fresh ones where it stands on meta. Raises PlanError if it is gone."""
+    model = getattr(plan.source, "model", None)
+    if model is None:
+        loaded = plan.source is None
+        raise PlanError(
+            "a loaded plan holds no model"
+            if loaded
+            else "the planned model is gone: the first Engine took its weights",
+            fix="plan the model again"
+            + ("" if loaded else ", or keep it alive while several engines take weights from it"),
+        )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return ModelWeights(model)
+    program, initial = plan.source.program, spec.initialization  # pyright: ignore[reportAttributeAccessIssue]
+    roles = parameter_roles(program.graph.graph, program.parameters)
+    return InitialWeights(model, roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale)
+
+
+def parameter_roles(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
+    """What each parameter of a captured graph is for, by fqn: "scale", "bias", "residual", or "" for other weights."""
+    return {parameters[n.name]: _role(n) for n in graph.nodes if n.op == "placeholder" and n.name in parameters}
+
+
+def _role(node: fx.Node) -> str:
+    uses = [(user, position) for user in node.users for position, arg in enumerate(user.args) if arg is node]
+    names = [(getattr(user.target, "_opname", str(user.target)), position) for user, position in uses]
+    if any("norm" in name for name, _ in names):
+        # the weight stands before the bias in every norm's arguments
+        first = min(p for name, p in names if "norm" in name)
+        user = next(user for user, p in uses if p == first)
+        earlier = [
+            a for a in user.args[:first] if isinstance(a, fx.Node) and a.op == "placeholder" and a.meta["val"].ndim == 1
+        ]
+        return "bias" if earlier else "scale"
+    if node.meta["val"].ndim <= 1:
+        return "scale" if any(name.startswith("mul") for name, _ in names) else "bias"
+    return "residual" if any(_writes_residual(user) for user, _ in uses) else ""
+
+
+_PASSED = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "dropout",
+    "native_dropout",
+    "getitem",
+    "add",
+    "transpose",
+    "t",
+    "to",
+    "_to_copy",
+)
+
+
+def _writes_residual(node: fx.Node) -> bool:
+    """Whether the output of this linear reaches, through views, dropout and its bias, a sum of two activations."""
+    name = getattr(node.target, "_opname", "")
+    if name in ("t", "transpose"):
+        return any(_writes_residual(user) for user in node.users)
+    if name not in ("linear", "addmm", "matmul", "mm"):
+        return False
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
+        if name not in _PASSED:
+            return False
+        if name == "add" and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in user.args[:2]):
+            return True
+        node = user
+    return False
+
+
+def _real(tensor: Tensor, what: str) -> Tensor:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{what} has no values: the model was built on the meta device",
+            fix="build buffers for real (parameters may stay on meta), or load weights with load_pretrained(dir)",
+        )
+    return tensor
