@@ -1,0 +1,149 @@
+"""Forked children for the numeric tests: a process that has imported and captured once, and many short-lived copies of it.
+
+Planning and importing cost more than the small runs themselves, so both happen once in a parent that never opens a
+process group and never runs a backward (autograd's threads do not survive a fork); ranks and references are its forks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+HOST = "127.0.0.1"
+TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 3.0
+
+
+class ForkError(RuntimeError):
+    """A child failed; the message holds its traceback."""
+
+
+class Child:
+    """A fork of this process that runs ``function(*args)`` and sends back its pickled result, or its error."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(write)
+            self._content = b""
+            return
+        os.close(self._read)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(_run(function, args))
+        os._exit(0)
+
+    def read_until(self, deadline: float) -> bool:
+        """Read what is there; True once the child has sent all. Raises TimeoutError."""
+        while True:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            piece = os.read(self._read, 1 << 20)
+            if not piece:
+                return True
+            self._content += piece
+
+    def end(self) -> tuple[Any, BaseException | None]:
+        """Reap the child; its result and its error."""
+        os.close(self._read)
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        _, status = os.waitpid(self.pid, 0)
+        if not self._content:
+            return None, ForkError(f"the child ended without a result (status {status})")
+        return pickle.loads(self._content)
+
+
+def in_fork(function: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
+    """The result of ``function(*args)``, computed in a fork. Raises its error."""
+    return in_forks([(function, args)], timeout_seconds)[0]
+
+
+def in_forks(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+    """All calls at once, each in a fork of its own; raises the first error, and ends all children in any case."""
+    deadline = time.monotonic() + timeout_seconds
+    children = [Child(function, *args) for function, args in calls]
+    late = None
+    try:
+        for child in children:
+            child.read_until(deadline)
+    except TimeoutError:
+        late = ForkError(f"not finished in {timeout_seconds:g} s")
+    ended = [child.end() for child in children]
+    errors = [error for _, error in ended if error is not None]
+    # A rank that fails for a reason of its own counts before those that lose their peer by it.
+    errors.sort(key=lambda error: "Connection closed by peer" in str(error) or "ended without" in str(error))
+    if errors or late:
+        raise errors[0] if errors else late  # pyright: ignore[reportGeneralTypeIssues]
+    return [result for result, _ in ended]
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((function(*args), None))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            content = pickle.dumps((None, error))
+            pickle.loads(content)
+        except Exception:
+            return pickle.dumps((None, ForkError(text)))
+        return content if _is_ours(error) else pickle.dumps((None, ForkError(text)))
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in ("planner", "passes")
+
+
+class StoreHost:
+    """A child that hosts one rendezvous store for every case of a session."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        alive_read, self._alive = os.pipe()
+        if os.fork() == 0:
+            os.close(read)
+            os.close(self._alive)
+            store = TCPStore(HOST, 0, None, True, timedelta(seconds=TIMEOUT_SECONDS), wait_for_workers=False)
+            os.write(write, str(store.port).encode())
+            os.close(write)
+            os.read(alive_read, 1)  # returns when the parent and all its forks are gone
+            os._exit(0)
+        os.close(write)
+        self.port = int(os.read(read, 16))
+        self._num_cases = 0
+
+    def run_ranks(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(*args)`` on ``world_size`` gloo ranks; results in rank order."""
+        self._num_cases += 1
+        prefix = f"{os.getpid()}/{self._num_cases}"
+        return in_forks([(_rank, (self.port, prefix, r, world_size, function, args)) for r in range(world_size)])
+
+
+def _rank(port: int, prefix: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if world_size == 1:
+        return function(*args)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
+    store = PrefixStore(prefix, TCPStore(HOST, port, None, False, timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    result = function(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result

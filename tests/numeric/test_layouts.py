@@ -1,0 +1,91 @@
+"""Four families on every layout: loss, every gradient and three clipped updates are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numeric.server import Case, Lab
+
+LAYOUTS = [
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 4},
+    {"dp": 2},
+    {"dp": 4},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "dp": 2},
+    {"tp": 2, "pp": 2, "dp": 2},
+]
+
+
+def name_of(layout: dict[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
+def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+    assert lab.check(Case(model, layout)).wrong == []
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt2"])
+def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str) -> None:
+    assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> None:
+    assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": schedule}}, 8, micro)).wrong == []
+
+
+@pytest.mark.parametrize("split", [[1, 3], [3, 1]])
+def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
+    case = Case("gpt", {"pp": 2, "dp": 2}, {"pipeline": {"split": split}})
+    assert [len(stage.blocks) for stage in lab.plan(case).stages] == split
+    assert lab.check(case).wrong == []
+
+
+def test_depth_that_does_not_divide_by_pp_equals_one_process(lab: Lab) -> None:
+    assert lab.check(Case("gpt-5-layers", {"tp": 2, "pp": 4})).wrong == []
+
+
+def test_tied_embedding_on_two_stages_stays_one_parameter(lab: Lab) -> None:
+    case = Case("gpt", {"tp": 2, "pp": 2})
+    tied = next(p for p in lab.plan(case).parameters if p.name == "tokens.weight")
+    assert tied.stages == (0, 1)
+    assert tied.aliases == ("head.weight",)
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt2-257", "llama-tied"])
+def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: Lab, model: str) -> None:
+    case = Case(model, {"tp": 4})
+    table = next(p for p in lab.plan(case).parameters if p.style == "vocab")
+    assert table.shape[0] % 4
+    assert table.local_shape[0] * 4 > table.shape[0]
+    assert lab.check(case).wrong == []
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> None:
+    assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"tensor_parallel": {"vocabulary_multiple": multiple}})).wrong == []
+
+
+@pytest.mark.parametrize("options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}])
+def test_optimizer_settings_equal_one_process(lab: Lab, options: dict[str, object]) -> None:
+    assert lab.check(Case("gpt", {"tp": 2, "dp": 2}, {"optimizer": options})).wrong == []
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=name_of)
+def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, int]) -> None:
+    case = Case("gpt", layout, {"tensor_parallel": {"overrides": {"*.mlp.*": "replicate", "tokens": "replicate"}}})
+    styles = {p.name: p.style for p in lab.plan(case).parameters}
+    assert styles["blocks.0.mlp.up.weight"] == styles["tokens.weight"] == "replicate"
+    assert lab.check(case).wrong == []
+
+
+@pytest.mark.parametrize("order", ["dp-tp-cp-ep-pp", "cp-ep-dp-tp-pp"])
+def test_order_of_axes_does_not_change_the_result(lab: Lab, order: str) -> None:
+    assert lab.check(Case("gpt", {"tp": 2, "dp": 2, "order": order})).wrong == []
