@@ -19,6 +19,8 @@ def embedding(site: Site) -> Iterator[Option]:
     weight, ids = site.node.args[:2]
     assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
     rows, columns = site.shape(weight)
+    if any(site.node.args[3:4]):
+        return  # gradients scaled by how often an id occurs
     for cut in vocabulary_cuts(site, rows, 0):
         yield site.option(P, {weight: cut}, "vocabulary")
     last = len(site.shape()) - 1

@@ -16,10 +16,10 @@ from planner.types import I, R
 
 
 def cross_entropy(site: Site) -> Iterator[Option]:
-    logits = site.node.args[0]
-    assert isinstance(logits, fx.Node)
+    logits, target = site.node.args[:2]
+    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
     shape = site.shape(logits)
-    if len(shape) != 2 or len(site.inputs) != 2:
+    if len(shape) != 2 or len(site.inputs) != 2 or len(site.shape(target)) != 1:
         return
     cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
     for cut in sorted(cuts | set(vocabulary_cuts(site, shape[1], 1))):

@@ -1,0 +1,242 @@
+"""Run one op as every tp rank would, in one process, and hold values and gradients against the op on whole tensors.
+
+What a rank gets of a value, and of the gradient of a result, follows from its type:
+
+    type              value                     gradient
+    I                 the whole                 the whole
+    R                 the whole                 a random part, the ranks' parts add up to the whole
+    V                 its slices                its slices; of a segment held whole as R has it
+    P                 a random part             the whole
+
+A right rule and a right localisation give results, and gradients of the inputs, that are typed the same way.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+from passes.base import AxisHandle
+from passes.extract import StageGraph
+from passes.localize import localize
+from planner.placements import Placements
+from planner.rules import Option
+from planner.types import Placement
+
+TOLERANCE = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
+
+
+def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
+    """``run(rank)`` on ``size`` threads that are ranks of one default process group."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
+            results[rank] = run(rank)
+        except BaseException as error:
+            errors.append(error)
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    ProcessLocalGroup.reset()
+    _uninstall_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, SystemExit)), errors[0])
+    assert not any(t.is_alive() for t in threads), "a rank hangs"
+    return results
+
+
+def parts(x: Tensor, placement: Placement, tp: int, generator: torch.Generator, *, gradient: bool) -> list[Tensor]:
+    """What each rank has of the value (or the gradient) ``x``. A value's padding holds rubbish, a gradient's zeros."""
+    added_up = _random_parts(x, tp, generator)
+    if placement.kind != "V":
+        return added_up if placement.kind == ("R" if gradient else "P") else [x] * tp
+    shards = []
+    for rank in range(tp):
+        pieces, dim = [], placement.dim
+        for segment, whole, mine in _by_segment(x, placement, tp, rank):
+            if segment.sharded or not gradient:
+                pieces.append(mine(_padded(x, placement, generator, rubbish=not gradient)))
+            else:
+                pieces.append(whole(added_up[rank]))
+        shards.append(torch.cat(pieces, dim))
+    return shards
+
+
+def _random_parts(x: Tensor, tp: int, generator: torch.Generator) -> list[Tensor]:
+    if not x.is_floating_point():
+        return [x] * tp
+    drawn = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(tp - 1)]
+    return [*drawn, x - sum(drawn)] if drawn else [x]
+
+
+def _padded(x: Tensor, placement: Placement, generator: torch.Generator, *, rubbish: bool) -> Tensor:
+    if not placement.padding:
+        return x
+    shape = [placement.padding if d == placement.dim else n for d, n in enumerate(x.shape)]
+    more = torch.zeros(shape, dtype=x.dtype)
+    if rubbish and x.is_floating_point():
+        more = torch.randn(shape, dtype=x.dtype, generator=generator).abs() * 3
+    return torch.cat([x, more], placement.dim)
+
+
+def _by_segment(x: Tensor, placement: Placement, tp: int, rank: int) -> Iterable[tuple[Any, Any, Any]]:
+    """(segment, narrow to all of it, narrow to what the rank holds of it), in the padded dim."""
+    start = 0
+    for segment, (first, last) in zip(placement.segments, placement.slices(tp, rank), strict=True):
+        def whole(y: Tensor, a: int = start, n: int = segment.size) -> Tensor:
+            return y.narrow(placement.dim, a, n)
+
+        def mine(y: Tensor, a: int = first, n: int = last - first) -> Tensor:
+            return y.narrow(placement.dim, a, n)
+        yield segment, whole, mine
+        start += segment.size
+
+
+def assert_typed(held: list[Tensor], x: Tensor, placement: Placement, *, gradient: bool, what: str) -> None:
+    """The ranks' tensors are ``x`` (a value, or a gradient) in type ``placement``."""
+    tp = len(held)
+    for rank, mine in enumerate(held):
+        shape = placement.local_shape(tuple(x.shape), tp)
+        assert tuple(mine.shape) == shape, f"{what} on rank {rank}: shape {tuple(mine.shape)}, not {shape}"
+        assert mine.dtype == x.dtype, f"{what} on rank {rank}: {mine.dtype}, not {x.dtype}"
+    if placement.kind == "V":
+        _assert_shards(held, x, placement, gradient, what)
+    elif placement.kind == ("R" if gradient else "P"):
+        _close(sum(held), x, f"{what} ({placement}), added up over the ranks")  # pyright: ignore
+    else:
+        for rank, mine in enumerate(held):
+            _close(mine, x, f"{what} ({placement}) on rank {rank}")
+
+
+def _assert_shards(held: list[Tensor], x: Tensor, placement: Placement, gradient: bool, what: str) -> None:
+    tp, dim, offset, start = len(held), placement.dim, 0, 0
+    for segment in placement.segments:
+        whole = x.narrow(dim, start, segment.size)
+        last = start + segment.size == x.shape[dim]
+        size = (segment.size + (placement.padding if last else 0)) // tp if segment.sharded else segment.size
+        pieces = [mine.narrow(dim, offset, size) for mine in held]
+        if segment.sharded:
+            together = torch.cat(pieces, dim)
+            _close(together.narrow(dim, 0, segment.size), whole, f"{what} ({placement})")
+            if gradient:
+                rest = together.narrow(dim, segment.size, together.shape[dim] - segment.size)
+                _close(rest, torch.zeros_like(rest), f"{what} ({placement}): padding")
+        elif gradient:
+            _close(sum(pieces), whole, f"{what} ({placement}), a whole segment, added up")  # pyright: ignore
+        else:
+            for piece in pieces:
+                _close(piece, whole, f"{what} ({placement}), a whole segment")
+        offset, start = offset + size, start + segment.size
+
+
+def _close(mine: Tensor, expected: Tensor, what: str) -> None:
+    tolerance = TOLERANCE.get(mine.dtype, {"rtol": 0, "atol": 0})
+    torch.testing.assert_close(mine, expected, **tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+@dataclass
+class Op:
+    """One call under test (with the split that it takes an item of) and whole float64 values of its inputs."""
+
+    node: fx.Node
+    values: dict[str, Tensor]
+
+    @property
+    def chain(self) -> list[fx.Node]:
+        return [self.node.all_input_nodes[0], self.node] if self.node.target is operator.getitem else [self.node]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return self.chain[0].all_input_nodes
+
+    def differentiable(self, node: fx.Node) -> bool:
+        return bool(node.meta.get("grad")) and self.values[node.name].is_floating_point()
+
+    def run_whole(self, values: list[Tensor]) -> Tensor:
+        env: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
+        for node in self.chain:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = node.target(*args, **kwargs)  # pyright: ignore
+        return env[self.node]
+
+
+def local_module(op: Op, option: Option, tp: int, rank: int) -> fx.GraphModule:
+    """The op as lowering leaves it on ``rank``."""
+    stage = StageGraph(0, fx.Graph(), nn.Module())
+    types = [option.args[0]] if len(op.chain) == 2 else list(option.args)
+    options = {n.name: Option((), t, "given") for n, t in zip(op.inputs, types, strict=True)}
+    for node in op.inputs:
+        stage.env[node.name] = stage.graph.placeholder(node.name)
+    if len(op.chain) == 2:
+        options[op.chain[0].name] = Option((types[0],), types[0], "given")
+    options[op.node.name] = option
+    for node in op.chain:
+        stage.env[node.name] = stage.graph.node_copy(node, lambda n: stage.env[n.name])
+    for origin in (*op.inputs, *op.chain):
+        stage.env[origin.name].meta = {**origin.meta, "origin": origin.name}
+    stage.graph.output((stage.env[op.node.name],))
+    localize(stage, Placements(tp, options, {}), AxisHandle("tp", tp, rank))
+    stage.graph.eliminate_dead_code()
+    stage.graph.lint()
+    return fx.GraphModule(stage.root, stage.graph)
+
+
+def check(op: Op, option: Option, tp: int, seed: int = 0) -> None:
+    """Raises AssertionError where a rank's result or gradient is not as the option says."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = [op.values[n.name].detach().requires_grad_(op.differentiable(n)) for n in op.inputs]
+    expected = op.run_whole(whole)
+    types = [option.args[0]] if len(op.chain) == 2 else list(option.args)
+    given = [parts(x.detach(), t, tp, generator, gradient=False) for x, t in zip(whole, types, strict=True)]
+    differentiable = [i for i, x in enumerate(whole) if x.requires_grad]
+    backward = expected.requires_grad
+    cotangent = torch.randn(expected.shape, dtype=expected.dtype, generator=generator) if backward else None
+    pulled = parts(cotangent, option.out, tp, generator, gradient=True) if cotangent is not None else [None] * tp
+    modules = [local_module(op, option, tp, rank) for rank in range(tp)]
+
+    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+        mine = [g[rank].detach().clone().requires_grad_(i in differentiable) for i, g in enumerate(given)]
+        (out,) = modules[rank](*mine)
+        leaves = [mine[i] for i in differentiable]
+        if not backward:
+            return out, []
+        assert out.shape == pulled[rank].shape, f"result on rank {rank}: {tuple(out.shape)}, not as {option.out}"
+        if not out.requires_grad:
+            return out.detach(), [torch.zeros_like(x) for x in leaves]
+        return out.detach(), list(torch.autograd.grad(out, leaves, pulled[rank], materialize_grads=True))
+
+    exchanges = any(n.op == "get_attr" for n in modules[0].graph.nodes)
+    ran = on_threads(tp, run) if exchanges else [run(rank) for rank in range(tp)]
+    assert_typed([out for out, _ in ran], expected.detach(), option.out, gradient=False, what="result")
+    if backward and differentiable:
+        leaves = [whole[i] for i in differentiable]
+        gradients = torch.autograd.grad(expected, leaves, cotangent, materialize_grads=True)
+        for slot, (i, gradient) in enumerate(zip(differentiable, gradients, strict=True)):
+            held = [got[slot] for _, got in ran]
+            assert_typed(held, gradient, types[i], gradient=True, what=f"gradient of input {i}")
