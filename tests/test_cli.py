@@ -155,6 +155,13 @@ def test_verify_of_the_plain_gpt_is_green():
 
 
 @pytest.mark.slow
+def test_verify_turns_red_without_a_collective():
+    result = run("verify", GPT, GPT_SPEC, "--remove-collective", 3)
+    assert result.exit_code == 1, result.output
+    assert "DIFFERENT from one process" in result.stdout
+
+
+@pytest.mark.slow
 def test_train_follows_one_process_and_logs_every_step(tmp_path):
     log = tmp_path / "log.jsonl"
     result = run("train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", 3, "--nproc", 4, "--compare", "--log", log)
