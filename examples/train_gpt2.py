@@ -3,7 +3,7 @@ r"""The main job: an unmodified Hugging Face GPT-2 on 4 processes, tensor parall
 Prints the plan, then trains on the bytes of the Python standard library with the loss of one process beside.
 It is the command
 
-    meshwright train hf:examples/gpt2_small.json examples/tp2_pp2.yaml \
+    meshwright train hf:examples/gpt2_small.json specs/tp2_pp2.yaml \
         --data stdlib --steps 30 --compare --show-plan
 """
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    model, spec = f"hf:{HERE / 'gpt2_small.json'}", str(HERE / "tp2_pp2.yaml")
+    model, spec = f"hf:{HERE / 'gpt2_small.json'}", str(HERE.parent / "specs" / "tp2_pp2.yaml")
     app(["train", model, spec, "--data", "stdlib", "--steps", "30", "--compare", "--show-plan", *sys.argv[1:]])
 
 

@@ -71,7 +71,7 @@ class ScheduleFormat(StrEnum):
 
 @app.command(
     "plan",
-    epilog="Example: meshwright plan hf:examples/gpt2_small.json examples/tp2_pp2.yaml --format json -o p.json",
+    epilog="Example: meshwright plan hf:examples/gpt2_small.json specs/tp2_pp2.yaml --format json -o p.json",
 )
 def plan_command(
     model: Model,
