@@ -16,7 +16,7 @@ from planner.capture import Program
 from planner.errors import PlanError
 from planner.flops import node_flops
 from planner.rules import Option
-from planner.solve import Costs, Weights, solve
+from planner.solve import Costs, Edge, Weights, solve
 from planner.source_lines import where_of
 from planner.types import Placement, Segment
 
@@ -64,22 +64,22 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
 
 
 def _edges(program: Program, nodes: list[fx.Node], rep: dict[str, str]) -> tuple[
-        dict[str, list[fx.Node]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
+        dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
     """Who feeds and who reads a representative, over all its instances: a block is fed by what comes before any copy."""
-    edges: dict[str, dict[str, fx.Node]] = {}
+    copies: dict[tuple[str, str], set[str]] = {}
     producers: dict[str, dict[str, fx.Node]] = {}
     readers: dict[str, dict[str, fx.Node]] = {}
     for node in nodes:
         reader = program.node(rep[node.name])
         for position, (value, inner) in enumerate(zip(node.all_input_nodes, reader.all_input_nodes, strict=True)):
             source = program.node(rep[value.name])
-            edges.setdefault(f"{reader.name}:{position}", {})[source.name] = source
+            copies.setdefault((f"{reader.name}:{position}", source.name), set()).add(value.name)
             producers.setdefault(inner.name, {})[source.name] = source
             readers.setdefault(source.name, {})[reader.name] = reader
-    for table in (edges, producers, readers):
-        assert all(table.values())
-    return ({k: list(v.values()) for k, v in edges.items()}, {k: list(v.values()) for k, v in producers.items()},
-            {k: list(v.values()) for k, v in readers.items()})
+    edges: dict[str, list[Edge]] = {}
+    for (place, source), names in copies.items():
+        edges.setdefault(place, []).append(Edge(program.node(source), frozenset(names)))
+    return edges, {k: list(v.values()) for k, v in producers.items()}, {k: list(v.values()) for k, v in readers.items()}
 
 
 def _bytes(node: fx.Node) -> float:

@@ -27,6 +27,14 @@ from planner.types import Placement
 
 
 @dataclass(frozen=True)
+class Edge:
+    """A value that feeds an input of a representative, and which copies of the value do: these may share a conversion."""
+
+    value: fx.Node
+    copies: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Weights:
     """What a typing costs, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call."""
 
@@ -51,21 +59,23 @@ class Costs:
     tokens: frozenset[tuple[str, Placement]] = frozenset()  # (value, cut) along the sequence: re-sharding these is the plan
 
 
-def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[fx.Node]], weights: Weights) -> dict[str, Option]:
-    """The cheapest option of every representative node. ``edges``: reader's input name → the values that feed it."""
+def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
+          weights: Weights) -> dict[str, Option]:
+    """The cheapest option of every representative node. ``edges``: "reader:position" → the values that feed it."""
     return _Program(candidates, costs, edges, weights).solve()
 
 
 class _Program:
     """Owns the integer program under construction."""
 
-    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[fx.Node]], weights: Weights) -> None:
+    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
+                 weights: Weights) -> None:
         self.candidates, self.costs, self.edges, self.weights = candidates, costs, edges, weights
         self.objective: list[float] = []
         self.integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.x: dict[tuple[str, int], int] = {}
-        self.w: dict[tuple[str, Placement, bool], int] = {}
+        self.w: dict[tuple[Edge, Placement, bool], int] = {}
 
     def solve(self) -> dict[str, Option]:
         for node in self.candidates.nodes:
@@ -104,19 +114,20 @@ class _Program:
 
     def _read(self, node: fx.Node) -> None:
         """Each type that an option of ``node`` wants of an input must be there."""
-        for position, value in enumerate(node.all_input_nodes):
-            for producer in self.edges.get(f"{node.name}:{position}", [value]):
+        for position in range(len(node.all_input_nodes)):
+            for edge in self.edges[f"{node.name}:{position}"]:
                 wanted: dict[tuple[Placement, bool], list[int]] = {}
                 for index, option in enumerate(self.candidates.options[node.name]):
                     picks = option.attends and option.args[position].is_sharded
                     wanted.setdefault((option.args[position], picks), []).append(self.x[node.name, index])
                 for (placement, picks), variables in wanted.items():
-                    there = self._available(producer, placement, picks)
+                    there = self._available(edge, placement, picks)
                     self.rows.append(([*variables, there], [1.0] * len(variables) + [-1.0], -np.inf, 0.0))
 
-    def _available(self, value: fx.Node, placement: Placement, picks: bool) -> int:
+    def _available(self, edge: Edge, placement: Placement, picks: bool) -> int:
         """The variable w[value, placement], made at its first reader together with its conversions z."""
-        key = (value.name, placement, picks)
+        value = edge.value
+        key = (edge, placement, picks)
         if key in self.w:
             return self.w[key]
         there = self.w[key] = self._variable(0.0, False)
@@ -125,7 +136,7 @@ class _Program:
             produced.setdefault(option.out, []).append(self.x[value.name, index])
         sources = []
         for before, variables in produced.items():
-            cost = self._conversion_cost(value, before, placement, picks)
+            cost = self._conversion_cost(value, before, placement, picks, len(edge.copies))
             if cost is not None:
                 z = self._variable(cost, False)
                 sources.append(z)
@@ -133,7 +144,8 @@ class _Program:
         self.rows.append(([there, *sources], [1.0] + [-1.0] * len(sources), -np.inf, 0.0))
         return there
 
-    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement, picks: bool) -> float | None:
+    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement, picks: bool,
+                         times: int) -> float | None:
         if isinstance(value.meta["val"], (tuple, list)) and before != after:
             return None
         found = conversion(before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter")))
@@ -144,8 +156,7 @@ class _Program:
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not along else 0.0
-        return (detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) \
-            * self.costs.instances[value.name]
+        return (detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) * times
 
     def _run(self) -> np.ndarray:
         count = len(self.objective)
