@@ -5,6 +5,7 @@
     transpose, t, mT, movedim …          → permute
     split, chunk, unbind, select         → split_with_sizes / slice, then reshape
     to, type_as, _to_copy                → to.dtype, or nothing
+    cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
     wrap_with_set_grad_enabled(body)     → the body in line, its values without gradient
 
@@ -275,6 +276,21 @@ def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     return emit(aten.dropout.default, (args[0], p, True), {}, val if isinstance(val, torch.Tensor) else val[0])
 
 
+def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Logits [n, classes, d ..] or [classes] with class ids become rows [tokens, classes]."""
+    logits, target = args[0].meta["val"], args[1].meta["val"]
+    if logits.dim() == 2 or target.is_floating_point():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    last = args[0]
+    if logits.dim() > 2:
+        dims = [0, *range(2, logits.dim()), 1]
+        last = emit(aten.permute.default, (args[0], dims), {}, logits.permute(dims))
+    rows = _reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
+    flat = _reshaped(emit, args[1], target.reshape(-1))
+    val = node.meta["val"]
+    return _reshaped(emit, emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val), val)
+
+
 def _new_filled(value: float | None) -> Callable[..., Any]:
     """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
     def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -316,6 +332,7 @@ REWRITES: dict[Any, Callable[..., Any]] = _table({
     _add_product(aten.mm.default): "addmm",
     _add_product(aten.bmm.default): "baddbmm",
     _dropout: "dropout native_dropout",
+    _cross_entropy: "cross_entropy_loss",
     _new_filled(1): "new_ones",
     _new_filled(0): "new_zeros",
     _new_filled(None): "new_full",
