@@ -142,6 +142,22 @@ def ignored_labels(decided: Plan) -> dict[str, int]:
         if getattr(node.target, "_opname", "") == "cross_entropy_loss":
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
             found |= {program.inputs[n.name]: ignored for n in _inputs_above(node.args[1]) if n.name in program.inputs}
+    read_as_ids = {program.inputs[n.name] for n in _looked_up(program.graph.graph.nodes) if n.name in program.inputs}
+    return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
+
+
+_UNCHANGED = ("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad")
+
+
+def _looked_up(nodes: Any) -> set[Any]:
+    """Inputs whose very values are ids of an embedding: an ignored label would be no row of it."""
+    found = set()
+    for node in nodes:
+        if getattr(node.target, "_opname", "") == "embedding":
+            ids = node.args[1]
+            while getattr(ids.target, "_opname", "") in _UNCHANGED and ids.all_input_nodes:
+                ids = ids.all_input_nodes[0]
+            found.add(ids)
     return found
 
 
