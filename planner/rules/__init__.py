@@ -60,5 +60,5 @@ def options_of(site: Site) -> list[Option]:
     options = dict.fromkeys(site.uniform())
     rule = rule_of(site.node.target)
     if rule is not None and site.inputs and site.tp > 1:
-        options |= dict.fromkeys(rule(site))
+        options |= dict.fromkeys(o for o in rule(site) if site.grad(site.node) or o.rule != "partial")
     return list(options)
