@@ -15,6 +15,7 @@ from planner.errors import PlanError
 from planner.loss_terms import share_loss
 from planner.masks import simplify_masks
 from planner.mesh import Mesh
+from planner.override_kinds import kinds_by_override
 from planner.placements import decide_placements
 from planner.frozen_plan import Plan
 from planner.rows import plan_of
@@ -48,7 +49,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
     simplify_masks(program)
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
-    blocks = find_blocks(program)
+    blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
     placements = decide_placements(program, blocks, mesh.tp, dict(spec.tensor_parallel.overrides),
                                    sequence_parallel=spec.tensor_parallel.sequence_parallel)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)

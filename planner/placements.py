@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 import torch
@@ -15,6 +14,7 @@ from planner.candidates import Candidates
 from planner.capture import Program
 from planner.errors import PlanError
 from planner.flops import node_flops
+from planner.override_kinds import is_meant
 from planner.rules import Option
 from planner.solve import Costs, Edge, Weights, solve
 from planner.source_lines import where_of
@@ -45,7 +45,7 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
     for node in nodes:
         if node.name in program.parameters:
             node.meta["parameter"] = program.parameters[node.name]
-    rep = {n.name: blocks.representative.get(n.name, n.name) for n in nodes}
+    rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     edges, producers, readers = _edges(program, nodes, rep)
     chosen = [n for n in nodes if rep[n.name] == n.name]
     candidates = Candidates(chosen, tp, producers, readers)
@@ -56,6 +56,7 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
     origins = _constrain(program, candidates, overrides or {})
+    _keep_features_whole(program, blocks, rep, candidates)
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
     options = solve(candidates, costs, edges, weights)
@@ -103,18 +104,30 @@ def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
                  {n.name: _bytes(n) / max(residual, 1.0) for n in nodes}, dict(instances))
 
 
+def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:
+    """The tensors with a gradient that a block makes and something outside of it reads."""
+    block_of = {name: block.index for block in blocks.instances for name in block.nodes}
+    return [n for n in program.graph.graph.nodes
+            if n.name in block_of and n.meta.get("grad") and isinstance(n.meta["val"], torch.Tensor)
+            and any(block_of.get(u.name) != block_of[n.name] for u in n.users)]
+
+
+def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], candidates: Candidates) -> None:
+    """Between blocks no features are cut: a residual cut by features would need a collective for every norm and linear."""
+    for node in _between_blocks(program, blocks):
+        last, name = node.meta["val"].dim() - 1, rep[node.name]
+        candidates.options[name] = [o for o in candidates.options[name] if not (o.out.is_sharded and o.out.dim == last)]
+
+
 def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int) -> dict[str, Placement]:
     """Cuts of what passes between blocks, along the dim before the features: by representative name.
 
     Raises PlanError where the sequence does not divide by tp.
     """
-    block_of = {name: block.index for block in blocks.instances for name in block.nodes}
     cuts: dict[str, Placement] = {}
-    for node in program.graph.graph.nodes:
-        if node.name not in block_of or not node.meta.get("grad") or not isinstance(node.meta["val"], torch.Tensor):
-            continue
+    for node in _between_blocks(program, blocks):
         shape = tuple(node.meta["val"].shape)
-        if len(shape) < 2 or all(block_of.get(u.name) == block_of[node.name] for u in node.users):
+        if len(shape) < 2:
             continue
         dim = len(shape) - 2
         if shape[dim] % tp:
@@ -133,7 +146,7 @@ def _constrain(program: Program, candidates: Candidates, overrides: dict[str, st
     """Leave to each overridden parameter only the options of the style asked for; says where each came from."""
     origins: dict[str, str] = {}
     for pattern, style in overrides.items():
-        hits = [n for n, fqn in program.parameters.items() if _matches(program, n, fqn, pattern)]
+        hits = [n for n, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
         if not hits:
             names = sorted({f.rpartition(".")[0] for f in program.parameters.values()})
             raise PlanError(f"tensor_parallel.overrides: `{pattern}` matches no parameter",
@@ -148,11 +161,6 @@ def _constrain(program: Program, candidates: Candidates, overrides: dict[str, st
             candidates.options[name] = kept
             origins[name] = f"override {pattern}"
     return origins
-
-
-def _matches(program: Program, name: str, fqn: str, pattern: str) -> bool:
-    names = [fqn, *(a for a, first in program.aliases.items() if first == fqn)]
-    return any(fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern) for n in names)
 
 
 def _is_style(placement: Placement, style: str, candidates: Candidates, name: str) -> bool:

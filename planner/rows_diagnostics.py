@@ -127,7 +127,7 @@ def _weights(node: fx.Node) -> list[fx.Node]:
 def _layer(source: PlanSource, node: fx.Node, row: ParameterPlan, uneven: bool, places: Places) -> Diagnostic:
     words = op_words(node)
     cut = f"sharded ({row.style})" if row.dim is not None else "not sharded"
-    what = f"{words} {list(row.shape)} {cut}: {row.reason.removeprefix(f'{words}: ')}"
+    what = f"{words} {list(row.shape)} is {cut}: {row.reason.removeprefix(f'{words}: ')}"
     is_warning = uneven and not row.reason.startswith("override")
     glob = glob_of(row.name.rpartition(".")[0])
     fix = f'choose such a tp, or accept it by overrides: {{"{glob}": replicate}}' if is_warning else ""
@@ -141,12 +141,12 @@ def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
         scalars = sum(scalars_of_loss(node))
-        return Diagnostic("info", f"{op_name(node)} over {classes} classes{padded} sharded (vocab): logits are never "
-                          f"gathered, the ranks exchange {scalars} scalars a token", places.text(node))
+        return Diagnostic("info", f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are "
+                          f"never gathered, the ranks exchange {scalars} scalars a token", places.text(node))
     why = "its logits are whole on every rank"
     if classes % source.mesh.tp:
         why += f"; {classes} classes are not divisible by tp = {source.mesh.tp}, and too few to pad"
-    return Diagnostic("info", f"{op_name(node)} over {classes} classes not sharded: {why}", places.text(node))
+    return Diagnostic("info", f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))
 
 
 def _choose(tp: list[int]) -> str:

@@ -1,0 +1,117 @@
+"""Small models with real weights to plan and run: four families, and layers of our own with awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt import GPT
+
+LENGTH, VOCABULARY, WIDTH = 16, 64, 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Attention and MLP sizes of one of our own blocks."""
+
+    heads: int = 4
+    key_heads: int = 4
+    head_size: int = 8
+    inner: int = 64
+
+
+class Block(nn.Module):
+    """Fused queries, keys and values (key heads may be fewer), MLP; both residual."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, (sizes.heads + 2 * sizes.key_heads) * sizes.head_size)
+        self.out = nn.Linear(sizes.heads * sizes.head_size, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, sizes.inner), nn.Linear(sizes.inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s, (b, length, _) = self.sizes, x.shape
+        parts = self.qkv(self.norm1(x)).split([s.heads * s.head_size, *[s.key_heads * s.head_size] * 2], dim=-1)
+        q, k, v = (part.view(b, length, -1, s.head_size).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.heads != s.key_heads)
+        x = x + self.out(y.transpose(1, 2).reshape(b, length, -1))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Blocks of the given sizes between an embedding and a head; ``tail`` runs before the head."""
+
+    def __init__(self, blocks: list[Sizes], tail: Callable[[Tensor], Tensor] | None = None, *,
+                 unused: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block(sizes) for sizes in blocks)
+        self.tail = tail
+        if unused:
+            self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x if self.tail is None else self.tail(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@dataclass(frozen=True)
+class Entry:
+    make: Callable[[], nn.Module]
+    num_layers: int = 2
+    inputs: tuple[str, ...] = ("input_ids", "labels")
+
+
+def _hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        return getattr(transformers, kind)(getattr(transformers, config)(vocab_size=VOCABULARY, **sizes))
+    return make
+
+
+def _llama(key_heads: int) -> Callable[[], nn.Module]:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _hugging_face("LlamaForCausalLM", "LlamaConfig", **sizes, num_key_value_heads=key_heads,
+                         max_position_embeddings=LENGTH)
+
+
+MODELS: dict[str, Entry] = {
+    "gpt": Entry(lambda: GPT(VOCABULARY, LENGTH, WIDTH, 4, 4), 4, ("input_ids", "targets")),
+    "gpt2": Entry(_hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=WIDTH, n_layer=2, n_head=4, n_positions=LENGTH,
+                                bos_token_id=0, eos_token_id=0)),
+    "llama": Entry(_llama(2)),
+    "llama, one key head": Entry(_llama(1)),
+    "bert": Entry(_hugging_face("BertForMaskedLM", "BertConfig", hidden_size=WIDTH, num_hidden_layers=2,
+                                num_attention_heads=4, intermediate_size=64, max_position_embeddings=LENGTH)),
+    "fused, one key head": Entry(lambda: Decoder([Sizes(key_heads=1)] * 2)),
+    "three heads": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3)] * 2)),
+    "three heads, then four": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3), Sizes()] * 2), 4),
+    "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
+    "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),
+    "unused": Entry(lambda: Decoder([Sizes()] * 2, unused=True)),
+}
+
+
+def build(name: str) -> nn.Module:
+    """The model with equal weights in every process."""
+    torch.manual_seed(0)
+    return MODELS[name].make().eval()
+
+
+def spec_of(name: str, **changes: Any) -> dict[str, Any]:
+    """A spec of 8 sequences, 2 a microbatch (1 with dp); ``changes`` replace sections."""
+    dp = changes.get("mesh", {}).get("dp", 1)
+    given = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    return {"batch": {"global": 8, "micro": 2 // dp if dp < 2 else 1},
+            "inputs": dict.fromkeys(MODELS[name].inputs, given), **changes}
