@@ -45,6 +45,7 @@ class Weights:
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut: worth it for a third of a block's FLOPs
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
+    detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
 
@@ -101,7 +102,7 @@ class _Program:
         weights, times = self.weights, self.costs.instances[node.name]
         cost = weights.kind[option.out.kind] + 1e-7 * index
         if option.detour:
-            cost += weights.reshard
+            cost += weights.detour
         if option.whole:
             share = 1 - 1 / self.candidates.tp
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
