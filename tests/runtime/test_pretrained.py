@@ -309,6 +309,16 @@ def test_a_family_goes_in_and_out_and_transformers_loads_it(family, tmp_path):
     assert_same(again.state_dict(), model.state_dict())
 
 
+def test_a_model_built_wholly_on_meta_gets_its_rotary_tables_back(tmp_path):
+    model = ranks.save_random("llama", tmp_path / "in")
+    with torch.device("meta"):
+        empty = type(model)(model.config).eval()
+    with Engine(plan(empty, Spec.load(ranks.spec_of()))) as engine:
+        engine.load_pretrained(tmp_path / "in")
+        loss = engine.evaluate(ranks.batch())
+    assert loss == pytest.approx(model(**ranks.batch()).loss.item(), rel=1e-5)
+
+
 def test_a_bfloat16_checkpoint_stays_one(tmp_path):
     model = ranks.save_random("llama", tmp_path / "in", dtype=torch.bfloat16)
     ranks.copy(tmp_path / "in", tmp_path / "out", {})
@@ -339,10 +349,15 @@ def four_ranks(tmp_path_factory) -> tuple[Path, list[list[Any]]]:
         ("load_on_one_rank_broken", {"good": at / "llama", "broken": at / "broken", "layout": tp2_pp2}),
         ("save_where_it_cannot", {"source": at / "llama", "target": at / "file", "layout": tp2_pp2}),
     ]
-    return at, launch(ranks.run_cases, 4, cases, timeout_seconds=280)
+    return at, launch(ranks.run_cases, 4, cases, timeout_seconds=550)
 
 
-@pytest.mark.slow
+def on_four_ranks(test: Any) -> Any:
+    """Slow: the first of these tests waits for four processes that plan nine times."""
+    return pytest.mark.slow(pytest.mark.timeout(600)(test))
+
+
+@on_four_ranks
 @pytest.mark.parametrize("family", STEPS)
 def test_load_one_step_save_and_transformers_gives_the_weights_of_one_process(family, four_ranks):
     at, results = four_ranks
@@ -358,7 +373,7 @@ def test_load_one_step_save_and_transformers_gives_the_weights_of_one_process(fa
     assert moved > 1e-3
 
 
-@pytest.mark.slow
+@on_four_ranks
 def test_from_layout_to_layout_every_bit_stays(four_ranks):
     at, _ = four_ranks
     original = ranks.stored(at / "odd")
@@ -367,7 +382,7 @@ def test_from_layout_to_layout_every_bit_stays(four_ranks):
         assert_same(ranks.stored(at / directory), original)
 
 
-@pytest.mark.slow
+@on_four_ranks
 def test_a_directory_that_one_rank_cannot_read_is_an_error_on_every_rank_and_loads_nowhere(four_ranks):
     told = [result[len(STEPS) + 3] for result in four_ranks[1]]
     assert all("model.safetensors is cut short" in error for error, _ in told)
@@ -375,7 +390,7 @@ def test_a_directory_that_one_rank_cannot_read_is_an_error_on_every_rank_and_loa
     assert all(unchanged for _, unchanged in told)
 
 
-@pytest.mark.slow
+@on_four_ranks
 def test_a_save_that_rank_0_cannot_write_is_an_error_on_every_rank(four_ranks):
     told = [result[len(STEPS) + 4] for result in four_ranks[1]]
     assert all("not a directory" in error for error in told)
