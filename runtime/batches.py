@@ -6,7 +6,7 @@ dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -76,17 +76,21 @@ class BatchLayout:
                 )
 
     def microbatches(
-        self, batch: Mapping[str, Tensor], device: torch.device, *, local: bool = False
+        self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device, *, local: bool = False
     ) -> list[dict[str, Tensor]]:
-        """This dp rank's microbatches, on ``device``."""
+        """This dp rank's microbatches of the inputs ``names``, on ``device``."""
         first = 0 if local else self.dp_rank * self.local_size
-        return self._cut({name: batch[name][first : first + self.local_size] for name in self.inputs}, device)
+        return self._cut({name: batch[name][first : first + self.local_size] for name in names}, device)
 
-    def all_microbatches(self, batch: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+    def all_microbatches(
+        self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device
+    ) -> list[dict[str, Tensor]]:
         """Every microbatch of the global batch, in the order of their global indices."""
-        return self._cut({name: batch[name] for name in self.inputs}, device)
+        return self._cut({name: batch[name] for name in names}, device)
 
     def _cut(self, rows: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+        if not rows:  # a stage that reads nothing but what other stages send
+            return [{}] * self.num_microbatches
         placed = {name: value.to(device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
         pieces = {name: value.split(self.micro) for name, value in placed.items()}
         return [dict(zip(pieces, microbatch, strict=True)) for microbatch in zip(*pieces.values(), strict=True)]

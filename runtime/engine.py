@@ -36,6 +36,7 @@ from runtime.weight_sources import weight_source
 from runtime.weights import collect, fill, initialise, keep
 from runtime.zero1 import DistributedOptimizer
 
+MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
 _engines_made = 0
 
 
@@ -229,14 +230,13 @@ class Engine:
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._check(batch, local)
-        device = self.groups.device
-        microbatches = self.layout.microbatches(batch, device, local=local)
-        counted = microbatches if local else self.layout.all_microbatches(batch, device)
+        read = dict.fromkeys(name for stage in self.program.stages for name in stage.inputs)
+        microbatches = self.layout.microbatches(batch, read, self.groups.device, local=local)
         return Step(
             self.step_index,
             microbatches,
             self.layout.first_microbatch,
-            self._denominators(counted, local),
+            self._denominators(batch, local),
             self.loss_scale.value,
         )
 
@@ -250,14 +250,22 @@ class Engine:
             )
 
     @torch.no_grad()
-    def _denominators(self, microbatches: list[dict[str, Tensor]], local: bool) -> list[Tensor]:
-        """What each loss term of the global batch is divided by; the same on every rank."""
-        count = self.program.count_module
+    def _denominators(self, batch: Mapping[str, Tensor], local: bool) -> list[Tensor]:
+        """What each loss term of the global batch is divided by; the same on every rank.
+
+        A small global batch is counted whole by each rank, without any exchange.
+        """
+        count, names, device = self.program.count_module, self.program.count_inputs, self.groups.device
         if count is None:
             return []
-        counts = [count(*(microbatch[name] for name in self.program.count_inputs)) for microbatch in microbatches]
+        shared = local or self.layout.num_microbatches * self.mesh.dp > MAX_COUNTED
+        if shared:
+            microbatches = self.layout.microbatches(batch, names, device, local=local)
+        else:
+            microbatches = self.layout.all_microbatches(batch, names, device)
+        counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
         totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
-        if local and self.groups.dp is not None:
+        if shared and self.groups.dp is not None:
             dist.all_reduce(totals, group=self.groups.dp)
         return list(totals)
 

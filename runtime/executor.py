@@ -148,7 +148,7 @@ class Executor:
             self.before_backward(self._last_backward[action.chunk] == action)
         roots = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
         if roots:
-            torch.autograd.backward(*zip(*roots, strict=True))
+            torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         self._send_gradients(stage, action, saved.received)
 
     def _send_gradients(self, stage: StageModule, action: Action, received: Sequence[Tensor]) -> None:

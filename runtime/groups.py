@@ -222,7 +222,7 @@ def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | No
     """Create a group for each list of ranks; return the one with this rank. All ranks create all, in one order."""
     own = None
     for ranks in members:
-        group = dist.new_group(list(ranks), timeout=groups.timeout)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout)
         if groups.rank in ranks:
             own = group
             groups.made.append(group)

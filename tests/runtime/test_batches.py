@@ -24,17 +24,21 @@ def first_column(microbatches) -> list[list[int]]:
 
 
 def test_dp_rank_1_takes_the_second_half_in_microbatches_2_and_3():
-    assert first_column(layout().microbatches(rows(8), CPU)) == [[4, 5], [6, 7]]
+    assert first_column(layout().microbatches(rows(8), ["x"], CPU)) == [[4, 5], [6, 7]]
     assert layout().first_microbatch == 2
 
 
 def test_a_local_batch_is_all_this_ranks():
     layout().check(rows(4), local=True)
-    assert first_column(layout().microbatches(rows(4), CPU, local=True)) == [[0, 1], [2, 3]]
+    assert first_column(layout().microbatches(rows(4), ["x"], CPU, local=True)) == [[0, 1], [2, 3]]
 
 
 def test_the_loss_counts_over_every_microbatch_of_the_global_batch():
-    assert first_column(layout().all_microbatches(rows(8), CPU)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert first_column(layout().all_microbatches(rows(8), ["x"], CPU)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_stage_that_reads_no_input_has_empty_microbatches():
+    assert layout().microbatches(rows(8), [], CPU) == [{}, {}]
 
 
 def test_a_global_batch_given_as_local_is_refused():
