@@ -1,33 +1,35 @@
 """Find the repeated blocks of a captured model: by structure, never by a name.
 
-Every node knows the chain of module calls that it was traced in (``nn_module_stack``), which gives a tree of calls. A
-call's kind is the hash of its nodes: ops, shapes, arguments and edges counted from its own first node. Blocks are calls
-with one parent that follow each other in the flow of data and either repeat a kind or stand in one list:
+There are two sources, and each part of the model takes the better one:
 
-    layers.0  layers.1  layers.2  layers.3          one list of kind A: four blocks
-    blocks["a"] blocks["b"] blocks["c"]             kinds A B A: three blocks
-    shared(shared(shared(x)))                       one module called three times: three blocks
-    encoder.layers.*  …  decoder.layers.*           two lists, both found
+    calls of modules        transformer.h.0, transformer.h.1, …      where a layer is a module that is called
+    repetition of the code  one period of the operations             where it is not: functional code in a loop, layers
+                                                                     used piece by piece, residuals added by the parent
 
-The outermost list counts (the linears inside a block are no blocks), unless its members are nothing but lists of blocks
-themselves. Experts, towers, or q, k and v stand side by side, not one after the other, and are no blocks.
+Calls are kept where they do nearly all the work of the repetition and no more bytes cross the cuts between them.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from planner.capture import Program
-from planner.flops import node_flops, tensors_of
+from planner.flops import node_flops, value_bytes
+from planner.live_sets import anchors, live_values, recomputed_nodes
+from planner.module_calls import CONTAINER_SHARE, module_blocks
+from planner.periods import Flow, Run, find_runs, live_bytes
+from planner.structure import Group, Structure
 
-# A block whose inner blocks do at least this share of its work is only their container (a stage of stages of layers).
-_CONTAINER_SHARE = 0.9
+# Calls that do less of a repetition's work than this are parts of its blocks.
+_CALLS_SHARE = 0.9
+# A repetition beside module blocks (a head of two equal linears) counts only from this share of their work on.
+_BESIDE_SHARE = 0.1
+_TOLERANCE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,207 +70,114 @@ class Blocks:
 
 
 def find_blocks(program: Program) -> Blocks:
-    """The blocks of ``program``, in time proportional to its nodes; none where nothing repeats or is listed."""
-    finder = _Finder(program)
-    calls = finder.search(finder.root, 2) or finder.search(finder.root, 1)
-    calls.sort(key=lambda call: finder.order[call.nodes[0]])
+    """The blocks of ``program``; none where nothing repeats or is listed. n log n in its nodes."""
+    structure, recomputed = Structure(program), recomputed_nodes(program)
+    groups = in_order(module_blocks(structure), structure)
+    for repetition in _repetitions(program, structure, recomputed):
+        choice = _Choice(program, structure, recomputed, groups, repetition)
+        if choice.is_better:
+            groups = in_order(choice.replaced, structure)
     kinds: dict[Any, int] = {}
-    for call in calls:
-        kinds.setdefault(finder.kind(call), len(kinds))
-    instances = tuple(Block(i, kinds[finder.kind(call)], call.path, tuple(n.name for n in call.nodes))
-                      for i, call in enumerate(calls))
-    return Blocks(instances, finder.representatives(calls))
+    for group in groups:
+        kinds.setdefault(structure.kind(group), len(kinds))
+    instances = tuple(Block(i, kinds[structure.kind(group)], path, tuple(n.name for n in group.nodes))
+                      for i, (group, path) in enumerate(zip(groups, _paths(program, structure, groups), strict=True)))
+    return Blocks(instances, structure.representatives(groups))
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One call of one module: its nodes (those of inner calls too) and its inner calls, in execution order."""
+def in_order(groups: list[Group], structure: Structure) -> list[Group]:
+    return sorted(groups, key=lambda group: structure.order[group.nodes[0]])
 
-    path: str
-    nodes: list[fx.Node] = field(default_factory=list)
-    children: dict[str, _Call] = field(default_factory=dict)
-    num_products: int = 0
-    flops: int = 0
+
+def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node]) -> list[list[Group]]:
+    """Each repetition in the operations, as its blocks. Values that every stage recomputes are letters of no word."""
+    nodes = [n for n in structure.nodes if n.op == "call_function" and n not in recomputed]
+    if len(nodes) < 2:
+        return []
+    position = {node: i for i, node in enumerate(nodes)}
+    edges = [(position[o], i) for i, node in enumerate(nodes) for o in node.all_input_nodes if o in position]
+    # a tuple cannot be sent: a cut between it and its pieces is worse than one after them
+    num_bytes = [value_bytes(n) * (2 if isinstance(n.meta.get("val"), (tuple, list)) else 1) for n in nodes]
+    edge_array = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    tokens = np.unique([structure.signature[n] for n in nodes], return_inverse=True)[1]
+    flow = Flow(tokens, np.array([node_flops(n) for n in nodes]), edge_array,
+                live_bytes(edge_array, np.array(num_bytes, dtype=np.int64)))
+    return [_groups(runs, nodes, structure, recomputed) for runs in find_runs(flow)]
+
+
+def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
+    """The blocks of ``runs``, each with the recomputed calls that it alone reads (a transposed weight)."""
+    starts = [s for run in runs for s in range(run.start, run.end, run.period)]
+    ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
+    home = {node: b for b, (start, end) in enumerate(zip(starts, ends, strict=True)) for node in nodes[start:end]}
+    for node in reversed(structure.nodes):
+        if node in recomputed:
+            readers = {home.get(user) for user in node.users}
+            if len(readers) == 1 and (reader := readers.pop()) is not None:
+                home[node] = reader
+    groups = [Group("") for _ in starts]
+    for node in structure.nodes:
+        if node in home:
+            groups[home[node]].add(node, node_flops(node))
+    return groups
+
+
+class _Choice:
+    """Between ``repetition`` and those of ``groups`` that it overlaps."""
+
+    def __init__(self, program: Program, structure: Structure, recomputed: set[fx.Node], groups: list[Group],
+                 repetition: list[Group]) -> None:
+        self.program, self.structure, self.recomputed = program, structure, recomputed
+        self.groups, self.repetition = groups, repetition
+        self.inside = {node for group in repetition for node in group.nodes}
+        self.touching = [group for group in groups if not self.inside.isdisjoint(group.nodes)]
+        self.replaced = [group for group in groups if group not in self.touching] + repetition
 
     @property
-    def container(self) -> str:
-        """The dotted path of what holds the module: a list's own path, or the parent module's."""
-        return self.path.rpartition(".")[0]
+    def is_better(self) -> bool:
+        work = sum(group.flops for group in self.repetition)
+        if not self.touching:
+            return work >= _BESIDE_SHARE * sum(group.flops for group in self.groups)
+        shared = sum(node_flops(n) for group in self.touching for n in group.nodes if n in self.inside)
+        if shared < _CALLS_SHARE * work:
+            return True
+        if self._only_contain(work):
+            return len(self.touching) == 1 or self._crossing(self.repetition, self.replaced) <= self._before
+        return len(self.touching) > 1 and _TOLERANCE * self._crossing(self.repetition, self.replaced) < self._before
+
+    def _only_contain(self, work: int) -> bool:
+        """Whether the calls are containers: of twice as many blocks of some size, that do all their work."""
+        return (work >= CONTAINER_SHARE * sum(group.flops for group in self.touching)
+                and len(self.repetition) >= 2 * len(self.touching)
+                and all(group.num_products > 1 for group in self.repetition))
+
+    @property
+    def _before(self) -> float:
+        return self._crossing(self.touching, self.groups)
+
+    def _crossing(self, own: list[Group], groups: list[Group]) -> float:
+        """The median of the bytes that cross a cut between two of ``own``, if ``groups`` are the blocks."""
+        groups = in_order(groups, self.structure)
+        block_of = {node.name: i for i, group in enumerate(groups) for node in group.nodes}
+        live = live_values(anchors(self.program, block_of, self.recomputed), len(groups))
+        sizes = [sum(value_bytes(self.program.node(name)) for name in names)
+                 for names, (a, b) in zip(live, pairwise(groups), strict=True) if a in own and b in own]
+        return float(np.median(sizes)) if sizes else 0.0
 
 
-class _Finder:
-    """Owns the tree of calls and what is computed once for each node: its signature and its operands."""
-
-    def __init__(self, program: Program) -> None:
-        self.roles = {name: role for role in ("parameters", "buffers", "constants") for name in getattr(program, role)}
-        nodes = list(program.graph.graph.nodes)
-        self.order = {node: i for i, node in enumerate(nodes)}
-        self.operands: dict[fx.Node, list[fx.Node]] = {}
-        self.signature = {node: self._signature(node) for node in nodes}
-        self.root = _call_tree(nodes)
-        self._kinds: dict[_Call, Any] = {}
-        self._is_container: dict[Any, bool] = {}
-
-    def _signature(self, node: fx.Node) -> int:
-        """Hash of what a node is by itself; also notes its operands, in order and with repetition."""
-        operands = self.operands[node] = []
-        arguments = _skeleton((node.args, dict(node.kwargs)), operands)
-        return hash((str(node.target), arguments, _value_key(node)))
-
-    def search(self, call: _Call, least: int) -> list[_Call]:
-        """The blocks below ``call``; a block has at least ``least`` products (linears, attention)."""
-        members = self._members(call, least)
-        found = []
-        for child in call.children.values():
-            if child.num_products < least:
-                continue
-            if child not in members or self._only_contains(child, least):
-                found += self.search(child, least)
-            else:
-                found.append(child)
-        return found
-
-    def _only_contains(self, call: _Call, least: int) -> bool:
-        """Whether ``call`` is a container of repeated blocks rather than a block; asked once for each kind."""
-        kind = self.kind(call)
-        if kind not in self._is_container:
-            self._is_container[kind] = False  # a call inside itself is not looked into again
-            inner = self.search(call, least) if least > 1 else []
-            repeats = len(inner) > len({self.kind(c) for c in inner})
-            share = sum(c.flops for c in inner)
-            self._is_container[kind] = repeats and share >= _CONTAINER_SHARE * call.flops
-        return self._is_container[kind]
-
-    def _members(self, parent: _Call, least: int) -> set[_Call]:
-        """The child calls of ``parent`` that are blocks: repeated kinds, and whatever stands in a list with them."""
-        children = [c for c in parent.children.values() if c.num_products >= least]
-        if not children:
-            return set()
-        reach = _reach(parent, children)
-        by_kind, by_container = defaultdict(list), defaultdict(list)
-        for child in children:
-            by_container[child.container].append(child)
-        if len(children) > 1:
-            for child in children:
-                by_kind[self.kind(child)].append(child)
-        members = {c for group in by_kind.values() if len(group) > 1 and _follow(group, reach) for c in group}
-        for container, listed in by_container.items():
-            if container != parent.path:
-                if members.intersection(listed) or self._is_list(listed, reach, least):
-                    members.update(listed)
-            else:
-                members.update(_between(listed, members))
-        return members
-
-    def _is_list(self, calls: list[_Call], reach: dict[_Call, int], least: int) -> bool:
-        """Whether calls of different kinds under one container follow each other; a single one must hold no blocks."""
-        return _follow(calls, reach) if len(calls) > 1 else not self.search(calls[0], least)
-
-    def kind(self, call: _Call) -> Any:
-        """Hash of the structure of ``call``."""
-        if call not in self._kinds:
-            position = {node: i for i, node in enumerate(call.nodes)}
-            outside = self._externals(call)
-            tokens = [(self.signature[node],
-                       tuple(i - position[o] if o in position else ~outside[o] for o in self.operands[node]),
-                       any(user not in position for user in node.users))
-                      for i, node in enumerate(call.nodes)]
-            read = [(self.roles.get(o.name), _value_key(o), self._is_shared(o, position)) for o in outside]
-            self._kinds[call] = hash((tuple(tokens), tuple(read)))
-        return self._kinds[call]
-
-    def _is_shared(self, operand: fx.Node, inside: dict[fx.Node, int]) -> bool:
-        return operand.name in self.roles and any(user not in inside for user in operand.users)
-
-    def _externals(self, call: _Call) -> dict[fx.Node, int]:
-        """What ``call`` reads from outside, numbered in order of first reading."""
-        inside, found = set(call.nodes), {}
-        for node in call.nodes:
-            for operand in self.operands[node]:
-                if operand not in inside:
-                    found.setdefault(operand, len(found))
-        return found
-
-    def representatives(self, calls: list[_Call]) -> dict[str, str]:
-        first: dict[Any, _Call] = {}
-        same = {node.name: node.name for node in self.order}
-        inside = {node for call in calls for node in call.nodes}
-        wanted: dict[fx.Node, set[str]] = defaultdict(set)
-        for call in calls:
-            model = first.setdefault(self.kind(call), call)
-            same.update((a.name, b.name) for a, b in zip(call.nodes, model.nodes, strict=True))
-            for a, b in zip(self._externals(call), self._externals(model), strict=True):
-                if a.name in self.roles and all(user in inside for user in a.users):
-                    wanted[a].add(b.name)
-        same.update((node.name, names.pop()) for node, names in wanted.items() if len(names) == 1)
-        return same
+def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[str]:
+    """For display: a call's own path, else the common prefix of the names of the parameters that a block reads."""
+    read = [frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
+            for group in groups]
+    prefixes = [group.path or _common_prefix(names) for group, names in zip(groups, read, strict=True)]
+    readers: dict[str, set[frozenset[str]]] = {}
+    for prefix, names in zip(prefixes, read, strict=True):
+        readers.setdefault(prefix, set()).add(names)
+    return [prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"block {i}"
+            for i, (group, prefix) in enumerate(zip(groups, prefixes, strict=True))]
 
 
-def _call_tree(nodes: Iterable[fx.Node]) -> _Call:
-    """The calls that ``nodes`` were traced in, below one root; a module called again is another call."""
-    root = _Call("")
-    for node in nodes:
-        if node.op != "call_function":
-            continue
-        flops = node_flops(node)
-        call = root
-        _note(call, node, flops)
-        for key, value in (node.meta.get("nn_module_stack") or {}).items():
-            if key not in call.children:
-                call.children[key] = _Call(str(value[0]).removeprefix("L['self']").lstrip("."))
-            call = call.children[key]
-            _note(call, node, flops)
-    return root
-
-
-def _note(call: _Call, node: fx.Node, flops: int) -> None:
-    call.nodes.append(node)
-    call.num_products += flops > 0
-    call.flops += flops
-
-
-def _value_key(node: fx.Node) -> tuple[Any, ...]:
-    return (*((tuple(t.shape), t.dtype) for t in tensors_of(node)), bool(node.meta.get("grad")))
-
-
-def _skeleton(argument: Any, operands: list[fx.Node]) -> Any:
-    """An argument without its tensors and without the values of its floats (a dropout rate decides nothing)."""
-    if isinstance(argument, fx.Node):
-        operands.append(argument)
-        return fx.Node
-    if isinstance(argument, (tuple, list)):
-        return tuple([_skeleton(a, operands) for a in argument])
-    if isinstance(argument, dict):
-        return tuple([(key, _skeleton(a, operands)) for key, a in argument.items()])
-    if isinstance(argument, float):
-        return float
-    return argument if isinstance(argument, (int, str, type(None))) else str(argument)
-
-
-def _reach(parent: _Call, children: list[_Call]) -> dict[_Call, int]:
-    """For each child call a bit mask of the child calls that it depends on, itself included."""
-    bit = {node: 1 << i for i, child in enumerate(children) for node in child.nodes}
-    mask: dict[fx.Node, int] = {}
-    for node in parent.nodes:
-        reached = bit.get(node, 0)
-        for operand in node.all_input_nodes:
-            reached |= mask.get(operand, 0)
-        mask[node] = reached
-    result = Counter[_Call]()
-    for child in children:
-        for node in child.nodes:
-            result[child] |= mask[node]
-    return dict(result)
-
-
-def _follow(calls: list[_Call], reach: dict[_Call, int]) -> bool:
-    """Whether most calls depend on the one before: a chain, not things side by side."""
-    position = {call: i for i, call in enumerate(reach)}
-    linked = sum(bool(reach[b] >> position[a] & 1) for a, b in pairwise(calls))
-    return 2 * linked > len(calls) - 1
-
-
-def _between(siblings: list[_Call], members: set[_Call]) -> list[_Call]:
-    """The siblings from the first member to the last."""
-    at = [i for i, call in enumerate(siblings) if call in members]
-    return siblings[at[0]:at[-1] + 1] if at else []
+def _common_prefix(fqns: frozenset[str]) -> str:
+    first, last = min(fqns, default="").split("."), max(fqns, default="").split(".")
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return ".".join(first[:same])
