@@ -6,7 +6,10 @@ Leaves:  every edge well typed: a value arrives in the type in which it is read.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
+from torch.fx.graph import _register_custom_builtin
 
 from passes import collectives
 from passes.base import AxisHandle
@@ -15,8 +18,8 @@ from planner.collectives import TypeChange
 from planner.types import Placement, Segment
 
 # a collective's cut stands in the generated code of the graph, which must find these names
-fx.graph._register_custom_builtin("Placement", "from planner.types import Placement", Placement)
-fx.graph._register_custom_builtin("Segment", "from planner.types import Segment", Segment)
+_register_custom_builtin("Placement", "from planner.types import Placement", Placement)
+_register_custom_builtin("Segment", "from planner.types import Segment", Segment)
 
 
 def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis: AxisHandle) -> None:
@@ -28,8 +31,9 @@ def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis:
     for change in changes:
         value = stage.env[change.value]
         cut = (change.before if change.before.is_sharded else change.after,) if change.how.name in collectives.TAKES_CUT else ()
+        arguments: Any = (value, handle, *cut)
         with stage.graph.inserting_after(_last_of_header(stage, value)):
-            call = stage.graph.call_function(collectives.BY_NAME[change.how.name], (value, handle, *cut))
+            call = stage.graph.call_function(collectives.BY_NAME[change.how.name], arguments)
         call.meta = {**value.meta, "placement": change.after, "change": change}
         for reader in change.readers:
             if reader in ("send", "loss"):

@@ -34,7 +34,7 @@ def name_streams(graph: fx.Graph, root: torch.nn.Module, random: RandomState) ->
         if not is_dropout and not _attends_with_dropout(node):
             continue
         if handle is None:
-            root.random = random  # pyright: ignore[reportAttributeAccessIssue]
+            root.random = random  # pyright: ignore
             with graph.inserting_before(next(iter(graph.nodes))):
                 handle = graph.create_node("get_attr", "random")
         stream = (_number(node.meta["origin"]), node.meta["placement"].is_sharded)
@@ -82,5 +82,5 @@ def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, a
         torch.manual_seed(stream_seed(random, op, sharded))
         if target is shared_key_attention:
             return shared_key_attention(*args, **{**kwargs, **off})
-        given = attention_arguments(args, kwargs) | off
+        given: dict[str, Any] = attention_arguments(args, kwargs) | off
         return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)

@@ -96,11 +96,11 @@ def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> 
     """A parameter as a rank of ``stage`` has it. Of equal copies, over tp or over stages, the first alone is counted."""
     node = source.program.node(name)
     placement, tp = source.placements.of(node), source.mesh.tp
-    stages = source.stages.parameter_stages.get(name, ())
+    stages = source.stages.parameter_stages.get(name, (stage,))
     partial = tp > 1 and (placement.kind == "R" or placement.has_whole_segment)
     over = (("tp",) if partial else ()) + (("embedding",) if len(stages) > 1 else ())
     shape = tuple(node.meta["val"].shape)
-    counted = (placement.is_sharded or tp_rank == 0) and stage == stages[0]
+    counted = (placement.is_sharded or tp_rank == 0) and stage == min(stages)
     return LocalParameter(source.program.parameters[name], placement.local_shape(shape, tp), node.meta["val"].dtype,
                           placement, shape, over, counted, stages if len(stages) > 1 else (), bool(node.meta["grad"]))
 

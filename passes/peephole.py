@@ -26,11 +26,14 @@ def fuse_bias(graph: fx.Graph) -> None:
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
         product, bias = node.args
-        if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in FUSED:
+        if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)):
+            continue
+        fused = FUSED.get(product.target)  # pyright: ignore[reportArgumentType]
+        if fused is None:
             continue
         if len(product.users) != 1 or len(product.args) != 2 or not _is_bias(product, bias):
             continue
-        target, args = FUSED[product.target](*product.args, bias)
+        target, args = fused(*product.args, bias)
         with graph.inserting_before(node):
             new = graph.call_function(target, args)
         new.meta = dict(node.meta)

@@ -16,7 +16,7 @@ Leaves:  one flat graph of functional ops whose output is the tuple of the tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,13 @@ KEPT_META = ("nn_module_stack", "stack_trace")
 Emit = Callable[..., fx.Node]
 
 
-def canonicalize(source: fx.GraphModule, outputs: dict[str, str]) -> fx.GraphModule:
-    """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order."""
-    writer = _Writer()
+def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
+                 constants: Mapping[str, torch.Tensor] | None = None) -> fx.GraphModule:
+    """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
+
+    ``constants``: placeholder name → value, for indices that are written as a slice.
+    """
+    writer = _Writer(constants or {})
     env: dict[fx.Node, Any] = {}
     for node in source.graph.nodes:
         if node.op == "placeholder":
@@ -54,8 +58,9 @@ def prune(module: fx.GraphModule) -> None:
 class _Writer:
     """Owns the graph under construction and the no-grad state of the region being copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Mapping[str, torch.Tensor]) -> None:
         self.graph = fx.Graph()
+        self.constants = constants
         self.grad_enabled = True
 
     def placeholder(self, node: fx.Node) -> fx.Node:
@@ -63,6 +68,8 @@ class _Writer:
         value = node.meta.get("val")
         new.meta["val"] = value
         new.meta["grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+        if node.name in self.constants:
+            new.meta["constant"] = self.constants[node.name]
         return new
 
     def copy_body(self, source: fx.GraphModule, env: dict[fx.Node, Any]) -> Any:
@@ -88,7 +95,8 @@ class _Writer:
 
     def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """Put the body of a grad-mode or (disabled) autocast region in line."""
-        name = node.target.name() if callable(getattr(node.target, "name", None)) else str(node.target)
+        own_name = getattr(node.target, "name", None)
+        name = own_name() if callable(own_name) else str(node.target)
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = node.args
         elif name == "wrap_with_autocast" and node.args[2] is False:
@@ -163,7 +171,8 @@ def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     """The permutation is read off by applying the op to a meta tensor whose sizes are all different."""
     ndim = args[0].meta["val"].dim()
     probe = torch.empty([d + 2 for d in range(ndim)], device="meta")
-    dims = [n - 2 for n in node.target(probe, *args[1:], **kwargs).shape]
+    target: Any = node.target
+    dims = [n - 2 for n in target(probe, *args[1:], **kwargs).shape]
     if dims == list(range(ndim)):
         return args[0]
     return emit(aten.permute.default, (args[0], dims), {}, node.meta["val"])
@@ -226,6 +235,20 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     end = min(start + (length - 1) * step + 1 if length else start, size)
     tail = (step,) if step != 1 else ()
     return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
+
+
+def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """x[.., [3, 4], ..] with a constant list of neighbours is a slice."""
+    x, indices = args[0], args[1]
+    used = [(dim, i) for dim, i in enumerate(indices) if i is not None]
+    constant = used[0][1].meta.get("constant") if len(used) == 1 else None
+    if constant is None or constant.dim() != 1 or constant.dtype == torch.bool or not constant.numel():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    dim, size = used[0][0], shape_of(x)[used[0][0]]
+    rows = [int(i) % size for i in constant.tolist()]
+    if rows != list(range(rows[0], rows[0] + len(rows))):
+        return emit(aten.index_select.default, (x, dim, used[0][1]), {}, node.meta["val"])
+    return emit(aten.slice.Tensor, (x, dim, rows[0], rows[0] + len(rows)), {}, node.meta["val"])
 
 
 def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -326,6 +349,7 @@ REWRITES: dict[Any, Callable[..., Any]] = _table({
     _unbind: "unbind.int",
     _select: "select.int",
     _slice: "slice.Tensor narrow",
+    _index: "index.Tensor",
     _stack: "stack",
     _repeat_interleave: "repeat_interleave.self_int",
     _linear: "linear",

@@ -1,7 +1,7 @@
 """Capture: an unmodified nn.Module becomes one flat ATen graph at microbatch shape, by torch.export.
 
 The caller's module is never touched: what is exported is a structural copy whose parameters, buffers and tensor
-attributes stand on the meta device, so capture costs no memory whatever the size of the model.
+attributes are fake (shapes without memory), so capture costs no memory whatever the size of the model.
 
 Leaves:  a graph of canonical ATen ops (planner.canonical) with parameters, buffers, constants and batch tensors as
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
 
 from planner.canonical import canonicalize, prune
 from planner.errors import PlanError, Where
@@ -58,22 +60,22 @@ def capture(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str =
     ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
     model cannot be traced, naming the user's line, and where no output is a loss.
     """
-    twin = _meta_twin(model, dtype)
-    kwargs = {name: _meta_input(tensor, dtype) for name, tensor in inputs.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _fake_twin(model, dtype, mode)
+    # a tensor of its own for each input: one tensor given twice would be captured as one input
+    kwargs = {name: _fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     exported = _export(twin, kwargs)
     if _mutates(exported.graph_module):
         exported = _quietly(lambda: exported.run_decompositions({}))
     return _program(model, twin, exported, loss)
 
 
-def _meta_twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of the module tree whose tensors are on meta; shared tensors stay shared."""
+def _fake_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the module tree whose tensors have shapes but no memory; shared tensors stay shared."""
     memo: dict[int, Any] = {}
     for tensor in _tensors_of(model):
-        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty_like(tensor, device="meta", dtype=cast)
-        twin = nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        memo[id(tensor)] = twin
+        empty = _fake(tensor, dtype, mode)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -82,6 +84,13 @@ def _meta_twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for module in copied.modules():
         _switch_off_caches(module)
     return copied
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> torch.Tensor:
+    """A new tensor of the same shape. On the CPU, not on meta: constants that a forward makes then keep their values."""
+    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -98,12 +107,6 @@ def _switch_off_caches(module: nn.Module) -> None:
         config.use_cache = False
     if getattr(module, "gradient_checkpointing", None) is True:
         module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
-
-
-def _meta_input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A distinct meta tensor for each input: one tensor given twice would be captured as one input."""
-    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=cast, device="meta")
 
 
 def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
@@ -168,7 +171,7 @@ def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedP
         else:
             program.constants[name] = constants.get(spec.target or "", torch.empty(0))
     outputs = _select_outputs(exported, program)
-    program.graph = canonicalize(exported.graph_module, outputs)
+    program.graph = canonicalize(exported.graph_module, outputs, program.constants)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = _find_loss(program, loss)
@@ -234,9 +237,9 @@ def _select_outputs(exported: torch.export.ExportedProgram, program: Program) ->
 
 def _output_paths(exported: torch.export.ExportedProgram, count: int) -> list[str]:
     """Names such as ``loss`` or ``0`` for the leaves of the output structure."""
-    spec = exported.call_spec.out_spec
-    dummy = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
-    paths, _ = torch.utils._pytree.tree_flatten_with_path(dummy)
+    spec: Any = exported.call_spec.out_spec
+    dummy = pytree.tree_unflatten(list(range(count)), spec)
+    paths, _ = pytree.tree_flatten_with_path(dummy)
     by_leaf = {leaf: ".".join(_key(k) for k in path) or "output" for path, leaf in paths if leaf is not None}
     return [by_leaf[i] for i in range(count)]
 
@@ -252,7 +255,7 @@ def _find_loss(program: Program, wanted: str) -> str:
     """The name of the loss node: the named output, else ``loss``, else the only scalar with a gradient."""
     leaves = program.graph.graph.output_node().args[0]
     assert isinstance(leaves, (tuple, list))
-    nodes = {name: leaves[position] for name, position in program.outputs.items()}
+    nodes: dict[str, Any] = {name: leaves[position] for name, position in program.outputs.items()}
     listed = ", ".join(f"{name} {list(n.meta['val'].shape)}" for name, n in nodes.items()) or "none"
     scalars = {k: n for k, n in nodes.items() if n.meta["val"].numel() == 1 and n.meta["grad"]}
     if wanted != "auto":

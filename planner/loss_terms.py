@@ -78,7 +78,8 @@ class _Rewriter:
         if target in PASS_THROUGH:
             return self._again(node, [self.share(self._input(node, 0)), *node.args[1:]])
         if target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
-            return self._again(node, [self.share(a) if isinstance(a, fx.Node) else a / self.total for a in node.args])
+            parts: Any = node.args
+            return self._again(node, [self.share(a) if isinstance(a, fx.Node) else a / self.total for a in parts])
         if target in ADDITIVE:
             return node
         if target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
@@ -157,7 +158,7 @@ class _Rewriter:
 
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
         names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         target, reduction = given["target"], given.get("reduction", MEAN)
         if reduction == SUM:
             return node
@@ -206,7 +207,7 @@ def _reduction(node: fx.Node) -> int:
     names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
     if "reduction" not in names:
         return MEAN
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return int(given.get("reduction", MEAN))
 
 

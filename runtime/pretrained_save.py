@@ -179,7 +179,7 @@ def _write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[T
         for entry, tensor in zip(entries, tensors, strict=False):
             assert tensor is not None, entry.name
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     sync(path)
 
 

@@ -104,7 +104,7 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
-    program, initial = plan.source.program, spec.initialization  # pyright: ignore[reportAttributeAccessIssue]
+    program, initial = plan.source.program, spec.initialization  # pyright: ignore
     roles = parameter_roles(program.graph.graph, program.parameters)
     return InitialWeights(model, roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale)
 

@@ -106,11 +106,12 @@ def slice_(site: Site) -> Iterator[Option]:
 
 
 def cat(site: Site) -> Iterator[Option]:
-    dim = int(site.node.args[1] if len(site.node.args) > 1 else 0) % len(site.shape())  # pyright: ignore
+    arguments: Any = site.node.args
+    dim = int(arguments[1] if len(arguments) > 1 else 0) % len(site.shape())
     everywhere = {c for n in (*site.inputs, site.node) for c in site.candidates(n)}
     for cut in sorted(c for c in everywhere if c.dim != dim):
         yield site.option(cut, dict.fromkeys(site.inputs, cut), "cat")
-    operands: Any = site.node.args[0]
+    operands = arguments[0]
     if len(set(operands)) == len(operands):
         yield from _cat_along(site, list(operands), dim)
     yield site.partial(site.inputs)
