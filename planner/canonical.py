@@ -237,11 +237,18 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
 
 
+def _known(node: fx.Node) -> torch.Tensor | None:
+    """The value of a lifted constant, also where the forward copied it."""
+    while node.target in (aten.clone.default, aten.contiguous.default):
+        node = node.all_input_nodes[0]
+    return node.meta.get("constant")
+
+
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """x[.., [3, 4], ..] with a constant list of neighbours is a slice."""
     x, indices = args[0], args[1]
     used = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    constant = used[0][1].meta.get("constant") if len(used) == 1 else None
+    constant = _known(used[0][1]) if len(used) == 1 else None
     if constant is None or constant.dim() != 1 or constant.dtype == torch.bool or not constant.numel():
         return emit(node.target, args, kwargs, node.meta["val"])
     dim, size = used[0][0], shape_of(x)[used[0][0]]
