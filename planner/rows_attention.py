@@ -54,8 +54,9 @@ class Site:
     def why_whole(self, tp: int) -> str:
         """``3 heads are not divisible by tp = 2; nearest valid tp: 1, 3``."""
         if self.divides(tp):
-            heads = count(self.heads, "head") if self.heads else "no dim of heads"
-            return f"attention with {heads}: no rule carries a cut through to its operands"
+            if not self.heads:
+                return "it has no dim of heads that a rule could cut"
+            return f"no rule carries a cut of its {count(self.heads, 'head')} through to its operands"
         return f"{self.words('head')} {'is' if self.heads == 1 else 'are'} not divisible by tp = {tp}; " \
                f"{nearest_words([self.heads], tp)}"
 

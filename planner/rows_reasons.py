@@ -104,7 +104,7 @@ class Reasons:
             if site.is_cut and node.name in self._feeders:
                 yield from self._uneven_keys(reader, site)
             elif not site.is_cut:
-                yield site.why_whole(self.tp)
+                yield site.why_whole(self.tp) if site.heads else f"its attention is whole: {site.why_whole(self.tp)}"
         if reader.target in _LINEAR or reader.target is aten.embedding.default:
             yield from self._uneven_dims(node)
         blocked = next((n for n in self._walk(reader, cut=False) if n.op == "call_function" and n.meta.get("grad")

@@ -24,6 +24,7 @@ class Sizes:
     key_heads: int = 4
     head_size: int = 8
     inner: int = 64
+    by_hand: bool = False  # attention as two products and a softmax
 
 
 class Block(nn.Module):
@@ -41,7 +42,10 @@ class Block(nn.Module):
         s, (b, length, _) = self.sizes, x.shape
         parts = self.qkv(self.norm1(x)).split([s.heads * s.head_size, *[s.key_heads * s.head_size] * 2], dim=-1)
         q, k, v = (part.view(b, length, -1, s.head_size).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.heads != s.key_heads)
+        if s.by_hand:
+            y = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.heads != s.key_heads)
         x = x + self.out(y.transpose(1, 2).reshape(b, length, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -96,6 +100,7 @@ MODELS: dict[str, Entry] = {
                                 num_attention_heads=4, intermediate_size=64, max_position_embeddings=LENGTH)),
     "fused, one key head": Entry(lambda: Decoder([Sizes(key_heads=1)] * 2)),
     "three heads": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3)] * 2)),
+    "three heads by hand": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3, by_hand=True)] * 2)),
     "three heads, then four": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3), Sizes()] * 2), 4),
     "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
     "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),

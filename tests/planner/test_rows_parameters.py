@@ -92,6 +92,12 @@ def test_tp_that_divides_no_heads_is_an_error_with_module_line_and_nearest_tp():
     assert 'fix: choose tp from {1, 3}, or set tensor_parallel.overrides: {"blocks.*.qkv": replicate}' in told
 
 
+def test_heads_of_attention_written_by_hand_are_found_too():
+    with pytest.raises(PlanError, match="3 query heads not divisible by tp = 2") as caught:
+        plan(build("three heads by hand"), spec_of("three heads by hand", mesh={"tp": 2}))
+    assert "softmax(-1) @ v" in str(caught.value)
+
+
 def test_the_override_that_the_error_names_makes_the_plan_pass():
     made = planned("three heads", overrides=(("blocks.*.qkv", "replicate"),))
     assert row(made, "blocks.1.qkv.weight").reason == "override: replicate"
