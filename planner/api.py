@@ -38,7 +38,8 @@ def plan(model: nn.Module, spec: Spec | Mapping[str, Any] | str | PathLike[str],
                         fix="give the module itself")
     checked = Spec.load(spec)
     try:
-        return _decide(model, checked, example_inputs)
+        with torch.device("cpu"):  # the caller may stand in `with torch.device("meta")`
+            return _decide(model, checked, example_inputs)
     except PlanError as error:
         raise checked.locate(error) from error.__cause__
 

@@ -125,7 +125,7 @@ def head_counts(node: fx.Node) -> tuple[int, int]:
 def _heads_of_shape(node: fx.Node) -> int:
     """[b, heads, s, d] → heads, also where batch and heads were merged into one dim on the way to a bmm."""
     for _ in range(8):
-        shape = node.meta["val"].shape
+        shape = getattr(node.meta["val"], "shape", ())
         if len(shape) >= 4:
             return prod(int(n) for n in shape[1:-2])
         if node.op != "call_function" or not node.all_input_nodes:
