@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.numeric.server import Lab
+from tests.numeric.server import Lab, session_lab
 
 
 @pytest.fixture(scope="session")
-def lab() -> Iterator[Lab]:
-    laboratory = Lab()
-    yield laboratory
-    laboratory.close()
+def lab() -> Lab:
+    return session_lab()

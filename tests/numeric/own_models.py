@@ -67,15 +67,16 @@ class MatmulAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, gated: bool = False) -> None:
+    def __init__(self, gated: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.up = nn.Linear(WIDTH, 2 * 48 if gated else 64)
         self.down = nn.Linear(48 if gated else 64, WIDTH)
         self.gated = gated
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(self.dropout(F.gelu(self.up(x), approximate="tanh")))
         gate, value = self.up(x).chunk(2, -1)
         return self.down(F.silu(gate) * value)
 
@@ -84,9 +85,9 @@ class Block(nn.Module):
     """Pre-norm by default; ``parallel``: attention and MLP read the same norm and are added at once."""
 
     def __init__(self, attention: Callable[[], nn.Module] = MatmulAttention, norm: Callable[[int], nn.Module] = nn.LayerNorm,
-                 gated: bool = False, parallel: bool = False, dropout: float = 0.0) -> None:
+                 gated: bool = False, parallel: bool = False, dropout: float = 0.0, inner_dropout: float = 0.0) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict({"norm": norm(WIDTH), "attention": attention(), "mlp": MLP(gated)})
+        self.parts = nn.ModuleDict({"norm": norm(WIDTH), "attention": attention(), "mlp": MLP(gated, inner_dropout)})
         if not parallel:
             self.parts["norm2"] = norm(WIDTH)
         self.dropout = nn.Dropout(dropout)
@@ -221,6 +222,8 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "gpt": gpt,
     "gpt-5-layers": lambda: gpt(num_layers=5, vocabulary=257),
     "gpt-dropout": lambda: gpt(dropout=0.2),
+    "dropout-outside": lambda: own(lambda: stack(4, partial(Block, dropout=0.2))),
+    "dropout-inside": lambda: own(lambda: stack(2, partial(Block, dropout=0.2, inner_dropout=0.5))),
     "einsum": lambda: own(lambda: stack(4, partial(Block, EinsumAttention, RMSNorm, gated=True))),
     "matmul": lambda: own(lambda: stack(4, Block), tied=True),
     "module-dict": lambda: own(lambda: nn.ModuleDict({f"layer_{i}": Block() for i in range(4)})),

@@ -7,12 +7,15 @@ The truth is written out here in plain torch: the unmodified model, the whole gl
 
 from __future__ import annotations
 
+import atexit
 import copy
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import PlanError
-from tests.numeric.forks import Child, StoreHost, in_fork
+from tests.numeric.forks import Child, ForkError, StoreHost, in_fork
 
 NUM_STEPS = 3
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
+
+LIMITS = {torch.float64: (1e-10, 1e-8), torch.float32: (2e-6, 5e-5), torch.bfloat16: (1e-2, 5e-2)}  # loss, gradient
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,20 @@ class Found:
     gradients: dict[str, Tensor | None]
     parameters: dict[str, Tensor]
     evaluated: float
-    float32_inside: bool = False
+    precision: torch.dtype = torch.float64  # the lowest that the model computes in
 
 
 @dataclass
 class Report:
-    """Every difference beyond what is allowed, in words, and the largest of each kind."""
+    """Every difference beyond what is allowed, in words (``of``: those of one kind), and the largest of each kind."""
 
     wrong: list[str]
     loss: float
     gradient: float
     parameter: float
-    results: list[Any] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[str]:
+        return [words for words in self.wrong if words.startswith(kinds)]
 
 
 class Lab:
@@ -87,6 +94,10 @@ class Lab:
         """Run the case on its ranks and hold it against one process."""
         return self._ask("check", case)
 
+    def check_each(self, case: Case) -> Any:
+        """The case's job gives on rank 0 several runs, as a list or by name; a Report of each."""
+        return self._ask("check_each", case)
+
     def run(self, case: Case) -> list[Any]:
         """The results of the case's job, by rank. Raises PlanError or ForkError."""
         return self._ask("run", case)
@@ -102,11 +113,28 @@ class Lab:
             self._process.terminate()
 
     def _ask(self, kind: str, case: Case) -> Any:
-        self._connection.send((kind, case))
-        answer, error = self._connection.recv()
+        send(self._connection, (kind, case))
+        answer, error = receive(self._connection)
         if error is not None:
             raise error
         return answer
+
+
+def send(connection: Connection, value: Any) -> None:
+    """By plain pickle: multiprocessing would share a tensor's memory with a process that may be gone by then."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+@cache
+def session_lab() -> Lab:
+    """The one laboratory of this process, closed at its end."""
+    laboratory = Lab()
+    atexit.register(laboratory.close)
+    return laboratory
 
 
 def _serve(connection: Connection) -> None:
@@ -116,7 +144,7 @@ def _serve(connection: Connection) -> None:
     host, current, bench = StoreHost(), None, None
     while True:
         try:
-            kind, case = connection.recv()
+            kind, case = receive(connection)
         except EOFError:
             return
         key = (case.model, case.micro, str(case.rest.get("precision")), str(case.rest.get("train")))
@@ -126,9 +154,11 @@ def _serve(connection: Connection) -> None:
                     bench.close()
                 bench, current = Bench(zoo.build, host, case), key
             answer = bench.ask(kind, case), None
+        except EOFError:
+            answer, current = (None, ForkError("the process of this model has ended")), None
         except Exception as error:
             answer = None, error
-        connection.send(answer)
+        send(connection, answer)
 
 
 class Bench:
@@ -140,8 +170,8 @@ class Bench:
         there.close()
 
     def ask(self, kind: str, case: Case) -> Any:
-        self._connection.send((kind, case))
-        answer, error = self._connection.recv()
+        send(self._connection, (kind, case))
+        answer, error = receive(self._connection)
         if error is not None:
             raise error
         return answer
@@ -177,12 +207,12 @@ def _bench(connection: Connection, other: Connection, build: Callable[[str], Any
         captured.clear()  # each fork meets the error by itself
     while True:
         try:
-            kind, case = connection.recv()
+            kind, case = receive(connection)
         except EOFError:
             return
         try:
             truth = None
-            if kind == "check":
+            if kind.startswith("check"):
                 key = (case.num_sequences, str(case.rest.get("optimizer")), str(case.rest.get("precision")))
                 if key not in truths:
                     truths[key] = in_fork(one_process, entry, case)
@@ -192,7 +222,7 @@ def _bench(connection: Connection, other: Connection, build: Callable[[str], Any
             if not isinstance(error, PlanError):
                 error.add_note(traceback.format_exc())
             answer = None, error
-        connection.send(answer)
+        send(connection, answer)
     del zoo
 
 
@@ -220,7 +250,10 @@ def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | N
     if kind == "run":
         return results
     assert truth is not None
-    return compare(results[0], truth)
+    if kind == "check":
+        return compare(results[0], truth)
+    found = results[0]
+    return {n: compare(f, truth) for n, f in found.items()} if isinstance(found, dict) else [compare(f, truth) for f in found]
 
 
 def steps(decided: Any, batches: list[dict[str, Tensor]]) -> Found | None:
@@ -264,7 +297,7 @@ def one_process(entry: Any, case: Case) -> Found:
     with torch.no_grad():
         evaluated = entry.loss(model(**batches[0])).item()
     parameters = {n: p.detach() for n, p in _named(model)}
-    return Found(losses, norms, gradients, parameters, evaluated, seen.dtype is not torch.float64)
+    return Found(losses, norms, gradients, parameters, evaluated, seen.dtype)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -273,11 +306,12 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def compare(found: Found, truth: Found) -> Report:
     """Hold a run against the truth; tolerances are those of the product's promise."""
-    loss_limit, gradient_limit = (2e-6, 5e-5) if truth.float32_inside else (1e-10, 1e-8)
+    loss_limit, gradient_limit = LIMITS[truth.precision]
     wrong: list[str] = []
     loss = _values("loss", [*found.losses[:1]], truth.losses[:1], loss_limit, wrong)
     # Later losses follow updates, where Adam turns a tiny gradient's rounding into a step of its own size.
-    _values("later loss", [*found.losses[1:], found.evaluated], [*truth.losses[1:], truth.evaluated], 1e-4, wrong)
+    later, expected_later = [*found.losses[1:], found.evaluated], [*truth.losses[1:], truth.evaluated]
+    _values("later loss", later, expected_later, max(1e-4, loss_limit), wrong)
     _values("gradient norm", found.norms[:1], truth.norms[:1], gradient_limit, wrong)
     gradient = _gradients(found, truth, gradient_limit, wrong)
     parameter = 0.0
@@ -295,15 +329,17 @@ def compare(found: Found, truth: Found) -> Report:
 
 
 def _values(kind: str, found: list[float], truth: list[float], limit: float, wrong: list[str]) -> float:
-    differences = [abs(a - b) / abs(b) for a, b in zip(found, truth, strict=True)]
-    wrong += [f"{kind} {a!r}, one process {b!r}" for a, b, d in zip(found, truth, differences, strict=True) if not d <= limit]
-    return max(differences)
+    if len(found) != len(truth):
+        wrong.append(f"{kind}: {len(found)} of {len(truth)}")
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, truth, strict=False)]
+    wrong += [f"{kind} {a!r}, one process {b!r}" for a, b, d in zip(found, truth, differences, strict=False) if not d <= limit]
+    return max(differences, default=0.0)
 
 
 def _gradients(found: Found, truth: Found, limit: float, wrong: list[str]) -> float:
     """Each gradient relative to its own size; one that is rounding noise of the largest is measured by that."""
     largest = max(g.abs().max().item() for g in truth.gradients.values() if g is not None)
-    noise = largest * (1e-3 if truth.float32_inside else 1e-7)
+    noise = largest * (1e-7 if truth.precision is torch.float64 else 1e-3)
     worst = 0.0
     for name, expected in truth.gradients.items():
         value = found.gradients.get(name)

@@ -37,12 +37,12 @@ class Entry:
         return made
 
     def loss(self, output: Any) -> Tensor:
-        """The loss among what the model returns: by its name, or the first scalar with a gradient."""
+        """The loss among what the model returns: by its name, or the second of a tuple."""
         if isinstance(output, Tensor):
             return output
         if hasattr(output, "loss"):
             return output.loss
-        return next(v for v in output if isinstance(v, Tensor) and v.ndim == 0 and v.requires_grad == torch.is_grad_enabled())
+        return output["loss"] if isinstance(output, dict) else output[1]
 
     def _random(self, name: str, size: int, generator: torch.Generator) -> Tensor:
         shape, dtype, high = self.inputs[name]

@@ -1,0 +1,97 @@
+"""What ranks run in place of the usual steps; each returns what a test compares, from every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.base import RankProgram
+from passes.dropout import stream_dropout
+from passes.lower import lower
+from runtime import Engine
+from runtime.mutants import num_collectives, without_collective
+from tests.numeric.server import Found, steps
+
+Batches = list[dict[str, Tensor]]
+
+
+def gradients_of(plan: Any, batch: dict[str, Tensor], program: RankProgram | None) -> Found:
+    """Loss, norm and gradients of one batch, with the modules of ``program``."""
+    with Engine(plan, program=program, timeout_seconds=60) as engine:
+        loss = engine.forward_backward(batch)
+        gradients = engine.gather_gradients()
+        return Found([loss], [engine.optimizer_step().grad_norm], dict(gradients), {}, loss)
+
+
+def without_each_collective(plan: Any, batches: Batches) -> list[Found]:
+    """The whole program first, then one run without each exchange of the lowered graphs."""
+    rank = torch.distributed.get_rank()
+    programs = [None, *(without_collective(plan, rank, n) for n in range(num_collectives(plan)))]
+    return [gradients_of(plan, batches[0], program) for program in programs]
+
+
+def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
+    """One run for each parameter whose gradient is summed over tp or over stages at a step's end, without that sum."""
+    rank = torch.distributed.get_rank()
+    found = {}
+    for row in plan.parameters:
+        for axis in ("tp", "embedding"):
+            program = lower(plan, rank)
+            changed = _forget_sum(program, row.name, axis)
+            anywhere: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(anywhere, changed)
+            if any(anywhere):
+                found[f"{row.name} over {axis}"] = gradients_of(plan, batches[0], program)
+    return found
+
+
+def _forget_sum(program: RankProgram, fqn: str, axis: str) -> bool:
+    changed = False
+    for stage in program.stages:
+        kept = []
+        for p in stage.parameters:
+            if p.fqn == fqn and axis in p.partial_over:
+                p, changed = dataclasses.replace(p, partial_over=tuple(a for a in p.partial_over if a != axis)), True
+            kept.append(p)
+        stage.parameters = tuple(kept)
+    return changed
+
+
+def dropout_masks(plan: Any, batches: Batches) -> dict[str, tuple[bool, Tensor]]:
+    """For each dropout of this rank, by its captured name: whether it is inside a parallel region, and its mask."""
+    program = lower(plan, torch.distributed.get_rank())
+    program.random.begin(step=1, microbatch=2)
+    found = {}
+    for stage in program.stages:
+        for node in stage.module.graph.nodes:
+            if node.target is stream_dropout:
+                _, p, _, op, sharded = node.args
+                mask = stream_dropout(torch.ones(64), p, program.random, op, sharded)
+                found[node.meta["origin"]] = (sharded, mask)
+    return found
+
+
+def two_engines(plan: Any, batches: Batches) -> list[Found | None]:
+    """Two engines of one plan, one after the other in the same process."""
+    return [steps(plan, batches), steps(plan, batches)]
+
+
+def train_steps(plan: Any, batches: Batches, local: bool) -> Found | None:
+    """train_step alone; ``local``: each dp rank gives its own share, as a DistributedSampler would."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        size = len(batches[0]["input_ids"]) // engine.mesh.dp_size
+        rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size) if local else slice(None)
+        given = [{name: value[rows] for name, value in batch.items()} for batch in batches]
+        reports = [engine.train_step(batch, local=local) for batch in given]
+        evaluated = engine.evaluate(given[0], local=local)
+        parameters = engine.gather_parameters()
+    return Found([r.loss for r in reports], [r.grad_norm for r in reports], {}, parameters, evaluated) if parameters else None
+
+
+def losses_without_updates(plan: Any, batches: Batches) -> list[float]:
+    """The loss of one batch three times; with dropout, each step draws its own masks."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        return [engine.train_step(batches[0]).loss for _ in range(3)]

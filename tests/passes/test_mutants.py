@@ -1,0 +1,37 @@
+"""Every exchange counts: a run without any single one of them differs from one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.numeric import jobs
+from tests.numeric.server import Case, Lab
+
+TP_PP = {"tp": 2, "pp": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("gpt", TP_PP), ("gpt", {"tp": 2}), ("normed-keys", {"tp": 2}), ("llama-one-key-head", {"tp": 2}), ("t5", {"tp": 2})],
+)
+def test_a_run_without_any_one_collective_differs_from_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
+    whole, *mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_collective))
+    assert whole.of("loss", "gradient") == []
+    assert mutants
+    assert [n for n, mutant in enumerate(mutants) if not mutant.of("loss", "gradient")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "summed"),
+    [
+        ("gpt", TP_PP, "tokens.weight over embedding"),
+        ("normed-keys", {"tp": 2}, "layers.0.parts.attention.norms.0.scale over tp"),
+        ("llama-one-key-head", {"tp": 2}, "model.layers.0.self_attn.k_proj.weight over tp"),
+    ],
+)
+def test_a_step_without_any_one_sum_of_partial_gradients_differs(lab: Lab, model: str, mesh: dict[str, int], summed: str) -> None:
+    mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_sum_of_a_step))
+    assert summed in mutants
+    assert [name for name, mutant in mutants.items() if not mutant.of("gradient")] == []
