@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.emit import Emit, aten, dim_of, reshaped, shape_of, table
 from planner.errors import PlanError
+from planner.rewrites_indexing import INDEXING
+from planner.rewrites_products import PRODUCTS
 from planner.source_lines import where_of
 
-aten = torch.ops.aten
 KEPT_META = ("nn_module_stack", "stack_trace")
-Emit = Callable[..., fx.Node]
 
 
 def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
@@ -134,12 +135,7 @@ def _attribute(module: fx.GraphModule, path: str) -> Any:
 
 def _floating(val: Any) -> bool:
     values = val if isinstance(val, (tuple, list)) else (val,)
-    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The static (microbatch, global over tp) shape of a tensor-valued node."""
-    return tuple(int(n) for n in node.meta["val"].shape)
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _identity(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -158,13 +154,7 @@ def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def _reshape(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _reshaped(emit, args[0], node.meta["val"])
-
-
-def _reshaped(emit: Emit, x: fx.Node, val: Any) -> fx.Node:
-    if shape_of(x) == tuple(val.shape):
-        return x
-    return emit(aten.reshape.default, (x, [int(n) for n in val.shape]), {}, val)
+    return reshaped(emit, args[0], node.meta["val"])
 
 
 def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -185,19 +175,14 @@ def _expand(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     return emit(aten.expand.default, (args[0], sizes), {}, node.meta["val"])
 
 
-def _dim(args: list[Any], kwargs: dict[str, Any], position: int) -> int:
-    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-    return dim % args[0].meta["val"].dim()
-
-
 def _split(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    dim = _dim(args, kwargs, 2)
+    dim = dim_of(args, kwargs, 2)
     sizes = [int(v.shape[dim]) for v in node.meta["val"]]
     return emit(aten.split_with_sizes.default, (args[0], sizes, dim), {}, node.meta["val"])
 
 
 def _unbind(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    dim = _dim(args, kwargs, 1)
+    dim = dim_of(args, kwargs, 1)
     pieces = [v.unsqueeze(dim) for v in node.meta["val"]]
     return emit(aten.split_with_sizes.default, (args[0], [1] * len(pieces), dim), {}, pieces)
 
@@ -211,21 +196,21 @@ def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
         return source
     val = source.meta["val"][args[1]]
     piece = emit(operator.getitem, (source, args[1]), {}, val)
-    return _reshaped(emit, piece, node.meta["val"])
+    return reshaped(emit, piece, node.meta["val"])
 
 
 def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    dim, index = _dim(args, kwargs, 1), int(args[2])
+    dim, index = dim_of(args, kwargs, 1), int(args[2])
     size = shape_of(args[0])[dim]
     index %= size
     val = node.meta["val"]
     piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
-    return _reshaped(emit, piece, val)
+    return reshaped(emit, piece, val)
 
 
 def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """slice and narrow with plain bounds 0 ≤ start ≤ end ≤ size."""
-    x, dim = args[0], _dim(args, kwargs, 1)
+    x, dim = args[0], dim_of(args, kwargs, 1)
     size, length = shape_of(x)[dim], int(node.meta["val"].shape[dim])
     step = int(args[4]) if len(args) > 4 else int(kwargs.get("step", 1))
     start = args[2] if len(args) > 2 and args[2] is not None else kwargs.get("start", 0) or 0
@@ -237,31 +222,10 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
 
 
-def _known(node: fx.Node) -> torch.Tensor | None:
-    """The value of a lifted constant, also where the forward copied it."""
-    while node.target in (aten.clone.default, aten.contiguous.default):
-        node = node.all_input_nodes[0]
-    return node.meta.get("constant")
-
-
-def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """x[.., [3, 4], ..] with a constant list of neighbours is a slice."""
-    x, indices = args[0], args[1]
-    used = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    constant = _known(used[0][1]) if len(used) == 1 else None
-    if constant is None or constant.dim() != 1 or constant.dtype == torch.bool or not constant.numel():
-        return emit(node.target, args, kwargs, node.meta["val"])
-    dim, size = used[0][0], shape_of(x)[used[0][0]]
-    rows = [int(i) % size for i in constant.tolist()]
-    if rows != list(range(rows[0], rows[0] + len(rows))):
-        return emit(aten.index_select.default, (x, dim, used[0][1]), {}, node.meta["val"])
-    return emit(aten.slice.Tensor, (x, dim, rows[0], rows[0] + len(rows)), {}, node.meta["val"])
-
-
 def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     val = node.meta["val"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % val.dim()
-    pieces = [_reshaped(emit, x, x.meta["val"].unsqueeze(dim)) for x in args[0]]
+    pieces = [reshaped(emit, x, x.meta["val"].unsqueeze(dim)) for x in args[0]]
     return emit(aten.cat.default, (pieces, dim), {}, val)
 
 
@@ -270,11 +234,11 @@ def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[
     x, times = args[0], int(args[1])
     if len(args) < 3 and kwargs.get("dim") is None:
         return emit(node.target, args, kwargs, node.meta["val"])
-    dim = _dim(args, kwargs, 2)
+    dim = dim_of(args, kwargs, 2)
     wide = x.meta["val"].unsqueeze(dim + 1)
     sizes = [times if d == dim + 1 else int(n) for d, n in enumerate(wide.shape)]
-    expanded = emit(aten.expand.default, (_reshaped(emit, x, wide), sizes), {}, wide.expand(sizes))
-    return _reshaped(emit, expanded, node.meta["val"])
+    expanded = emit(aten.expand.default, (reshaped(emit, x, wide), sizes), {}, wide.expand(sizes))
+    return reshaped(emit, expanded, node.meta["val"])
 
 
 def _linear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -315,10 +279,10 @@ def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     if logits.dim() > 2:
         dims = [0, *range(2, logits.dim()), 1]
         last = emit(aten.permute.default, (args[0], dims), {}, logits.permute(dims))
-    rows = _reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
-    flat = _reshaped(emit, args[1], target.reshape(-1))
+    rows = reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
+    flat = reshaped(emit, args[1], target.reshape(-1))
     val = node.meta["val"]
-    return _reshaped(emit, emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val), val)
+    return reshaped(emit, emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val), val)
 
 
 def _new_filled(value: float | None) -> Callable[..., Any]:
@@ -332,17 +296,7 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
     return rewrite
 
 
-def _op(path: str) -> Any:
-    """An overload by name, or None on a PyTorch that lacks it."""
-    name, _, overload = path.partition(".")
-    return getattr(getattr(aten, name, None), overload or "default", None)
-
-
-def _table(groups: dict[Callable[..., Any], str]) -> dict[Any, Callable[..., Any]]:
-    return {_op(path): rewrite for rewrite, paths in groups.items() for path in paths.split() if _op(path) is not None}
-
-
-REWRITES: dict[Any, Callable[..., Any]] = _table({
+REWRITES: dict[Any, Callable[..., Any]] = table({
     _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy",
     _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async sym_constrain_range sym_constrain_range_for_size "
               "_assert_scalar",
@@ -356,7 +310,6 @@ REWRITES: dict[Any, Callable[..., Any]] = _table({
     _unbind: "unbind.int",
     _select: "select.int",
     _slice: "slice.Tensor narrow",
-    _index: "index.Tensor",
     _stack: "stack",
     _repeat_interleave: "repeat_interleave.self_int",
     _linear: "linear",
@@ -365,6 +318,6 @@ REWRITES: dict[Any, Callable[..., Any]] = _table({
     _dropout: "dropout native_dropout",
     _cross_entropy: "cross_entropy_loss",
     _new_filled(1): "new_ones",
-    _new_filled(0): "new_zeros",
+    _new_filled(0): "new_zeros new_empty new_empty_strided",
     _new_filled(None): "new_full",
-}) | {operator.getitem: _getitem}
+}) | INDEXING | PRODUCTS | {operator.getitem: _getitem}

@@ -115,5 +115,8 @@ def _einsum(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
     labels = left.split(",")
     nodes = [n for n in operands if isinstance(n, fx.Node)]
     repeated = any(len(set(w)) != len(w) for w in labels)
-    ones = any(n.meta["val"].shape[i] == 1 for n, w in zip(nodes, labels, strict=False) for i in range(len(w)))
-    return None if repeated or ones or len(nodes) != len(labels) else (nodes, labels, out)
+    if repeated or len(nodes) != len(labels):
+        return None
+    sizes = {(c, n) for x, w in zip(nodes, labels, strict=True) for c, n in zip(w, x.meta["val"].shape, strict=True)}
+    broadcast = len(sizes) != len({c for c, _ in sizes})
+    return None if broadcast else (nodes, labels, out)

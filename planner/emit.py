@@ -1,0 +1,64 @@
+"""What rewrites of captured calls share: emitting a call, shapes, and tables by op name.
+
+A rewrite is a function ``(emit, node, args, kwargs) -> value``: ``node`` is the captured call, ``args`` and ``kwargs`` its
+arguments in the graph under construction, and ``emit(target, args, kwargs, val)`` adds one call that stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Emit = Callable[..., fx.Node]
+Rewrite = Callable[..., Any]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The static (microbatch, global over tp) shape of a tensor-valued node."""
+    return tuple(int(n) for n in node.meta["val"].shape)
+
+
+def applied(emit: Emit, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Emit ``target(*args, **kwargs)``; the shape of its value is found by running it on the arguments' fake values."""
+    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    return emit(target, args, kwargs, target(*given, **named))
+
+
+def reshaped(emit: Emit, x: fx.Node, val: Any) -> fx.Node:
+    """``x`` seen in the shape of ``val``."""
+    if shape_of(x) == tuple(val.shape):
+        return x
+    return emit(aten.reshape.default, (x, [int(n) for n in val.shape]), {}, val)
+
+
+def viewed(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
+    """``x.reshape(shape)``."""
+    return reshaped(emit, x, x.meta["val"].reshape(shape))
+
+
+def dim_of(args: list[Any], kwargs: dict[str, Any], position: int, default: int = 0) -> int:
+    """The ``dim`` argument at ``position``, counted from the front."""
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    return dim % max(1, args[0].meta["val"].dim())
+
+
+def named(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their name in the schema, defaults included."""
+    schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    found = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return found | {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
+
+
+def op_named(path: str) -> Any:
+    """An overload by name (``slice.Tensor``), or None on a PyTorch that lacks it."""
+    name, _, overload = path.partition(".")
+    return getattr(getattr(aten, name, None), overload or "default", None)
+
+
+def table(groups: dict[Rewrite, str]) -> dict[Any, Rewrite]:
+    """Op → rewrite, from rewrite → names of ops."""
+    return {op_named(p): rewrite for rewrite, paths in groups.items() for p in paths.split() if op_named(p) is not None}
