@@ -6,7 +6,7 @@ There are two sources, and each part of the model takes the better one:
     repetition of the code  one period of the operations             where it is not: functional code in a loop, layers
                                                                      used piece by piece, residuals added by the parent
 
-Calls are kept where they do nearly all the work of the repetition and no more bytes cross the cuts between them.
+Calls are kept where they hold nearly all of the repetition and no more bytes cross the cuts between them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner.module_calls import CONTAINER_SHARE, module_blocks
 from planner.periods import Flow, Run, find_runs, live_bytes
 from planner.structure import Group, Structure
 
-# Calls that do less of a repetition's work than this are parts of its blocks.
+# Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.
 _CALLS_SHARE = 0.9
 # A repetition beside module blocks (a head of two equal linears) counts only from this share of their work on.
 _BESIDE_SHARE = 0.1
@@ -106,14 +106,16 @@ def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node
 
 
 def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
-    """The blocks of ``runs``, each with the recomputed calls that it alone reads (a transposed weight)."""
+    """The blocks of ``runs``, each with the recomputed calls among its own that it alone reads (a transposed weight)."""
     starts = [s for run in runs for s in range(run.start, run.end, run.period)]
     ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
     home = {node: b for b, (start, end) in enumerate(zip(starts, ends, strict=True)) for node in nodes[start:end]}
+    begins = [structure.order[nodes[start - 1]] if start else -1 for start in starts]
     for node in reversed(structure.nodes):
         if node in recomputed:
             readers = {home.get(user) for user in node.users}
-            if len(readers) == 1 and (reader := readers.pop()) is not None:
+            reader = readers.pop() if len(readers) == 1 else None
+            if reader is not None and structure.order[node] > begins[reader]:
                 home[node] = reader
     groups = [Group("") for _ in starts]
     for node in structure.nodes:
@@ -138,12 +140,13 @@ class _Choice:
         work = sum(group.flops for group in self.repetition)
         if not self.touching:
             return work >= _BESIDE_SHARE * sum(group.flops for group in self.groups)
-        shared = sum(node_flops(n) for group in self.touching for n in group.nodes if n in self.inside)
-        if shared < _CALLS_SHARE * work:
+        shared = [node for group in self.touching for node in group.nodes if node in self.inside]
+        if sum(map(node_flops, shared)) < _CALLS_SHARE * work:
             return True
-        if self._only_contain(work):
-            return len(self.touching) == 1 or self._crossing(self.repetition, self.replaced) <= self._before
-        return len(self.touching) > 1 and _TOLERANCE * self._crossing(self.repetition, self.replaced) < self._before
+        after = self._crossing(self.repetition, self.replaced)
+        if len(shared) < _CALLS_SHARE * len(self.inside) or self._only_contain(work):
+            return len(self.touching) == 1 or after <= _TOLERANCE * self._before
+        return len(self.touching) > 1 and _TOLERANCE * after < self._before
 
     def _only_contain(self, work: int) -> bool:
         """Whether the calls are containers: of twice as many blocks of some size, that do all their work."""
@@ -173,7 +176,7 @@ def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[
     readers: dict[str, set[frozenset[str]]] = {}
     for prefix, names in zip(prefixes, read, strict=True):
         readers.setdefault(prefix, set()).add(names)
-    return [prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"block {i}"
+    return [prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"{prefix} block {i}".strip()
             for i, (group, prefix) in enumerate(zip(groups, prefixes, strict=True))]
 
 

@@ -13,8 +13,9 @@ summed once a step. A value of both (an embedded token) is sent.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
+import networkx as nx
 from torch import fx
 
 from planner.capture import Program
@@ -23,15 +24,18 @@ from planner.flops import is_random, node_flops
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
 
 
+def dependencies(program: Program) -> nx.DiGraph:
+    """The nodes of the captured graph, in its order, with an edge from each value to each of its readers."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(program.graph.graph.nodes)
+    graph.add_edges_from((value, node) for node in program.graph.graph.nodes for value in node.all_input_nodes)
+    return graph
+
+
 def needed_nodes(program: Program) -> set[fx.Node]:
     """The nodes that the loss depends on, itself included."""
-    stack, needed = [program.node(program.loss)], set()
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
+    loss = program.node(program.loss)
+    return {loss} | nx.ancestors(dependencies(program), loss)
 
 
 def recomputed_nodes(program: Program) -> set[fx.Node]:
@@ -75,10 +79,11 @@ def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.No
 def _move_late(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node],
                anchor: dict[fx.Node, int]) -> None:
     """Move each connected group of calls that no block feeds to its first reader, unless a parameter is read sooner."""
-    needed = needed_nodes(program)
+    graph, loss = dependencies(program), program.node(program.loss)
+    needed = {loss} | nx.ancestors(graph, loss)
     calls = [node for node in anchor if node in needed]
     readers = _parameter_readers(program, recomputed, set(calls))
-    for group in _groups_before_blocks(calls, block_of, recomputed):
+    for group in _groups_before_blocks(graph, calls, block_of, recomputed):
         read_at = [anchor[user] for node in group for user in node.users if user in anchor and user not in group]
         target = min(read_at, default=0)
         shared = {n for names in readers.values() if names & group for n in names - group}
@@ -86,26 +91,16 @@ def _move_late(program: Program, block_of: Mapping[str, int], recomputed: set[fx
             anchor.update(dict.fromkeys(group, target))
 
 
-def _groups_before_blocks(calls: list[fx.Node], block_of: Mapping[str, int],
-                          recomputed: set[fx.Node]) -> Iterator[set[fx.Node]]:
-    """The connected groups of those calls that neither are in a block nor depend on one."""
-    free: dict[fx.Node, None] = {}
-    for node in calls:
+def _groups_before_blocks(graph: nx.DiGraph, calls: list[fx.Node], block_of: Mapping[str, int],
+                          recomputed: set[fx.Node]) -> list[set[fx.Node]]:
+    """The connected groups of those calls that neither are in a block nor depend on one, in graph order."""
+    free: dict[fx.Node, int] = {}
+    for i, node in enumerate(calls):
         sent = [n for n in node.all_input_nodes if n.op == "call_function" and n not in recomputed]
         if node.name not in block_of and all(n in free for n in sent):
-            free[node] = None
-    seen: set[fx.Node] = set()
-    for start in free:
-        if start in seen:
-            continue
-        group, stack = set(), [start]
-        while stack:
-            node = stack.pop()
-            if node in free and node not in group:
-                group.add(node)
-                stack.extend((*node.all_input_nodes, *node.users))
-        seen |= group
-        yield group
+            free[node] = i
+    groups = nx.weakly_connected_components(graph.subgraph(free))
+    return sorted(groups, key=lambda group: min(free[node] for node in group))
 
 
 def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx.Node]) -> dict[str, set[fx.Node]]:

@@ -20,6 +20,8 @@ import numpy as np
 
 # A period that covers this share of what the best one covers is as good; a cut this much dearer is as clean.
 _SHARE, _TOLERANCE = 0.9, 1.05
+# Of a period's letters one in so many may differ in one place.
+_GAP = 8
 # The distances tried for each length of window, the most frequent ones first.
 _NUM_DISTANCES = 12
 
@@ -105,16 +107,29 @@ def _periods(tokens: np.ndarray) -> list[int]:
 
 def _stretches(flow: Flow, tokens: np.ndarray, total: np.ndarray, period: int) -> Iterator[tuple[int, int]]:
     """The ranges of at least two periods that do some work, one block after the other rather than side by side."""
-    equal = np.concatenate(([False], tokens[:-period] == tokens[period:], [False]))
-    changes = np.flatnonzero(np.diff(equal.astype(np.int8)))
     end = 0
-    for first, last in changes.reshape(-1, 2).tolist():
+    for first, last in _joined(tokens[:-period] == tokens[period:], period):
         start, stop = max(first, end), last + period
-        if stop - start >= 2 * period and total[start + period] > total[start]:
+        taken = (tokens[start:stop] < 0).any()
+        if stop - start >= 2 * period and total[start + period] > total[start] and not taken:
             run = Run(start, period, (stop - start) // period)
             if _is_chain(flow, run):
                 end = stop
                 yield start, stop
+
+
+def _joined(equal: np.ndarray, period: int) -> list[list[int]]:
+    """The ranges of ``equal``, across short gaps too: a layer may differ a little from the others (a kind of its own)."""
+    padded = np.concatenate(([False], equal, [False])).astype(np.int8)
+    ranges: list[list[int]] = []
+    for first, last in np.flatnonzero(np.diff(padded)).reshape(-1, 2).tolist():
+        before, end = ranges[-1] if ranges else (0, 0)
+        gap, sides = first - end, (end - before, last - first)
+        if ranges and gap <= max(1, period // _GAP) and min(sides) >= gap and sum(sides) >= 6 * gap:
+            ranges[-1][1] = last
+        else:
+            ranges.append([first, last])
+    return ranges
 
 
 def _cleanest(flow: Flow, start: int, stop: int, period: int) -> Run:
