@@ -2,6 +2,7 @@
 
     reshape, expand      sizes of the local result
     split, slice         bounds in the local row of segments
+    convolution, norm    by groups of channels: this rank's groups
     mean over a cut dim  the local mean times local/global count
     embedding            rows of this rank (passes.vocabulary)
     cross_entropy        columns of this rank (passes.vocabulary)
@@ -94,6 +95,9 @@ def _slice(scene: _Scene) -> None:
     _, dim, start, end, *_ = scene.node.args
     if not (cut.is_sharded and cut.dim == dim):
         return
+    if scene.option.rule == "strided":
+        scene.set_arg(3, cut.local_size(scene.axis.size))
+        return
     size = scene.node.all_input_nodes[0].meta["val"].shape[dim]
     bounds = [start, end - start, size - end]  # pyright: ignore
     pieces = pieces_of(cut, bounds)
@@ -113,6 +117,16 @@ def _mean(scene: _Scene) -> None:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     scene.stage.env[node.meta["origin"]] = new
+
+
+def _groups(scene: _Scene) -> None:
+    """Convolutions and norms by groups of channels: this rank's share of the groups."""
+    if scene.option.rule != "groups":
+        return
+    names = [a.name for a in scene.node.target._schema.arguments]  # pyright: ignore
+    position = names.index("groups" if "groups" in names else "num_groups")
+    groups, channels = int(scene.node.args[position]), scene.input_type(0)  # pyright: ignore
+    scene.set_arg(position, groups * channels.local_size(scene.axis.size) // sum(channels.sizes))
 
 
 def _embedding(scene: _Scene) -> None:
@@ -145,6 +159,8 @@ REWRITES: dict[Any, Callable[[_Scene], None]] = {
     aten.slice.Tensor: _slice,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    **dict.fromkeys((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
+                     aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.group_norm.default), _groups),
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.scaled_dot_product_attention.default: _attention,

@@ -9,8 +9,22 @@ import torch
 
 from planner.rules.attention import attention
 from planner.rules.base import Option, Rule, Site
-from planner.rules.contraction import contraction
+from planner.rules.contraction import contraction, grouped
+from planner.rules.convolution import convolution, group_norm, spatial
 from planner.rules.embedding import embedding
+from planner.rules.indexing import (
+    complex_view,
+    gather,
+    index,
+    index_add,
+    index_put,
+    linear_along_dim,
+    one_hot,
+    pad,
+    scatter,
+    triangle,
+    unfold,
+)
 from planner.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
 from planner.rules.loss import cross_entropy
 from planner.rules.pointwise import is_pointwise, pointwise
@@ -40,11 +54,31 @@ RULES: dict[Any, Rule] = {
     **_ops(slice_, "slice.Tensor"),
     **_ops(cat, "cat"),
     **_ops(select_rows, "index_select"),
-    **_ops(reduction, "sum sum.dim_IntList mean mean.dim amax amin var.correction var.dim std.correction std.dim "
-                      "logsumexp prod.dim_int any.dim any.dims all.dim argmax argmin max min norm.ScalarOpt_dim "
-                      "linalg_vector_norm"),
-    **_ops(along_dim, "softmax.int log_softmax.int _softmax _log_softmax cumsum sort sort.stable topk max.dim min.dim "
-                      "flip cumprod argsort roll diff"),
+    **_ops(reduction, "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim std.correction "
+                      "var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean logsumexp "
+                      "prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min max.dim min.dim "
+                      "median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim linalg_vector_norm"),
+    **_ops(along_dim, "softmax.int log_softmax.int _softmax _log_softmax sort sort.stable topk cumprod argsort cummax "
+                      "cummin logcumsumexp _safe_softmax"),
+    **_ops(linear_along_dim, "cumsum flip roll diff"),
+    **_ops(index, "index.Tensor"),
+    **_ops(gather, "gather"),
+    **_ops(scatter, "scatter.src scatter.value scatter_add scatter_reduce.two"),
+    **_ops(index_add, "index_add index_copy"),
+    **_ops(index_put, "index_put"),
+    **_ops(pad, "pad constant_pad_nd"),
+    **_ops(triangle, "tril triu"),
+    **_ops(unfold, "unfold"),
+    **_ops(one_hot, "one_hot"),
+    **_ops(complex_view, "view_as_complex view_as_real"),
+    **_ops(convolution, "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"),
+    **_ops(group_norm, "group_norm"),
+    **_ops(spatial, "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+                    "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
+                    "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
+                    "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+                    "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec"),
+    **_ops(grouped, "_grouped_mm"),
 }
 
 
@@ -52,6 +86,8 @@ def rule_of(target: Any) -> Rule | None:
     """The rule of an op; None where there is none (it is then computed whole on every rank, and reported)."""
     if target in RULES:
         return RULES[target]
+    if "grouped_mm" in str(target):
+        return grouped  # what transformers calls where the kernel is missing
     return pointwise if is_pointwise(target) else None
 
 

@@ -38,11 +38,16 @@ Rule = Callable[["Site"], Iterable[Option]]
 
 
 class Site:
-    """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values."""
+    """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values.
 
-    def __init__(self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]]) -> None:
+    ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of.
+    """
+
+    def __init__(self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]],
+                 vocabulary_multiple: int = 128) -> None:
         self.node = node
         self.tp = tp
+        self.vocabulary_multiple = vocabulary_multiple
         self.inputs = tuple(node.all_input_nodes)
         self._candidates = candidates
 

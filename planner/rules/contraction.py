@@ -34,6 +34,15 @@ def contraction(site: Site) -> Iterator[Option]:
         yield from _cut_label(site, operands, labels, out, label)
 
 
+def grouped(site: Site) -> Iterator[Option]:
+    """grouped_mm(x[t, i], W[e, i, o], offsets): the rows of each expert times its matrix; i or o may be cut."""
+    x, weight = site.node.args[:2]
+    if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and x is not weight and len(site.inputs) < 4 \
+            and len(site.shape(x)) == 2 and len(site.shape(weight)) == 3:
+        for label in "YZ":
+            yield from _cut_label(site, [x, weight], ["TZ", "EZY"], "TY", label)
+
+
 def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str) -> Iterator[Option]:
     attends = not any(holds_weight(n) for n in operands)
     for segments, padding in _segmentations(site, operands, labels, out, label):

@@ -38,5 +38,5 @@ def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
     if site.divides(rows):
         return [Placement("V", dim, (Segment(rows),))]
     if rows > 16 * site.tp:
-        return [Placement("V", dim, (Segment(rows),), padded_vocabulary(rows, site.tp) - rows)]
+        return [Placement("V", dim, (Segment(rows),), padded_vocabulary(rows, site.tp, site.vocabulary_multiple) - rows)]
     return []

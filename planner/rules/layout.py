@@ -102,7 +102,23 @@ def slice_(site: Site) -> Iterator[Option]:
             pieces = pieces_of(cut, bounds)
             if pieces is not None:
                 yield site.option(pieces[1], {x: cut}, "segment")
+    else:
+        yield from _strided(site, x, dim, start, end, step[0])  # pyright: ignore[reportArgumentType]
     yield site.partial([x])
+
+
+def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) -> Iterator[Option]:
+    """Every step-th element of a dim, as in x[.., 1::2]: each rank takes its own, where segments hold whole strides."""
+    size = site.shape(x)[dim]
+    if size % step or start >= step or end <= size - step + start:
+        return
+    cuts = {c for c in site.candidates(x) if c.dim == dim and not c.padding}
+    cuts |= {Placement("V", dim, tuple(Segment(s.size * step, s.sharded) for s in c.segments))
+             for c in site.candidates() if c.dim == dim and not c.padding}
+    for cut in sorted(cuts):
+        if all(s.local(site.tp) % step == 0 for s in cut.segments):
+            out = tuple(Segment(s.size // step, s.sharded) for s in cut.segments)
+            yield site.option(Placement("V", dim, out), {x: cut}, "strided")
 
 
 def cat(site: Site) -> Iterator[Option]:

@@ -63,7 +63,7 @@ def is_pointwise(target: object) -> bool:
     if target in FORGOTTEN:
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags \
-        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
 
 
 FORGOTTEN = {
@@ -76,6 +76,10 @@ FORGOTTEN = {
         ("type_as", "default"), ("rsub", "Scalar"), ("rsub", "Tensor"), ("true_divide", "Tensor"), ("mish", "default"),
         ("leaky_relu", "default"), ("hardswish", "default"), ("selu", "default"), ("celu", "default"),
         ("subtract", "Tensor"), ("multiply", "Tensor"), ("divide", "Tensor"), ("log_sigmoid", "default"),
-        ("clamp", "default"), ("clip", "default"), ("float_power", "Tensor_Scalar"), ("prelu", "default"))
+        ("clamp", "default"), ("clip", "default"), ("float_power", "Tensor_Scalar"), ("fill", "Tensor"),
+        ("fill", "Scalar"), ("floor_divide", "default"), ("floor_divide", "Scalar"), ("empty_like", "default"),
+        ("real", "default"), ("imag", "default"), ("conj", "default"), ("_conj", "default"), ("polar", "default"),
+        ("complex", "default"), ("resolve_conj", "default"), ("where", "Scalar"), ("relu", "default"),
+        ("dropout", "default"), ("logical_and", "default"), ("hardsigmoid", "default"))
     if hasattr(getattr(aten, name, None), overload)
-} - {aten.prelu.default}
+}

@@ -48,7 +48,7 @@ def op_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
     def holder(tensor: Tensor, weight: bool = False) -> fx.Node:
         node = graph.placeholder(f"x{len(values)}")
         values[node.name] = tensor
-        node.meta = {"val": tensor, "grad": tensor.is_floating_point() and tensor.requires_grad}
+        node.meta = {"val": tensor, "grad": tensor.requires_grad}
         if weight:
             node.meta["parameter"] = "w"
         return node
@@ -67,7 +67,7 @@ def op_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
         piece = graph.call_function(operator.getitem, (node, item))
         piece.meta = {"val": node.meta["val"][item], "grad": node.meta["grad"]}
         node = piece
-    node.meta["grad"] = node.meta["grad"] and node.meta["val"].is_floating_point()
+    node.meta["grad"] = node.meta["grad"] and node.meta["val"].requires_grad
     graph.output(node)
     return Op(node, values)
 

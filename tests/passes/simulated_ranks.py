@@ -35,7 +35,8 @@ from planner.placements import Placements
 from planner.rules import Option
 from planner.types import Placement
 
-TOLERANCE = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
+TOLERANCE = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+             torch.complex128: {"rtol": 1e-7, "atol": 1e-9}}
 
 
 def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
@@ -89,10 +90,14 @@ def parts(x: Tensor, placement: Placement, tp: int, generator: torch.Generator, 
 
 
 def _random_parts(x: Tensor, tp: int, generator: torch.Generator) -> list[Tensor]:
-    if not x.is_floating_point():
+    if not _inexact(x):
         return [x] * tp
     drawn = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(tp - 1)]
     return [*drawn, x - sum(drawn)] if drawn else [x]
+
+
+def _inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _padded(x: Tensor, placement: Placement, generator: torch.Generator, *, rubbish: bool) -> Tensor:
@@ -100,8 +105,8 @@ def _padded(x: Tensor, placement: Placement, generator: torch.Generator, *, rubb
         return x
     shape = [placement.padding if d == placement.dim else n for d, n in enumerate(x.shape)]
     more = torch.zeros(shape, dtype=x.dtype)
-    if rubbish and x.is_floating_point():
-        more = torch.randn(shape, dtype=x.dtype, generator=generator).abs() * 3
+    if rubbish and _inexact(x):
+        more = torch.randn(shape, dtype=x.dtype, generator=generator).abs().to(x.dtype) * 3
     return torch.cat([x, more], placement.dim)
 
 
@@ -176,7 +181,7 @@ class Op:
         return self.chain[0].all_input_nodes
 
     def differentiable(self, node: fx.Node) -> bool:
-        return bool(node.meta.get("grad")) and self.values[node.name].is_floating_point()
+        return bool(node.meta.get("grad")) and _inexact(self.values[node.name])
 
     def run_whole(self, values: list[Tensor]) -> Tensor:
         env: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
@@ -211,6 +216,7 @@ def check(op: Op, option: Option, tp: int, seed: int = 0) -> None:
     """Raises AssertionError where a rank's result or gradient is not as the option says."""
     generator = torch.Generator().manual_seed(seed)
     whole = [op.values[n.name].detach().requires_grad_(op.differentiable(n)) for n in op.inputs]
+    assert not any(x.is_meta for x in whole), "values on meta: nothing would be compared"
     expected = op.run_whole(whole)
     types = [option.args[0]] if len(op.chain) == 2 else list(option.args)
     given = [parts(x.detach(), t, tp, generator, gradient=False) for x, t in zip(whole, types, strict=True)]

@@ -98,7 +98,7 @@ def test_reductions_to_a_scalar(data):
 
 
 ALONG = [(aten.softmax.int, (), None), (aten.log_softmax.int, (), None), (aten.cumsum.default, (), None),
-         (aten._softmax.default, (False,), None), (aten.max.dim, (), 0), (aten.min.dim, (True,), 1),
+         (aten._softmax.default, (False,), None), (aten.max.dim, (), 0), (aten.min.dim, (True,), 1), (aten.median.dim, (), 0),
          (aten.sort.default, (), 0), (aten.argsort.default, (), None)]
 
 

@@ -40,7 +40,7 @@ def test_matmul_with_broadcast_batches(data):
     check_options(data, op_of(aten.matmul.default, (a, weight(data.draw, b))))
 
 
-EQUATIONS = ["bij,bjk->bik", "bsh,hnd->bsnd", "bhqd,bhkd->bhqk", "bhqk,bhkd->bqhd", "bsnd,ndh->bsh", "bsh,xhnd->xbnsd",
+EQUATIONS = ["a,b->ab", "bij,bjk->bik", "bsh,hnd->bsnd", "bhqd,bhkd->bhqk", "bhqk,bhkd->bqhd", "bsnd,ndh->bsh", "bsh,xhnd->xbnsd",
              "i,j->ij", "bij->bji", "bij->bi", "bi,bi->b", "ab,bc,cd->ad", "bsi,i->bs", "bii->bi", "bs,bs->", "ab,ab->ab",
              "bsgrd,btgd->bgrst"]
 

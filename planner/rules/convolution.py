@@ -1,0 +1,91 @@
+"""Ops over the spatial dims of images and signals [b, channels, ..]: cut by channels.
+
+    convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
+                  in channels cut: x and weight cut, the result is P           as a row-parallel linear
+                  groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
+    pooling …     channels cut; the spatial dims are whole
+    group_norm    channels cut by whole groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from planner.emit import named
+from planner.rules.base import Option, Site
+from planner.types import P, Placement, Segment
+
+aten = torch.ops.aten
+
+
+def convolution(site: Site) -> Iterator[Option]:
+    """conv1d, conv2d, conv3d, convolution(x, weight, bias=None, ..), not transposed."""
+    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    x, weight = site.node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if x is weight or len(site.inputs) > 2 or given.get("transposed"):
+        return
+    channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 where there is no batch dim
+    if given["groups"] == 1:
+        yield from _columns(site, x, weight, channel)
+        yield from _rows(site, x, weight, channel)
+        yield site.partial([x])
+    else:
+        yield from _groups(site, x, weight, channel, given["groups"])
+
+
+def _columns(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
+    cuts = {c.moved(0) for c in site.candidates() if c.dim == channel} | {c for c in site.candidates(weight) if c.dim == 0}
+    for cut in sorted(cuts | _even(site, weight, 0)):
+        yield site.option(cut.moved(channel), {weight: cut}, "column")
+
+
+def _rows(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
+    cuts = {c.moved(1) for c in site.candidates(x) if c.dim == channel} | {c for c in site.candidates(weight) if c.dim == 1}
+    for cut in sorted(cuts | _even(site, weight, 1)):
+        if not cut.padding and not cut.has_whole_segment:
+            yield site.option(P, {x: cut.moved(channel), weight: cut}, "row")
+
+
+def _even(site: Site, weight: fx.Node, dim: int) -> set[Placement]:
+    size = site.shape(weight)[dim]
+    return {Placement("V", dim, (Segment(size),))} if site.divides(size) else set()
+
+
+def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) -> Iterator[Option]:
+    """As many channels in and out: any segments where each channel is a group, else whole groups in one segment."""
+    size = site.shape(weight)[0]
+    if site.shape(x)[channel] != size:
+        return
+    cuts = {c.moved(0) for n in (x, site.node) for c in site.candidates(n) if c.dim == channel}
+    cuts |= {c for c in site.candidates(weight) if c.dim == 0} | _even(site, weight, 0)
+    for cut in sorted(cuts):
+        plain = len(cut.segments) == 1 and site.divides(groups)
+        if not cut.padding and not cut.has_whole_segment and (groups == size or plain):
+            yield site.option(cut.moved(channel), {x: cut.moved(channel), weight: cut}, "groups")
+
+
+def spatial(site: Site) -> Iterator[Option]:
+    """Pooling, interpolation, reflection padding over the last dims: cut on a dim whose size is not worked on."""
+    x = site.inputs[0]
+    channel = 1 if len(site.shape(x)) > 2 else 0
+    if len(site.inputs) > 1 or len(site.shape(x)) < 3:
+        return
+    for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim <= channel}):
+        yield site.option(cut, {x: cut}, "channels")
+
+
+def group_norm(site: Site) -> Iterator[Option]:
+    """group_norm(x [b, channels, ..], groups, weight, bias): cut by whole groups; weight and bias alike."""
+    x, groups = site.node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(groups, int)
+    size = site.shape(x)[1]
+    others = [n for n in site.inputs if n is not x]
+    for cut in sorted({c for n in (x, site.node) for c in site.candidates(n)}):
+        if cut.dim == 0:
+            yield site.option(cut, {x: cut}, "norm")
+        elif cut.dim == 1 and len(cut.segments) == 1 and site.divides(groups) and not cut.padding:
+            yield site.option(cut, {x: cut} | dict.fromkeys(others, Placement("V", 0, (Segment(size),))), "groups")
