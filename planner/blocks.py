@@ -106,7 +106,7 @@ def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node
 
 
 def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
-    """The blocks of ``runs``, each with the recomputed calls among its own that it alone reads (a transposed weight)."""
+    """The blocks of ``runs``, each with the recomputed calls within it that it alone reads (a transposed weight)."""
     starts = [s for run in runs for s in range(run.start, run.end, run.period)]
     ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
     home = {node: b for b, (start, end) in enumerate(zip(starts, ends, strict=True)) for node in nodes[start:end]}
@@ -140,18 +140,20 @@ class _Choice:
         work = sum(group.flops for group in self.repetition)
         if not self.touching:
             return work >= _BESIDE_SHARE * sum(group.flops for group in self.groups)
+        if work < CONTAINER_SHARE * sum(group.flops for group in self.touching):
+            return False  # it is a part of the calls
         shared = [node for group in self.touching for node in group.nodes if node in self.inside]
         if sum(map(node_flops, shared)) < _CALLS_SHARE * work:
             return True
         after = self._crossing(self.repetition, self.replaced)
-        if len(shared) < _CALLS_SHARE * len(self.inside) or self._only_contain(work):
+        if len(shared) < _CALLS_SHARE * len(self.inside) or self._are_coarse:
             return len(self.touching) == 1 or after <= _TOLERANCE * self._before
         return len(self.touching) > 1 and _TOLERANCE * after < self._before
 
-    def _only_contain(self, work: int) -> bool:
-        """Whether the calls are containers: of twice as many blocks of some size, that do all their work."""
-        return (work >= CONTAINER_SHARE * sum(group.flops for group in self.touching)
-                and len(self.repetition) >= 2 * len(self.touching)
+    @property
+    def _are_coarse(self) -> bool:
+        """Whether the calls contain several blocks of some size each."""
+        return (len(self.repetition) >= 2 * len(self.touching)
                 and all(group.num_products > 1 for group in self.repetition))
 
     @property

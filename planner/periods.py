@@ -119,7 +119,7 @@ def _stretches(flow: Flow, tokens: np.ndarray, total: np.ndarray, period: int) -
 
 
 def _joined(equal: np.ndarray, period: int) -> list[list[int]]:
-    """The ranges of ``equal``, across short gaps too: a layer may differ a little from the others (a kind of its own)."""
+    """The ranges of ``equal``, across short gaps too: a layer may differ in one place (and is a kind of its own)."""
     padded = np.concatenate(([False], equal, [False])).astype(np.int8)
     ranges: list[list[int]] = []
     for first, last in np.flatnonzero(np.diff(padded)).reshape(-1, 2).tolist():
