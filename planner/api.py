@@ -52,7 +52,8 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
     blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
     placements = decide_placements(program, blocks, mesh.tp, dict(spec.tensor_parallel.overrides),
-                                   sequence_parallel=spec.tensor_parallel.sequence_parallel)
+                                   sequence_parallel=spec.tensor_parallel.sequence_parallel,
+                                   vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
     schedule = build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     source = PlanSource(program, blocks, placements, stages, terms, mesh, spec.seed, model)

@@ -21,8 +21,10 @@ class Candidates:
     """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
 
     def __init__(self, nodes: Iterable[fx.Node], tp: int, producers: dict[str, list[fx.Node]],
-                 readers: dict[str, list[fx.Node]], seeds: Mapping[str, Placement] | None = None) -> None:
+                 readers: dict[str, list[fx.Node]], seeds: Mapping[str, Placement] | None = None,
+                 vocabulary_multiple: int = 128) -> None:
         self.tp = tp
+        self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
@@ -58,7 +60,7 @@ class Candidates:
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
-        site = Site(node, self.tp, self.cuts)
+        site = Site(node, self.tp, self.cuts, self.vocabulary_multiple)
         options = self.options[node.name] = options_of(site)
         grown = [node] if self._add(node, (o.out for o in options)) else []
         for position, value in enumerate(site.inputs):

@@ -39,7 +39,7 @@ class Placements:
 
 
 def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict[str, str] | None = None, *,
-                      sequence_parallel: bool = False) -> Placements:
+                      sequence_parallel: bool = False, vocabulary_multiple: int = 128) -> Placements:
     """Type every node. Raises PlanError where an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     for node in nodes:
@@ -48,11 +48,11 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     edges, producers, readers = _edges(program, nodes, rep)
     chosen = [n for n in nodes if rep[n.name] == n.name]
-    candidates = Candidates(chosen, tp, producers, readers)
+    candidates = Candidates(chosen, tp, producers, readers, None, vocabulary_multiple)
     costs, weights = _costs(nodes, rep, blocks), Weights()
     if sequence_parallel and tp > 1:
         plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, tp)
-        candidates = Candidates(chosen, tp, producers, readers, seeds)
+        candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
     origins = _constrain(program, candidates, overrides or {})

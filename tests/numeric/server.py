@@ -231,7 +231,8 @@ def spec_of(entry: Any, case: Case) -> dict[str, Any]:
         name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")} | ({"high": high} if high else {})
         for name, (shape, dtype, high) in entry.inputs.items()
     }
-    rest = {k: v for k, v in case.rest.items() if k != "train"}
+    # Padding to the default of 128 · tp would leave the small vocabularies to the first rank alone.
+    rest = {"tensor_parallel": {"vocabulary_multiple": 8}} | {k: v for k, v in case.rest.items() if k != "train"}
     optimizer = {"name": "adamw"} | ADAMW | rest.pop("optimizer", {})
     batch = {"global": case.num_sequences, "micro": case.micro}
     return {"mesh": case.mesh, "batch": batch, "inputs": inputs, "optimizer": optimizer, "seed": 7, **rest}
