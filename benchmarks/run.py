@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,10 +47,20 @@ def main() -> None:
             rounds[name].append(run(name, arguments.steps))
             print(f"round {number + 1}: {name} {rounds[name][-1]['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
     medians = {name: median(rows) for name, rows in rounds.items()}
+    print(sitting(arguments.rounds, arguments.steps))
     print(table(medians))
     print(ratios(medians))
     if arguments.json:
         arguments.json.write_text(json.dumps(rounds, indent=1))
+
+
+def sitting(rounds: int, steps: int) -> str:
+    """What a reader needs to know about the figures: versions, the machine, and how busy it was."""
+    busy = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    return (
+        f"{rounds} rounds of {steps} steps; torch {version('torch')}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores ({platform.machine()}), load average at the end {busy}\n"
+    )
 
 
 def run(name: str, steps: int) -> Row:
