@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,12 +41,22 @@ def record(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Program, dict[s
             node.meta["parameter"] = program.parameters[node.name]
     program.graph.recompile()
     recorder = _Recorder(program)
-    with torch.no_grad():
+    with torch.no_grad(), _double_by_default():
         recorder.run(*(_given(program, model, inputs, n) for n in program.graph.graph.find_nodes(op="placeholder")))
     for node in program.graph.graph.nodes:
         if node.op != "output":
             node.meta["val"] = recorder.values[node.name]
     return program, recorder.values
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -72,8 +83,8 @@ def _given(program: Program, model: nn.Module, inputs: dict[str, Tensor], node: 
     return value.double() if value.is_floating_point() else value
 
 
-def discussed(program: Program, tp: int) -> Iterator[tuple[fx.Node, Option]]:
-    """Each op (one of each kind of block) with each option that is not simply whole."""
+def discussed(program: Program, tp: int) -> Iterator[tuple[fx.Node, Option, Option | None]]:
+    """Each op (one of each kind of block) with each option that is not simply whole, and that of the tuple it is of."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     blocks = find_blocks(program)
     rep = {n.name: blocks.representative.get(n.name, n.name) for n in nodes}
@@ -81,16 +92,21 @@ def discussed(program: Program, tp: int) -> Iterator[tuple[fx.Node, Option]]:
     candidates = Candidates([n for n in nodes if rep[n.name] == n.name], tp, producers, readers)
     for node in candidates.nodes:
         if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
-            yield from ((node, option) for option in candidates.options[node.name] if not option.whole)
+            for option in (o for o in candidates.options[node.name] if not o.whole):
+                if node.target is not operator.getitem:
+                    yield node, option, None
+                else:
+                    tuples = candidates.options[rep[node.all_input_nodes[0].name]]
+                    yield from ((node, option, t) for t in tuples if t.out == option.args[0])
 
 
-def signature(node: fx.Node, option: Option, tp: int) -> tuple[Any, ...]:
+def signature(node: fx.Node, option: Option, source: Option | None, tp: int) -> tuple[Any, ...]:
     """Equal for calls that a check would treat alike."""
     chain = [node.all_input_nodes[0], node] if node.target is operator.getitem else [node]
     inputs = chain[0].all_input_nodes
     shapes = tuple((tuple(n.meta["val"].shape), n.meta["val"].dtype, n.meta["grad"]) for n in inputs)
     args = tuple(str(fx.map_arg((n.args, n.kwargs), lambda a: inputs.index(a) if a in inputs else "item")) for n in chain)
-    return str(chain[0].target), args, shapes, option, tp
+    return str(chain[0].target), args, shapes, option, source, tp
 
 
 def disturbed(value: Any, grad: bool) -> Any:
@@ -108,8 +124,8 @@ def check_model(model: nn.Module, inputs: dict[str, Tensor], tp: int, seen: set[
     seen = set() if seen is None else seen
     program, values = record(model, inputs)
     wrong, checked = [], 0
-    for node, option in discussed(program, tp):
-        key = signature(node, option, tp)
+    for node, option, source in discussed(program, tp):
+        key = signature(node, option, source, tp)
         if key in seen:
             continue
         seen.add(key)
@@ -117,7 +133,7 @@ def check_model(model: nn.Module, inputs: dict[str, Tensor], tp: int, seen: set[
         op.values = {n.name: disturbed(values[n.name], n.meta["grad"]) for n in op.inputs}
         checked += 1
         try:
-            check(op, option, tp)
+            check(op, option, tp, source=source)
         except Exception as error:
             said = " ".join(str(error).split())[:300]
             wrong.append(f"{node.name}: {key[0]}{key[1]} on {[k[0] for k in key[2]]}, {option.rule} "

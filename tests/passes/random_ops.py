@@ -96,27 +96,27 @@ def random_cut(random: Random, shape: tuple[int, ...], tp: int) -> Placement | N
     return Placement("V", dim, tuple(segments))
 
 
-def options(draw: Callable[..., Any], op: Op, tp: int) -> list[Option]:
-    """What the rule admits of the op when random cuts of its inputs and its result are under discussion."""
+def options(draw: Callable[..., Any], op: Op, tp: int) -> list[tuple[Option | None, Option]]:
+    """(option of the tuple that an item is taken of, option of the op): what the rule admits of the op when random cuts of its inputs and its result are under discussion."""
     cuts: dict[str, set[Placement]] = {}
     random = Random(draw(st.integers(0, 2**30), "seed of the cuts"))
     for node in (*op.inputs, op.node):
         found = [random_cut(random, tuple(node.meta["val"].shape), tp) for _ in range(4)]
         cuts[node.name] = {c for c in found if c is not None}
     if len(op.chain) == 1:
-        return options_of(Site(op.node, tp, cuts))
+        return [(None, o) for o in options_of(Site(op.node, tp, cuts))]
     first = options_of(Site(op.chain[0], tp, cuts))
     cuts[op.chain[0].name] = {o.out for o in first if o.out.is_sharded}
-    return options_of(Site(op.node, tp, cuts))
+    return [(f, o) for o in options_of(Site(op.node, tp, cuts)) for f in first if f.out == o.args[0]]
 
 
 def check_options(data: st.DataObject, op: Op) -> None:
     """Every option that the rule admits, by values and gradients."""
     tp = data.draw(st.sampled_from([2, 3, 4]), "tp")
     found = options(data.draw, op, tp)
-    for option in found:
+    for source, option in found:
         try:
-            check(op, option, tp)
+            check(op, option, tp, source=source)
         except Exception as error:
             shapes = [tuple(n.meta["val"].shape) for n in op.inputs]
             raise AssertionError(f"tp {tp}, {op.chain[0].target} {op.chain[0].args} on {shapes}: {option}\n{error}") from error

@@ -191,16 +191,13 @@ class Op:
         return env[self.node]
 
 
-def local_module(op: Op, option: Option, tp: int, rank: int) -> fx.GraphModule:
-    """The op as lowering leaves it on ``rank``."""
+def local_module(op: Op, chosen: list[Option], tp: int, rank: int) -> fx.GraphModule:
+    """The op as lowering leaves it on ``rank``; ``chosen``: an option for each call of its chain."""
     stage = StageGraph(0, fx.Graph(), nn.Module())
-    types = [option.args[0]] if len(op.chain) == 2 else list(option.args)
-    options = {n.name: Option((), t, "given") for n, t in zip(op.inputs, types, strict=True)}
+    options = {n.name: Option((), t, "given") for n, t in zip(op.inputs, chosen[0].args, strict=True)}
     for node in op.inputs:
         stage.env[node.name] = stage.graph.placeholder(node.name)
-    if len(op.chain) == 2:
-        options[op.chain[0].name] = Option((types[0],), types[0], "given")
-    options[op.node.name] = option
+    options |= {n.name: o for n, o in zip(op.chain, chosen, strict=True)}
     for node in op.chain:
         stage.env[node.name] = stage.graph.node_copy(node, lambda n: stage.env[n.name])
     for origin in (*op.inputs, *op.chain):
@@ -212,19 +209,24 @@ def local_module(op: Op, option: Option, tp: int, rank: int) -> fx.GraphModule:
     return fx.GraphModule(stage.root, stage.graph)
 
 
-def check(op: Op, option: Option, tp: int, seed: int = 0) -> None:
-    """Raises AssertionError where a rank's result or gradient is not as the option says."""
+def check(op: Op, option: Option, tp: int, seed: int = 0, source: Option | None = None) -> None:
+    """Raises AssertionError where a rank's result or gradient is not as the option says.
+
+    ``source``: the option of the split (or other tuple) that the op takes an item of.
+    """
     generator = torch.Generator().manual_seed(seed)
     whole = [op.values[n.name].detach().requires_grad_(op.differentiable(n)) for n in op.inputs]
     assert not any(x.is_meta for x in whole), "values on meta: nothing would be compared"
     expected = op.run_whole(whole)
-    types = [option.args[0]] if len(op.chain) == 2 else list(option.args)
+    chosen = [option] if source is None else [source, option]
+    assert len(chosen) == len(op.chain)
+    types = chosen[0].args
     given = [parts(x.detach(), t, tp, generator, gradient=False) for x, t in zip(whole, types, strict=True)]
     differentiable = [i for i, x in enumerate(whole) if x.requires_grad]
     backward = expected.requires_grad
     cotangent = torch.randn(expected.shape, dtype=expected.dtype, generator=generator) if backward else None
     pulled = parts(cotangent, option.out, tp, generator, gradient=True) if cotangent is not None else [None] * tp
-    modules = [local_module(op, option, tp, rank) for rank in range(tp)]
+    modules = [local_module(op, chosen, tp, rank) for rank in range(tp)]
 
     def run(rank: int) -> tuple[Tensor, list[Tensor]]:
         mine = [g[rank].detach().clone().requires_grad_(i in differentiable) for i, g in enumerate(given)]
