@@ -297,7 +297,7 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
 
 
 REWRITES: dict[Any, Callable[..., Any]] = table({
-    _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy",
+    _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
     _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async sym_constrain_range sym_constrain_range_for_size "
               "_assert_scalar",
     _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",

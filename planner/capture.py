@@ -10,10 +10,13 @@ Leaves:  a graph of canonical ATen ops (planner.canonical) with parameters, buff
 from __future__ import annotations
 
 import copy
+import io
+import linecache
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +27,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from planner.canonical import canonicalize, prune
+from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.errors import PlanError, Where
 from planner.source_lines import is_foreign_frame
+
+FORWARD_MUST_WORK = ("call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
+                     "have shapes but no values (no numpy, no lists of their elements)")
 
 
 @dataclass
@@ -113,36 +120,40 @@ def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.E
     try:
         return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
     except Exception as error:
-        where = _user_frame(error)
-        if isinstance(error, TypeError) and "argument" in str(error):
-            raise PlanError(f"the model does not take these inputs: {error}", where=where,
+        where = _user_frame(error, model)
+        if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
+            raise PlanError(f"the model does not take these inputs: {error}", where="inputs",
                             fix="name the keys under `inputs` as the arguments of the model's forward") from error
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PlanError(f"the model cannot be captured: {what}", where=where,
-                        fix="control flow and shapes may depend on shapes and settings, not on the values of tensors: "
-                            "replace the branch by torch.where or a flag (no .item(), no nonzero())") from error
+                        fix=FIX if "data-dependent" in what else FORWARD_MUST_WORK) from error
 
 
 def _quietly(run: Any) -> Any:
-    """torch.export warns and logs about matters that are no concern of a user who only plans."""
+    """torch.export warns, logs and prints half graphs: no concern of a user who only plans."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             return run()
     finally:
         logger.setLevel(level)
 
 
-def _user_frame(error: BaseException) -> Where:
-    """The deepest frame of the traceback that is not PyTorch's own."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_foreign_frame(f.filename)]
-    if not frames:
+def _user_frame(error: BaseException, model: nn.Module) -> Where:
+    """The deepest frame of the traceback that is not PyTorch's own, and the dotted name of the module that it is in."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    users = [(f, line) for f, line in steps if not is_foreign_frame(f.f_code.co_filename)]
+    if not users:
         return Where()
-    last = frames[-1]
-    return Where(file=last.filename, line=last.lineno or 0, code=(last.line or "").strip())
+    names = {id(module): name for name, module in model.named_modules()}
+    holders = [names.get(id(f.f_locals.get("self"))) for f, _ in users]
+    frame, line = users[-1]
+    file = frame.f_code.co_filename
+    return Where(next((h for h in reversed(holders) if h is not None), ""), file, line,
+                 linecache.getline(file, line).strip())
 
 
 def _mutates(graph_module: fx.GraphModule) -> bool:
@@ -170,6 +181,7 @@ def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedP
             program.inputs[name] = name
         else:
             program.constants[name] = constants.get(spec.target or "", torch.empty(0))
+    refuse_dynamic_shapes(exported.graph_module)
     outputs = _select_outputs(exported, program)
     program.graph = canonicalize(exported.graph_module, outputs, program.constants)
     _merge_tied(program)
@@ -198,6 +210,7 @@ def _keep_only_the_loss(program: Program) -> None:
     output.args = ((program.node(program.loss),),)
     program.outputs = {name: 0}
     prune(program.graph)
+    refuse_numbers_from_tensors(program.graph)
 
 
 def _parameter_names(model: nn.Module, twin: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -268,7 +281,7 @@ def _find_loss(program: Program, wanted: str) -> str:
     if len(scalars) == 1:
         return next(iter(scalars.values())).name
     if not scalars:
-        raise PlanError(f"no output of the model is a loss (outputs: {listed})", where="loss: auto",
+        raise PlanError(f"no output of the model is a loss (outputs: {listed})", where="loss",
                         fix="return a scalar loss from forward; a Hugging Face model needs `labels` among its inputs")
-    raise PlanError(f"several outputs could be the loss: {', '.join(scalars)}", where="loss: auto",
+    raise PlanError(f"several outputs could be the loss: {', '.join(scalars)}", where="loss",
                     fix="set loss: {output: <name>}")

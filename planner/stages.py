@@ -104,11 +104,11 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str 
         stages = f"pp {pp} · vpp {vpp} = {pp * vpp} stages" if vpp > 1 else f"pp {pp} stages"
         fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: there is nothing to cut between"
         raise PlanError(f"pipeline: {stages}, but the model has only {num_blocks} blocks to cut between",
-                        where=where, fix=fix)
+                        where=where or "mesh.pp", fix=fix)
 
 
 def _check_split(split: list[int], num_stages: int, num_blocks: int, where: Where | str | None) -> list[int]:
-    given = f"pipeline.split {split}"
+    given, where = f"pipeline.split {split}", where or "pipeline.split"
     fix = f"give {num_stages} positive numbers of blocks that add up to {num_blocks}, or `auto`"
     if len(split) != num_stages:
         raise PlanError(f"{given} has {len(split)} entries for {num_stages} stages", where=where, fix=fix)

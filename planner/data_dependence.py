@@ -1,0 +1,50 @@
+"""Refuse what depends on the values of tensors: a plan holds for every batch, so shapes and paths must be known now.
+
+``x.item()`` of a tensor is carried as the tensor itself, so a loss may divide by it; everything that computes with the
+number in Python, or cuts by it, is refused with the user's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.source_lines import where_of
+
+FIX = ("control flow and shapes may depend on shapes and settings, not on the values of tensors: "
+       "replace the branch by torch.where, a mask or a flag (no x[mask], no nonzero())")
+
+
+def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
+    """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""
+    for node in _calls(module):
+        if any(not isinstance(size, int) for value in _tensors(node.meta.get("val")) for size in value.shape):
+            raise PlanError(f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
+                            where=where_of(node), fix=FIX)
+
+
+def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
+    """Raise PlanError where Python computes with a number that was read out of a tensor."""
+    for node in _calls(module):
+        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise PlanError("the model cannot be captured: Python computes with a number read out of a tensor",
+                            where=where_of(node), fix="compute with the tensor itself, without .item() or int()")
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            yield from (n for n in inner.graph.nodes if n.op == "call_function")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default").removesuffix(".Tensor")
