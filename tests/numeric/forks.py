@@ -1,4 +1,4 @@
-"""Forked children for the numeric tests: a process that has imported and captured once, and many short-lived copies of it.
+"""Forked children for the numeric tests: one process has imported and captured, many short-lived copies of it run.
 
 Planning and importing cost more than the small runs themselves, so both happen once in a parent that never opens a
 process group and never runs a backward (autograd's threads do not survive a fork); ranks and references are its forks.
@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,10 +61,8 @@ class Child:
     def end(self) -> tuple[Any, BaseException | None]:
         """Reap the child; its result and its error."""
         os.close(self._read)
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         _, status = os.waitpid(self.pid, 0)
         if not self._content:
             return None, ForkError(f"the child ended without a result (status {status})")
@@ -75,7 +74,9 @@ def in_fork(function: Callable[..., Any], *args: Any, timeout_seconds: float = T
     return in_forks([(function, args)], timeout_seconds)[0]
 
 
-def in_forks(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+def in_forks(
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     """All calls at once, each in a fork of its own; raises the first error, and ends all children in any case."""
     deadline = time.monotonic() + timeout_seconds
     children = [Child(function, *args) for function, args in calls]
@@ -136,7 +137,9 @@ class StoreHost:
         return in_forks([(_rank, (self.port, prefix, r, world_size, function, args)) for r in range(world_size)])
 
 
-def _rank(port: int, prefix: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _rank(
+    port: int, prefix: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if world_size == 1:
         return function(*args)

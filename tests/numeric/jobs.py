@@ -88,7 +88,11 @@ def train_steps(plan: Any, batches: Batches, local: bool) -> Found | None:
         reports = [engine.train_step(batch, local=local) for batch in given]
         evaluated = engine.evaluate(given[0], local=local)
         parameters = engine.gather_parameters()
-    return Found([r.loss for r in reports], [r.grad_norm for r in reports], {}, parameters, evaluated) if parameters else None
+    return (
+        Found([r.loss for r in reports], [r.grad_norm for r in reports], {}, parameters, evaluated)
+        if parameters
+        else None
+    )
 
 
 def losses_without_updates(plan: Any, batches: Batches) -> list[float]:

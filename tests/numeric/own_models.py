@@ -54,7 +54,8 @@ class MatmulAttention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         source = x if memory is None else memory
-        q, k, v = (m(y).view(batch, length, HEADS, SIZE).transpose(1, 2) for m, y in zip((self.q, self.k, self.v), (x, source, source), strict=True))
+        products = self.q(x), self.k(source), self.v(source)
+        q, k, v = (product.view(batch, length, HEADS, SIZE).transpose(1, 2) for product in products)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
         scores = q @ k.transpose(-2, -1) * SIZE**-0.5
@@ -84,8 +85,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm by default; ``parallel``: attention and MLP read the same norm and are added at once."""
 
-    def __init__(self, attention: Callable[[], nn.Module] = MatmulAttention, norm: Callable[[int], nn.Module] = nn.LayerNorm,
-                 gated: bool = False, parallel: bool = False, dropout: float = 0.0, inner_dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        attention: Callable[[], nn.Module] = MatmulAttention,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        gated: bool = False,
+        parallel: bool = False,
+        dropout: float = 0.0,
+        inner_dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleDict({"norm": norm(WIDTH), "attention": attention(), "mlp": MLP(gated, inner_dropout)})
         if not parallel:
@@ -110,6 +118,11 @@ def logsumexp_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     return ((logits.logsumexp(-1) - picked) * valid).sum() / valid.sum()
 
 
+def item_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (labels != -100).sum().item()
+
+
 def masked_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     return (each * mask).sum() / mask.sum().clamp(min=1)
@@ -124,8 +137,13 @@ def several_losses(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
 class Model(nn.Module):
     """Tokens, positions, whatever ``run`` makes of the layers, head and loss."""
 
-    def __init__(self, layers: nn.Module, run: Callable[[Any, Tensor], Tensor] | None = None,
-                 loss: Callable[..., Tensor] = mean_loss, tied: bool = False) -> None:
+    def __init__(
+        self,
+        layers: nn.Module,
+        run: Callable[[Any, Tensor], Tensor] | None = None,
+        loss: Callable[..., Tensor] = mean_loss,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Parameter(torch.randn(1, LENGTH, WIDTH) * 0.1)
@@ -188,7 +206,10 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.tokens, self.encoder = nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.tokens, self.encoder = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         angles = torch.arange(LENGTH).unsqueeze(1) / 100 ** (torch.arange(0, WIDTH, 2) / WIDTH)
         self.register_buffer("sines", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
@@ -233,8 +254,11 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "relative-bias": lambda: own(lambda: stack(4, partial(Block, RELATIVE))),
     "normed-keys": lambda: own(lambda: stack(4, partial(Block, NORMED, RMSNorm, gated=True))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
-    "memory": lambda: own(lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory),
+    "memory": lambda: own(
+        lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
+    ),
     "logsumexp-loss": lambda: own(lambda: stack(3, Block), loss=logsumexp_loss),
+    "item-loss": lambda: own(lambda: stack(3, Block), loss=item_loss),
     "masked-loss": lambda: own(lambda: stack(3, Block), loss=masked_loss),
     "several-losses": lambda: own(lambda: stack(3, Block), loss=several_losses),
     "frozen": lambda: Entry(Frozen(), tokens(VOCABULARY), ("labels",)),

@@ -35,7 +35,7 @@ LIMITS = {torch.float64: (1e-10, 1e-8), torch.float32: (2e-6, 5e-5), torch.bfloa
 class Case:
     """``model`` is a name of the zoo; ``mesh`` the sizes of the axes; ``rest`` other parts of the spec.
 
-    ``job`` is run on every rank as ``job(plan, batches)`` in place of the usual steps; it stands at the top of a module.
+    ``job(plan, batches)`` is run on every rank in place of the usual steps; it stands at the top of a module.
     """
 
     model: str
@@ -181,9 +181,10 @@ class Bench:
         self._child.end()
 
 
-def _bench(connection: Connection, other: Connection, build: Callable[[str], Any], host: StoreHost, first: Case) -> None:
+def _bench(
+    connection: Connection, other: Connection, build: Callable[[str], Any], host: StoreHost, first: Case
+) -> None:
     import planner.api
-    from tests.numeric import zoo
 
     other.close()
     entry = build(first.model)
@@ -223,7 +224,6 @@ def _bench(connection: Connection, other: Connection, build: Callable[[str], Any
                 error.add_note(traceback.format_exc())
             answer = None, error
         send(connection, answer)
-    del zoo
 
 
 def spec_of(entry: Any, case: Case) -> dict[str, Any]:
@@ -254,7 +254,11 @@ def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | N
     if kind == "check":
         return compare(results[0], truth)
     found = results[0]
-    return {n: compare(f, truth) for n, f in found.items()} if isinstance(found, dict) else [compare(f, truth) for f in found]
+    return (
+        {n: compare(f, truth) for n, f in found.items()}
+        if isinstance(found, dict)
+        else [compare(f, truth) for f in found]
+    )
 
 
 def steps(decided: Any, batches: list[dict[str, Tensor]]) -> Found | None:
@@ -333,7 +337,9 @@ def _values(kind: str, found: list[float], truth: list[float], limit: float, wro
     if len(found) != len(truth):
         wrong.append(f"{kind}: {len(found)} of {len(truth)}")
     differences = [abs(a - b) / abs(b) for a, b in zip(found, truth, strict=False)]
-    wrong += [f"{kind} {a!r}, one process {b!r}" for a, b, d in zip(found, truth, differences, strict=False) if not d <= limit]
+    wrong += [
+        f"{kind} {a!r}, one process {b!r}" for a, b, d in zip(found, truth, differences, strict=False) if not d <= limit
+    ]
     return max(differences, default=0.0)
 
 

@@ -38,10 +38,19 @@ def test_the_same_run_twice_gives_the_same_bits(lab: Lab, mesh: dict[str, int]) 
     assert all(first.parameters[name].equal(value) for name, value in second.parameters.items())
 
 
-@pytest.mark.parametrize("precision", [{"parameters": "float32"}, {"parameters": "bfloat16", "gradients": "float32"},
-                                       {"parameters": "bfloat16", "gradients": "bfloat16"}], ids=lambda p: "-".join(p.values()))
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"parameters": "float32"},
+        {"parameters": "bfloat16", "gradients": "float32"},
+        {"parameters": "bfloat16", "gradients": "bfloat16"},
+    ],
+    ids=lambda p: "-".join(p.values()),
+)
 @pytest.mark.parametrize("mesh", LAYOUTS[:2], ids=str)
-def test_other_precisions_equal_one_process_to_their_rounding(lab: Lab, mesh: dict[str, int], precision: dict[str, str]) -> None:
+def test_other_precisions_equal_one_process_to_their_rounding(
+    lab: Lab, mesh: dict[str, int], precision: dict[str, str]
+) -> None:
     report = lab.check(Case("gpt", mesh, {"precision": precision}))
     assert report.of("loss", "gradient") == []
 

@@ -70,17 +70,25 @@ def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: L
 
 @pytest.mark.parametrize("multiple", [1, 128])
 def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> None:
-    assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"tensor_parallel": {"vocabulary_multiple": multiple}})).wrong == []
+    assert (
+        lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"tensor_parallel": {"vocabulary_multiple": multiple}})).wrong == []
+    )
 
 
-@pytest.mark.parametrize("options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}])
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}]
+)
 def test_optimizer_settings_equal_one_process(lab: Lab, options: dict[str, object]) -> None:
     assert lab.check(Case("gpt", {"tp": 2, "dp": 2}, {"optimizer": options})).wrong == []
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=name_of)
 def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, int]) -> None:
-    case = Case("gpt", layout, {"tensor_parallel": {"vocabulary_multiple": 8, "overrides": {"*.mlp.*": "replicate", "tokens": "replicate"}}})
+    case = Case(
+        "gpt",
+        layout,
+        {"tensor_parallel": {"vocabulary_multiple": 8, "overrides": {"*.mlp.*": "replicate", "tokens": "replicate"}}},
+    )
     styles = {p.name: p.style for p in lab.plan(case).parameters}
     assert styles["blocks.0.mlp.up.weight"] == styles["tokens.weight"] == "replicate"
     assert lab.check(case).wrong == []

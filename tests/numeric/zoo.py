@@ -26,7 +26,7 @@ class Entry:
     ones: tuple[str, ...] = field(default=())
 
     def batch(self, num_sequences: int, seed: int) -> dict[str, Tensor]:
-        """A global batch. Labels are ignored by a fraction that differs from sequence to sequence, one of them wholly."""
+        """A global batch. The fraction of ignored labels differs from sequence to sequence; one is ignored wholly."""
         generator = torch.Generator().manual_seed(seed)
         made = {name: self._random(name, num_sequences, generator) for name in self.inputs}
         for name in self.labels:
@@ -72,14 +72,17 @@ def build(name: str) -> Entry:
     return entry
 
 
-def hugging_face(kind: str, vocabulary: int = 97, inputs: dict[str, Any] | None = None, *, config_stem: str = "",
-                 **sizes: Any) -> Entry:
+def hugging_face(
+    kind: str, vocabulary: int = 97, inputs: dict[str, Any] | None = None, *, config_stem: str = "", **sizes: Any
+) -> Entry:
     """``kind``: the stem of config and model class, as in "GPT2:LMHeadModel"."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     stem, head = kind.split(":")
-    config = getattr(transformers, f"{config_stem or stem}Config")(vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes)
+    config = getattr(transformers, f"{config_stem or stem}Config")(
+        vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes
+    )
     model = getattr(transformers, stem + head)(config)
     return Entry(model, inputs or tokens(vocabulary), ("labels",))
 
@@ -105,12 +108,16 @@ def gemma(kind: str, **options: Any) -> Entry:
 
 def falcon(**options: Any) -> Entry:
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return hugging_face("Falcon:ForCausalLM", 99, **(sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | options))
+    return hugging_face(
+        "Falcon:ForCausalLM", 99, **(sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | options)
+    )
 
 
 def t5(**options: Any) -> Entry:
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
-    return hugging_face("T5:ForConditionalGeneration", 103, **(sizes | {"decoder_start_token_id": 2, "dropout_rate": 0.0} | options))
+    return hugging_face(
+        "T5:ForConditionalGeneration", 103, **(sizes | {"decoder_start_token_id": 2, "dropout_rate": 0.0} | options)
+    )
 
 
 def vit() -> Entry:
@@ -146,7 +153,9 @@ FAMILIES: dict[str, Callable[[], Entry]] = {
     "phi3": lambda: hugging_face("Phi3:ForCausalLM", **LLAMA),
     "mistral": lambda: hugging_face("Mistral:ForCausalLM", **LLAMA, sliding_window=5),
     "gpt_neox": lambda: hugging_face("GPTNeoX:ForCausalLM", **SIZES, intermediate_size=64),
-    "gpt_neox-sequential": lambda: hugging_face("GPTNeoX:ForCausalLM", **SIZES, intermediate_size=64, use_parallel_residual=False),
+    "gpt_neox-sequential": lambda: hugging_face(
+        "GPTNeoX:ForCausalLM", **SIZES, intermediate_size=64, use_parallel_residual=False
+    ),
     "falcon-7b": lambda: falcon(),
     "falcon-new": lambda: falcon(new_decoder_architecture=True, num_kv_heads=2),
     "falcon-alibi": lambda: falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),

@@ -13,7 +13,13 @@ TP_PP = {"tp": 2, "pp": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [("gpt", TP_PP), ("gpt", {"tp": 2}), ("normed-keys", {"tp": 2}), ("llama-one-key-head", {"tp": 2}), ("t5", {"tp": 2})],
+    [
+        ("gpt", TP_PP),
+        ("gpt", {"tp": 2}),
+        ("normed-keys", {"tp": 2}),
+        ("llama-one-key-head", {"tp": 2}),
+        ("t5", {"tp": 2}),
+    ],
 )
 def test_a_run_without_any_one_collective_differs_from_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     whole, *mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_collective))
@@ -31,7 +37,9 @@ def test_a_run_without_any_one_collective_differs_from_one_process(lab: Lab, mod
         ("llama-one-key-head", {"tp": 2}, "model.layers.0.self_attn.k_proj.weight over tp"),
     ],
 )
-def test_a_step_without_any_one_sum_of_partial_gradients_differs(lab: Lab, model: str, mesh: dict[str, int], summed: str) -> None:
+def test_a_step_without_any_one_sum_of_partial_gradients_differs(
+    lab: Lab, model: str, mesh: dict[str, int], summed: str
+) -> None:
     mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_sum_of_a_step))
     assert summed in mutants
     assert [name for name, mutant in mutants.items() if not mutant.of("gradient")] == []
