@@ -86,7 +86,8 @@ def find_blocks(program: Program) -> Blocks:
 
 
 def in_order(groups: list[Group], structure: Structure) -> list[Group]:
-    return sorted(groups, key=lambda group: structure.order[group.nodes[0]])
+    """In the order in which they end: what a block does to its weights alone may come long before it."""
+    return sorted(groups, key=lambda group: structure.order[group.nodes[-1]])
 
 
 def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node]) -> list[list[Group]]:
@@ -110,12 +111,18 @@ def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recompu
     starts = [s for run in runs for s in range(run.start, run.end, run.period)]
     ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
     home = {node: b for b, (start, end) in enumerate(zip(starts, ends, strict=True)) for node in nodes[start:end]}
-    begins = [structure.order[nodes[start - 1]] if start else -1 for start in starts]
+    of_weights: set[fx.Node] = set()
+    for node in structure.nodes:
+        read = node.all_input_nodes
+        if node in recomputed and any(n in of_weights or structure.roles.get(n.name) == "parameters" for n in read):
+            of_weights.add(node)
     for node in reversed(structure.nodes):
-        if node in recomputed:
-            readers = {home.get(user) for user in node.users}
-            reader = readers.pop() if len(readers) == 1 else None
-            if reader is not None and structure.order[node] > begins[reader]:
+        readers = {home.get(user) for user in node.users} if node in recomputed else {None}
+        reader = readers.pop() if len(readers) == 1 else None
+        if reader is not None:
+            # what comes before a block's first call is its own only if it is a weight's: a mask is made for several
+            is_within = structure.order[node] > structure.order[nodes[starts[reader]]]
+            if is_within or node in of_weights:
                 home[node] = reader
     groups = [Group("") for _ in starts]
     for node in structure.nodes:
@@ -131,7 +138,7 @@ class _Choice:
                  repetition: list[Group]) -> None:
         self.program, self.structure, self.recomputed = program, structure, recomputed
         self.groups, self.repetition = groups, repetition
-        self.inside = {node for group in repetition for node in group.nodes}
+        self.inside = {node for group in repetition for node in group.nodes if node not in recomputed}
         self.touching = [group for group in groups if not self.inside.isdisjoint(group.nodes)]
         self.replaced = [group for group in groups if group not in self.touching] + repetition
 

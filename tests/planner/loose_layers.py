@@ -150,6 +150,18 @@ def transposed(num_layers: int = 3) -> Body:
     return Body(run, up=weights(*[(4 * WIDTH, WIDTH)] * num_layers), down=weights(*[(WIDTH, 4 * WIDTH)] * num_layers))
 
 
+def hoisted(num_layers: int = 3) -> Body:
+    """As ``transposed``, all of it before the first layer."""
+    def run(body: Body, x: Tensor) -> Tensor:
+        turned = [(up.t(), down.t()) for up, down in zip(body.up, body.down, strict=True)]
+        for up, down in turned:
+            x = x + (norm(x) @ up).relu() @ down
+        return x
+    body = transposed(num_layers)
+    body.run = run
+    return body
+
+
 def loops(num_modules: int = 2) -> Body:
     """Modules that each run three layers in plain code."""
     def run(body: Body, x: Tensor) -> Tensor:
@@ -231,5 +243,6 @@ class GatheredLoss(nn.Module):
 
 BODIES: dict[str, Callable[[], Body]] = {
     "pieces": pieces, "einsums": einsums, "two_lists": two_lists, "two_lists_and_norms": two_lists_and_norms,
-    "next_norm": next_norm, "shared": shared, "transposed": transposed, "loops": loops, "experts": experts,
+    "next_norm": next_norm, "shared": shared, "transposed": transposed, "hoisted": hoisted,
+    "loops": loops, "experts": experts,
     "alternating": lambda: of_widths(4, 2, 4, 2, 4), "first_differs": lambda: of_widths(2, 4, 4, 4)}

@@ -35,7 +35,8 @@ def program_of(name: str) -> Program:
 
 @pytest.mark.parametrize(("name", "expected"), [
     ("pieces", [0, 0, 0]), ("einsums", [0, 0]), ("two_lists", [0, 1, 0, 1, 0, 1]), ("two_lists_and_norms", [0, 0, 0]),
-    ("next_norm", [0, 0, 0]), ("shared", [0] * 4), ("transposed", [0] * 3), ("loops", [0] * 6), ("experts", [0, 0]),
+    ("next_norm", [0, 0, 0]), ("shared", [0] * 4), ("transposed", [0] * 3), ("hoisted", [0] * 3), ("loops", [0] * 6),
+    ("experts", [0, 0]),
     ("alternating", [0, 1, 0, 1, 0]), ("first_differs", [0, 1, 1, 1]), ("encoder_decoder", [0] * 3 + [1] * 3),
     ("gathered_loss", [0, 1, 1, 1])])
 def test_the_layers_are_the_blocks(name: str, expected: list[int]) -> None:
