@@ -111,7 +111,7 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
         ("mesh:", "mash:", ["SpecError", "mash", "did you mean 'mesh'", "spec.yaml:2"]),
         ("tp: 2", "tp: two", ["SpecError", "mesh.tp", "spec.yaml:2"]),
         ("global: 16", "global: 15", ["batch.global = 15 is not divisible", "spec.yaml:3"]),
-        ("tp: 2", "tp: 3", ["tp", "spec.yaml:2", "fix:"]),
+        ("tp: 2", "tp: 3", ["4 query heads not divisible by tp = 3", "gpt.py:26", "fix: choose tp from {2, 4}"]),
         ("pp: 2", "pp: 8", ["pp 8 stages", "4 blocks", "spec.yaml:2", "fix:"]),
         ("input_ids: {", "token_ids: {", ["'input_ids'", "spec.yaml:4", "fix:"]),
     ],
