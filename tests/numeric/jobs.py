@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import planner
 from passes.base import RankProgram
 from passes.dropout import stream_dropout
 from passes.lower import lower
+from planner.errors import PlanError
 from runtime import Engine
 from runtime.mutants import num_collectives, without_collective
 from tests.numeric.server import Found, steps
@@ -99,3 +102,56 @@ def losses_without_updates(plan: Any, batches: Batches) -> list[float]:
     """The loss of one batch three times; with dropout, each step draws its own masks."""
     with Engine(plan, timeout_seconds=60) as engine:
         return [engine.train_step(batches[0]).loss for _ in range(3)]
+
+
+def error_of(run: Any) -> str:
+    """The words of the PlanError that ``run`` raises; empty if there is none."""
+    try:
+        run()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def plans_that_differ(plan: Any, batches: Batches) -> str:
+    """The last rank was started with another spec."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        plan = dataclasses.replace(plan, spec={**plan.spec, "seed": 99})
+    return error_of(lambda: Engine(plan, timeout_seconds=60))
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "a key too few": lambda batch: {"input_ids": batch["input_ids"]},
+    "a key too many": lambda batch: batch | {"extra": batch["input_ids"]},
+    "too few sequences": lambda batch: {name: value[:-1] for name, value in batch.items()},
+    "other length": lambda batch: {name: value[:, :-1] for name, value in batch.items()},
+    "other dtype": lambda batch: {name: value.int() for name, value in batch.items()},
+    "no tensor": lambda batch: {name: value.tolist() for name, value in batch.items()},
+    "other tokens": lambda batch: {name: value.roll(1, 0) for name, value in batch.items()},
+}
+
+
+def batch_of_one_rank(plan: Any, batches: Batches, change: str) -> str:
+    """The last rank gives another batch than the others. No step ran: no rank counted a collective."""
+    batch = batches[0]
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        batch = CHANGES[change](batch)
+    with Engine(plan, timeout_seconds=60) as engine:
+        found = error_of(lambda: engine.train_step(batch))
+        assert not any(axis.counts for axis in engine.program.axes.values())
+    return found
+
+
+def bad_batch(plan: Any, batches: Batches, change: str) -> str:
+    """Every rank gives the same bad batch, as its second one; then a good one shows that nothing was left half done."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        engine.train_step(batches[0])
+        found = error_of(lambda: engine.train_step(CHANGES[change](batches[1])))
+        assert engine.train_step(batches[1]).loss > 0
+    return found
+
+
+def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) -> str:
+    """A plan for another number of ranks than were started."""
+    other = planner.plan(plan.source.model, {**plan.spec, "mesh": mesh})
+    return error_of(lambda: Engine(other, timeout_seconds=60))

@@ -257,10 +257,10 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "memory": lambda: own(
         lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
     ),
-    "logsumexp-loss": lambda: own(lambda: stack(3, Block), loss=logsumexp_loss),
-    "item-loss": lambda: own(lambda: stack(3, Block), loss=item_loss),
-    "masked-loss": lambda: own(lambda: stack(3, Block), loss=masked_loss),
-    "several-losses": lambda: own(lambda: stack(3, Block), loss=several_losses),
+    "logsumexp-loss": lambda: own(lambda: stack(4, Block), loss=logsumexp_loss),
+    "item-loss": lambda: own(lambda: stack(4, Block), loss=item_loss),
+    "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
+    "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),
     "frozen": lambda: Entry(Frozen(), tokens(VOCABULARY), ("labels",)),
     "torch-encoder": lambda: Entry(Encoder(), tokens(VOCABULARY), ("labels",)),
 }

@@ -1,0 +1,255 @@
+"""Bad input ends with one error that says what, where and how to fix it: exit code 2, no traceback, no rank left over."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from examples.gpt import GPT
+from planner import PlanError, plan
+from tests import bad_models
+from tests.numeric import jobs
+from tests.numeric.server import Case, Lab, session_lab
+
+ROOT = Path(__file__).resolve().parent.parent
+INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}"
+SPEC = f"""mesh: {{tp: 2, pp: 2}}
+batch: {{global: 8, micro: 2}}
+{INPUTS}
+optimizer: {{lr: 1.0e-3, betas: [0.9, 0.95]}}
+"""
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return session_lab()
+
+
+class GptOfLabels(nn.Module):
+    """The GPT of the examples under the names of SPEC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(vocabulary=256, length=8, width=32, num_layers=4, num_heads=4)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return self.gpt(input_ids, labels)[1]
+
+
+def error_of(directory: Path, model: nn.Module, text: str) -> PlanError:
+    path = directory / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        plan(model, path)
+    error = caught.value
+    assert error.what
+    assert error.fix
+    assert len(str(error).splitlines()) == 3, str(error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "what", "fix"),
+    [
+        ("mesh:", "mash:", "spec.yaml:1", "unknown key 'mash'", "did you mean 'mesh'"),
+        ("pp: 2", "pipe: 2", "spec.yaml:1", "unknown key 'pipe' in mesh", "did you mean"),
+        ("lr:", "learning_rate:", "spec.yaml:4", "unknown key 'learning_rate' in optimizer", "lr"),
+        ("tp: 2", "tp: two", "spec.yaml:1", "mesh.tp must be a whole number", "whole number"),
+        ("tp: 2", "tp: 2.5", "spec.yaml:1", "mesh.tp must be a whole number", "whole number"),
+        ("pp: 2", "pp: 0", "spec.yaml:1", "mesh.pp is 0", "1 or more"),
+        ("lr: 1.0e-3", "lr: fast", "spec.yaml:4", "optimizer.lr must be a number", "number"),
+        ("[0.9, 0.95]", "[0.9]", "spec.yaml:4", "optimizer.betas must have 2 items", "2 items"),
+        ("int64", "int", "spec.yaml:3", "inputs.input_ids.dtype", "did you mean 'int8'"),
+        ("global: 8", "global: 9", "spec.yaml:2", "batch.global = 9 is not divisible by", "8 or 10"),
+        ("global: 8", "global: 2", "spec.yaml:2", "needs at least 2 microbatches", "or use gpipe"),
+        ("pp: 2", "pp: 5", "spec.yaml:1", "pp 5 stages, but the model has only 4 blocks", "pp · vpp ≤ 4"),
+        ("optimizer:", "pipeline: {split: [3, 2]}\noptimizer:", "spec.yaml:4", "adds up to 5", "add up to 4"),
+        ("optimizer:", "pipeline: {split: [1, 1, 2]}\noptimizer:", "spec.yaml:4", "has 3 stages", "list 2 numbers"),
+        ("optimizer:", "loss: {output: los}\noptimizer:", "spec.yaml:4", "no scalar output `los`", "name one of"),
+        (INPUTS, "", "spec.yaml", "inputs is missing", "add `inputs:"),
+        (
+            "labels: {",
+            "label: {",
+            "spec.yaml:3",
+            "missing a required argument: 'labels'",
+            "arguments of the model's forward",
+        ),
+        ("labels: {like: input_ids}", "labels: {like: ids}", "spec.yaml:3", "ids", "input_ids"),
+        ("mesh: {", "mesh: [", "spec.yaml", "", ""),
+    ],
+)
+def test_a_bad_spec_is_one_error_at_its_line(
+    tmp_path: Path, old: str, new: str, where: str, what: str, fix: str
+) -> None:
+    assert old in SPEC
+    error = error_of(tmp_path, GptOfLabels(), SPEC.replace(old, new, 1))
+    assert where in str(error.where)
+    assert what in error.what
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "what", "fix"),
+    [
+        (bad_models.Branch, "layers.1", "data-dependent", "torch.where"),
+        (bad_models.MaskedRows, "", "depends on data", "no x[mask]"),
+        (bad_models.NumberInPython, "", "a number read out of a tensor", "without .item()"),
+        (bad_models.Numpy, "", "numpy", "no numpy"),
+    ],
+)
+def test_a_model_that_cannot_be_captured_names_its_line(
+    tmp_path: Path, model: Callable[[], nn.Module], module: str, what: str, fix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(tmp_path, model(), SPEC)
+    lines = Path(bad_models.__file__).read_text().splitlines()
+    assert error.where.line in [number for number, line in enumerate(lines, 1) if "# here" in line]
+    assert error.where.file == bad_models.__file__
+    assert error.where.module == module
+    assert what in error.what
+    assert fix in error.fix
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (bad_models.NoLoss, "no output of the model is a loss (outputs: logits [16, 256])"),
+        (bad_models.TwoLosses, "several outputs could be the loss: main, size"),
+        (bad_models.NoParameters, "no output of the model is a loss"),
+    ],
+)
+def test_a_model_without_one_loss_lists_its_outputs(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
+    assert what in error_of(tmp_path, model(), SPEC).what
+
+
+def test_tp_that_divides_no_heads_names_the_attention_and_the_nearest_sizes(tmp_path: Path) -> None:
+    error = error_of(tmp_path, GptOfLabels(), SPEC.replace("tp: 2", "tp: 3"))
+    assert "4 query heads" in error.what
+    assert "tp = 3" in error.what
+    assert error.where.module == "gpt.blocks.0.attention"
+    assert "scaled_dot_product_attention" in error.where.code
+    assert "{2, 4}" in error.fix
+
+
+def test_an_override_that_names_nothing_is_an_error_at_its_line(tmp_path: Path) -> None:
+    text = SPEC + "tensor_parallel: {overrides: {'*.nothing': replicate}}\n"
+    error = error_of(tmp_path, GptOfLabels(), text)
+    assert "`*.nothing` matches no parameter" in error.what
+    assert "spec.yaml:5" in str(error.where)
+
+
+@pytest.mark.parametrize("change", [name for name in jobs.CHANGES if name != "other tokens"])
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}], ids=str)
+def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh: dict[str, int], change: str) -> None:
+    errors = lab.run(Case("gpt", mesh, job=jobs.bad_batch, job_arguments=(change,)))
+    assert len(set(errors)) == 1
+    assert re.search(r"the batch|batch\[", errors[0])
+    assert "fix:" in errors[0]
+
+
+@pytest.mark.parametrize(
+    "change", ["a key too few", "too few sequences", "other length", "other dtype", "other tokens"]
+)
+def test_a_first_batch_that_differs_on_one_rank_is_an_error_on_every_rank(lab: Lab, change: str) -> None:
+    errors = lab.run(Case("gpt", {"tp": 2, "pp": 2}, job=jobs.batch_of_one_rank, job_arguments=(change,)))
+    assert len(errors) == 4
+    assert all("batch" in error and "fix:" in error for error in errors)
+    assert "rank 3" in errors[0]
+
+
+def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(lab: Lab) -> None:
+    errors = lab.run(Case("gpt", {"tp": 2, "pp": 2}, job=jobs.plans_that_differ))
+    assert len(set(errors)) == 1
+    assert "the plan (by hash) differs between ranks: rank 3 of 4" in errors[0]
+
+
+def test_a_plan_for_another_world_is_an_error_on_every_rank(lab: Lab) -> None:
+    errors = lab.run(Case("gpt", {"tp": 2}, job=jobs.plan_for_another_world, job_arguments=({"tp": 2, "pp": 2},)))
+    assert len(set(errors)) == 1
+    assert "the plan is for 4 ranks (tp 2 · pp 2), but 2 were launched" in errors[0]
+
+
+def run_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a session of its own; fails where it hangs or leaves a process behind."""
+    command = [sys.executable, "-m", "runtime.cli", *arguments]
+    started = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = started.communicate(timeout=120)
+    finally:
+        left = is_anyone_left(started.pid)
+        if left:
+            os.killpg(started.pid, 9)
+    assert not left, "a process is left"
+    return subprocess.CompletedProcess(command, started.returncode, out, err)
+
+
+def is_anyone_left(group: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+BAD = "tests/bad_models.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "old", "new", "words"),
+    [
+        (["plan", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
+        (["verify", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
+        (["train", f"{BAD}:NoLoss", "--data", "stdlib"], "", "", ["no output of the model is a loss", "at:"]),
+        (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "takes 4 processes"]),
+        (["verify", f"{BAD}:Base"], "pp: 2", "pp: 3", ["only 2 blocks", "spec.yaml:1"]),
+        (["verify", f"{BAD}:Base"], "batch:", "bach:", ["unknown key 'bach'", "spec.yaml:2", "did you mean 'batch'"]),
+        (["verify", f"{BAD}:Missing"], "", "", ["there is no 'Missing'", "Branch"]),
+    ],
+)
+def test_a_command_ends_with_one_message_and_exit_code_2(
+    tmp_path: Path, arguments: list[str], old: str, new: str, words: list[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC.replace(old, new) if old else SPEC)
+    command, model, *rest = arguments
+    ended = run_command(command, model, str(spec), *rest)
+    assert_one_message(ended, words)
+
+
+@pytest.mark.slow
+def test_a_world_that_is_not_the_plans_ends_every_rank_at_once(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC)
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = run_command("train", f"{BAD}:Base", str(spec), "--data", "stdlib", environment=launched)
+    assert_one_message(ended, ["the plan is for 4 ranks", "2 were launched"])
+
+
+def assert_one_message(ended: subprocess.CompletedProcess[str], words: list[str]) -> None:
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("Error:") == 1
+    assert ended.stderr.count("fix:") == 1
+    assert all(word in ended.stderr for word in words), ended.stderr
