@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,4 +152,19 @@ def batch(name: str) -> dict[str, Tensor]:
     return found
 
 
-Build = Callable[[], nn.Module]
+
+def write_configs(directory: Path) -> list[Path]:
+    """One directory with a config.json for each family: what a person would give as ``hf:DIR``."""
+    import transformers
+
+    found = []
+    for name, member in ZOO.items():
+        config = getattr(transformers, member.config)(**member.sizes)
+        config.architectures = [member.model]
+        config.save_pretrained(directory / name)
+        found.append(directory / name)
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(f"hf:{path}" for path in write_configs(Path(sys.argv[1]))))
