@@ -135,6 +135,7 @@ def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
     return viewed(emit, x, list(shape_of(node)))
 
 
+NOTHING_IGNORED = -(1 << 40)  # no class id: this loss skips nothing
 LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
 
 
@@ -148,7 +149,8 @@ def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     if logits is None:
         return emit(node.target, args, kwargs, val)
     rows = viewed(emit, logits, [-1, shape_of(x)[-1]])
-    loss = applied(emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, GRADIENT_OF_NONE, -1)
+    loss = applied(emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, GRADIENT_OF_NONE,
+                   NOTHING_IGNORED)
     return viewed(emit, applied(emit, aten.neg.default, loss), list(shape_of(index)))
 
 

@@ -18,6 +18,7 @@ from planner import plan
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.model_ref import load_model, pretrained_directory
+from planner.rewrites_products import NOTHING_IGNORED
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
 from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision
@@ -141,7 +142,8 @@ def ignored_labels(decided: Plan) -> dict[str, int]:
     for node in program.graph.graph.nodes:
         if getattr(node.target, "_opname", "") == "cross_entropy_loss":
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
-            found |= {program.inputs[n.name]: ignored for n in _inputs_above(node.args[1]) if n.name in program.inputs}
+            labels = [n for n in _inputs_above(node.args[1]) if n.name in program.inputs]
+            found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
     read_as_ids = {program.inputs[n.name] for n in _looked_up(program.graph.graph.nodes) if n.name in program.inputs}
     return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
 
