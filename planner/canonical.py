@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.decompose import written_out
 from planner.emit import Emit, aten, dim_of, reshaped, shape_of, table
 from planner.errors import PlanError
 from planner.rewrites_indexing import INDEXING
@@ -91,8 +92,20 @@ class _Writer:
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
         rewrite = REWRITES.get(node.target)
         if rewrite is None:
+            parts = written_out(node, args, kwargs, REWRITES)
+            if parts is not None:
+                return self._write_out(parts, node, args, kwargs)
             return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
         return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
+
+    def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Copy the parts of a composite op in its place, each with the user's line of the whole."""
+        found: list[fx.Node] = []
+        fx.map_arg((args, kwargs), found.append)
+        holders = parts.graph.find_nodes(op="placeholder")
+        for inner in parts.graph.nodes:
+            inner.meta.update({k: node.meta[k] for k in KEPT_META if k in node.meta})
+        return self.copy_body(parts, dict(zip(holders, dict.fromkeys(found), strict=True)))
 
     def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """Put the body of a grad-mode or (disabled) autocast region in line."""
@@ -292,7 +305,7 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
         fill = args[2] if value is None else value
         dtype_fill = bool(fill) if val.dtype == torch.bool else fill
         return emit(aten.full.default, ([int(n) for n in val.shape], dtype_fill),
-                    {"dtype": val.dtype, "device": torch.device("meta")}, val)
+                    {"dtype": val.dtype, "device": val.device}, val)
     return rewrite
 
 

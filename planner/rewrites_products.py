@@ -3,7 +3,7 @@
     einsum with "..." or without "->"    → explicit letters
     mv, dot, addmv, outer, bilinear      → matmul, einsum
     convolution with bias                → the product, then an add
-    glu, prelu                           → their parts
+    glu, prelu, cosine_similarity        → their parts
     nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
     −log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
 """
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.emit import Emit, Rewrite, applied, aten, dim_of, named, op_named, shape_of, table, viewed
+from planner.emit import Emit, Rewrite, applied, aten, dim_of, named, shape_of, table, viewed
 
-GRADIENT_OF_NONE, MEAN, SUM = 0, 1, 2
+UNREDUCED = 0
 
 
 def explicit(text: str, ndims: list[int]) -> str:
@@ -99,6 +99,16 @@ def _prelu(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     return emit(aten.where.self, (applied(emit, aten.gt.Scalar, x, 0), x, scaled), {}, node.meta["val"])
 
 
+def _cosine(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
+    given = named(node, args, kwargs)
+    units = []
+    for x in (given["x1"], given["x2"]):
+        norm = applied(emit, aten.linalg_vector_norm.default, x, 2, [given["dim"]], True)
+        units.append(applied(emit, aten.div.Tensor, x, applied(emit, aten.clamp_min.default, norm, given["eps"])))
+    return emit(aten.sum.dim_IntList, (applied(emit, aten.mul.Tensor, *units), [given["dim"]]), {}, node.meta["val"])
+
+
 def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Counts of integers: as floats, which every device can count."""
     val = args[0].meta["val"]
@@ -149,7 +159,7 @@ def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     if logits is None:
         return emit(node.target, args, kwargs, val)
     rows = viewed(emit, logits, [-1, shape_of(x)[-1]])
-    loss = applied(emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, GRADIENT_OF_NONE,
+    loss = applied(emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, UNREDUCED,
                    NOTHING_IGNORED)
     return viewed(emit, applied(emit, aten.neg.default, loss), list(shape_of(index)))
 
@@ -162,8 +172,8 @@ PRODUCTS: dict[Any, Rewrite] = table({
     _convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
     _glu: "glu",
     _prelu: "prelu",
+    _cosine: "cosine_similarity",
     _histc: "histc",
     _nll_loss: "nll_loss_nd nll_loss",
     _gather: "gather",
 })
-assert op_named("einsum")

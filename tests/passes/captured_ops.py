@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.peephole import place_devices
 from planner.blocks import find_blocks
 from planner.candidates import Candidates
 from planner.capture import Program, capture
@@ -59,6 +60,26 @@ def _double_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the captured graph, run whole, and its gradients by the user's parameter names."""
+    program = capture(model, inputs)
+    given = {n.name: _placeholder(program, model, inputs, n.name) for n in program.graph.graph.find_nodes(op="placeholder")}
+    place_devices(program.graph.graph, torch.device("cpu"))
+    program.graph.recompile()
+    leaves = {name: given[name].requires_grad_() for name in program.parameters}
+    (loss,) = program.graph(*given.values())
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return loss.detach(), {program.parameters[name]: g for name, g in zip(leaves, found, strict=True)}
+
+
+def _placeholder(program: Program, model: nn.Module, inputs: dict[str, Tensor], name: str) -> Tensor:
+    if name in program.inputs:
+        return inputs[program.inputs[name]]
+    if name in program.parameters:
+        return model.get_parameter(program.parameters[name]).detach().clone()
+    return model.get_buffer(program.buffers[name]) if name in program.buffers else program.constants[name]
+
+
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -70,16 +91,10 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _given(program: Program, model: nn.Module, inputs: dict[str, Tensor], node: fx.Node) -> Tensor:
-    name = node.name
-    if name in program.inputs:
-        value = inputs[program.inputs[name]]
-    elif name in program.parameters:
-        value = model.get_parameter(program.parameters[name]).detach()
+    """In float64; parameters with noise, so that none is zero or one by initialisation."""
+    value = _placeholder(program, model, inputs, node.name)
+    if node.name in program.parameters:
         value = value + 0.1 * torch.randn_like(value)
-    elif name in program.buffers:
-        value = model.get_buffer(program.buffers[name])
-    else:
-        value = program.constants[name]
     return value.double() if value.is_floating_point() else value
 
 
