@@ -1,4 +1,4 @@
-"""Make each op compute this rank's part: sizes written into the graph become local, and a few ops become their parallel form.
+"""Make each op compute this rank's part: written sizes become local, and a few ops become their parallel form.
 
     reshape, expand      sizes of the local result
     split, slice         bounds in the local row of segments
@@ -28,7 +28,6 @@ from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.placements import Placements
 from planner.rules import Option
 from planner.rules.layout import pieces_of
-
 from planner.types import Placement
 
 aten = torch.ops.aten
@@ -58,14 +57,20 @@ class _Scene:
     def local_shape(self) -> list[int]:
         return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.axis.size))
 
+    def local_sizes(self, pieces: list[Placement], sizes: list[int]) -> list[int]:
+        """What a rank holds of each piece of a dim; ``sizes`` of the pieces that it holds whole."""
+        return [p.local_size(self.axis.size) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)]
+
     def set_arg(self, position: int, value: Any) -> None:
         self.node.update_arg(position, value)
 
-    def become(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def become(self, function: Callable[..., Any], args: tuple[Any, ...],
+               kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Replace the node by a call that also gets the axis where ``args`` says None."""
         handle = axis_node(self.stage, self.axis)
         with self.stage.graph.inserting_before(self.node):
-            new = self.stage.graph.call_function(function, tuple(handle if a is AXIS else a for a in args), kwargs or {})
+            given = tuple(handle if a is AXIS else a for a in args)
+            new = self.stage.graph.call_function(function, given, kwargs or {})
         new.meta = dict(self.node.meta)
         self.node.replace_all_uses_with(new)
         self.stage.graph.erase_node(self.node)
@@ -87,7 +92,7 @@ def _split(scene: _Scene) -> None:
         pieces = pieces_of(cut, scene.node.args[1])  # pyright: ignore
         assert pieces is not None
         sizes: list[int] = scene.node.args[1]  # pyright: ignore
-        scene.set_arg(1, [p.local_size(scene.axis.size) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)])
+        scene.set_arg(1, scene.local_sizes(pieces, sizes))
 
 
 def _slice(scene: _Scene) -> None:
@@ -102,7 +107,7 @@ def _slice(scene: _Scene) -> None:
     bounds = [start, end - start, size - end]  # pyright: ignore
     pieces = pieces_of(cut, bounds)
     assert pieces is not None
-    before, length, _ = (p.local_size(scene.axis.size) if p.is_sharded else n for p, n in zip(pieces, bounds, strict=True))
+    before, length, _ = scene.local_sizes(pieces, bounds)
     scene.set_arg(2, before)
     scene.set_arg(3, before + length)
 
@@ -165,5 +170,3 @@ REWRITES: dict[Any, Callable[[_Scene], None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.scaled_dot_product_attention.default: _attention,
 }
-
-

@@ -127,7 +127,8 @@ class _Writer:
         self.grad_enabled = outer
         return result
 
-    def emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None, val: Any = None) -> Any:
+    def emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None,
+             val: Any = None) -> Any:
         """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
@@ -295,7 +296,8 @@ def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     rows = reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
     flat = reshaped(emit, args[1], target.reshape(-1))
     val = node.meta["val"]
-    return reshaped(emit, emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val), val)
+    loss = emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val)
+    return reshaped(emit, loss, val)
 
 
 def _new_filled(value: float | None) -> Callable[..., Any]:
@@ -311,13 +313,13 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
 
 REWRITES: dict[Any, Callable[..., Any]] = table({
     _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
-    _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async sym_constrain_range sym_constrain_range_for_size "
-              "_assert_scalar",
+    _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async _assert_scalar sym_constrain_range "
+              "sym_constrain_range_for_size",
     _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",
     _reshape: "view reshape _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints unflatten.int "
               "view_as reshape_as _reshape_alias view_copy ravel",
-    _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims moveaxis.int "
-              "transpose_copy.int",
+    _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims "
+              "moveaxis.int transpose_copy.int",
     _expand: "expand expand_as broadcast_to expand_copy",
     _split: "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections unsafe_split.Tensor unsafe_chunk",
     _unbind: "unbind.int",

@@ -1,7 +1,7 @@
 """Ops that are no more than a few other ops (tensordot, inner, hstack, cosine_similarity …), written out.
 
-PyTorch says itself how such a composite op is made. It is written out where it carries a gradient and has no rule of its
-own, and kept whole (and reported) where its parts would have none either.
+PyTorch says itself how such a composite op is made. It is written out where it carries a gradient and has no rule of
+its own, and kept whole (and reported) where its parts would have none either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What rewrites of captured calls share: emitting a call, shapes, and tables by op name.
 
-A rewrite is a function ``(emit, node, args, kwargs) -> value``: ``node`` is the captured call, ``args`` and ``kwargs`` its
-arguments in the graph under construction, and ``emit(target, args, kwargs, val)`` adds one call that stands for it.
+A rewrite is a function ``(emit, node, args, kwargs) -> value``: ``node`` is the captured call, ``args`` and ``kwargs``
+are its arguments in the graph under construction, and ``emit(target, args, kwargs, val)`` adds one call for it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 def _constant(node: fx.Node) -> torch.Tensor | None:
     """The value of a small constant, seen through copies of it."""
-    while node.op == "call_function" and node.target in (aten.clone.default, aten.contiguous.default, aten.detach.default):
+    while node.target in (aten.clone.default, aten.contiguous.default, aten.detach.default):
         node = node.all_input_nodes[0]
     value = node.meta.get("constant")
     return value if value is not None and 0 < value.numel() <= 4096 and not value.is_meta else None

@@ -3,8 +3,8 @@
     no rule      carries a gradient, or reads a value that does: every rank computes all of it
     input-only   made of inputs and constants alone (masks, positions): the same on every rank, needs no rule
 
-MODEL is as for ``meshwright plan``. Without a spec, a Hugging Face model is given a small batch by its kind. Exit 1 where
-some op has no rule.
+MODEL is as for ``meshwright plan``. Without a spec, a Hugging Face model is given a small batch by its kind. Exit 1
+where some op has no rule.
 """
 
 from __future__ import annotations
@@ -52,9 +52,13 @@ class Coverage:
 
     def __str__(self) -> str:
         lines = [f"{self.num_ops} ops"]
-        lines += [f"no rule      {op}  ({len(places)} times)  at {places[0]}" for op, places in sorted(self.missing.items())]
+        lines += [
+            f"no rule      {op}  ({len(places)} times)  at {places[0]}" for op, places in sorted(self.missing.items())
+        ]
         lines += [f"input-only   {op}  ({count} times)" for op, count in sorted(self.input_only.items())]
-        return "\n".join([*lines, "every op with a gradient has a rule" if not self.missing else "ops without a rule are left"])
+        return "\n".join(
+            [*lines, "every op with a gradient has a rule" if not self.missing else "ops without a rule are left"]
+        )
 
 
 def example_batches(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
@@ -70,8 +74,12 @@ def example_batches(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     length = min(LENGTH, getattr(text, "max_position_embeddings", LENGTH) or LENGTH)
     tokens = torch.full((BATCH, length), 3, dtype=torch.long)
     mask = torch.ones_like(tokens)
-    for more in ({"labels": tokens}, {"labels": labels}, {"labels": tokens, "attention_mask": mask},
-                 {"start_positions": labels, "end_positions": labels}):
+    for more in (
+        {"labels": tokens},
+        {"labels": labels},
+        {"labels": tokens, "attention_mask": mask},
+        {"start_positions": labels, "end_positions": labels},
+    ):
         yield {"input_ids": tokens} | more
 
 
@@ -79,8 +87,14 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
     """The model's program on the inputs of ``spec``, else on the first example batch that gives a loss."""
     if spec is not None:
         shapes = spec.require_inputs().items()
-        return capture(model, {n: torch.empty((spec.batch.micro, *i.shape), dtype=getattr(torch, i.dtype), device="meta")
-                               for n, i in shapes}, loss=spec.loss)
+        return capture(
+            model,
+            {
+                n: torch.empty((spec.batch.micro, *i.shape), dtype=getattr(torch, i.dtype), device="meta")
+                for n, i in shapes
+            },
+            loss=spec.loss,
+        )
     error: PlanError | None = None
     for inputs in example_batches(model):
         try:
@@ -93,7 +107,9 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command: prints one list for all models together."""
-    parser = argparse.ArgumentParser(prog="python -m planner.rules_coverage", description="Ops of models without a rule.")
+    parser = argparse.ArgumentParser(
+        prog="python -m planner.rules_coverage", description="Ops of models without a rule."
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `meshwright plan`, such as hf:config.json")
     parser.add_argument("--spec", help="a YAML file with the inputs of the models")
     given = parser.parse_args(arguments)

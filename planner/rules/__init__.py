@@ -54,10 +54,11 @@ RULES: dict[Any, Rule] = {
     **_ops(slice_, "slice.Tensor"),
     **_ops(cat, "cat"),
     **_ops(select_rows, "index_select"),
-    **_ops(reduction, "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim std.correction "
-                      "var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean logsumexp "
-                      "prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min max.dim min.dim "
-                      "median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim linalg_vector_norm"),
+    **_ops(reduction, "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim "
+                      "std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean "
+                      "logsumexp prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
+                      "max.dim min.dim median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim "
+                      "linalg_vector_norm"),
     **_ops(along_dim, "softmax.int log_softmax.int _softmax _log_softmax sort sort.stable topk cumprod argsort cummax "
                       "cummin logcumsumexp _safe_softmax"),
     **_ops(linear_along_dim, "cumsum flip roll diff"),

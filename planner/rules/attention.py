@@ -16,7 +16,9 @@ from planner.types import Placement, R, V
 
 def attention(site: Site) -> Iterator[Option]:
     q, k, v = site.node.args[:3]
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    assert isinstance(v, fx.Node)
     if len({q, k, v}) < 3 or len(site.shape(q)) != 4:
         return
     heads, groups = site.shape(q)[1], site.shape(k)[1]

@@ -68,7 +68,7 @@ class Site:
         return size % self.tp == 0
 
     def option(self, out: Placement, given: Mapping[fx.Node, Placement], rule: str, *, attends: bool = False) -> Option:
-        """An option where the inputs not in ``given`` are R: what a sharded computation reads whole has partial gradients."""
+        """An option where inputs not in ``given`` are R: what a sharded op reads whole has partial gradients."""
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
         return Option(args, self.settle(self.node, out), rule, attends=attends)
 
@@ -88,7 +88,7 @@ class Site:
 
 
 def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:
-    """The cut that a broadcast operand of ``shape`` has when the result is cut as ``out``; R where it is broadcast there."""
+    """The cut of a broadcast operand of ``shape`` when the result is cut as ``out``; R where it is broadcast there."""
     dim = out.dim - (len(out_shape) - len(shape))
     if dim < 0 or shape[dim] != out_shape[out.dim]:
         return R
@@ -96,6 +96,6 @@ def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def lifted(cut: Placement, shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Placement | None:
-    """The cut of a broadcast result when an operand of ``shape`` is cut as ``cut``; None where that dim is broadcast."""
+    """The cut of a broadcast result when an operand of ``shape`` is cut as ``cut``; None where it is broadcast."""
     dim = cut.dim + len(out_shape) - len(shape)
     return cut.moved(dim) if out_shape[dim] == shape[cut.dim] else None

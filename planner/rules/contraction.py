@@ -100,7 +100,7 @@ def _with_vector(a: fx.Node, b: fx.Node, m: int, n: int) -> tuple[list[fx.Node],
 
 
 def _batched(a: fx.Node, b: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
-    """[.., X, Z] @ [.., Z, Y]; a batch dim of size 1 that is broadcast gets a label of its own, and no part in a cut."""
+    """[.., X, Z] @ [.., Z, Y]; a batch dim of size 1 that is broadcast gets a label of its own."""
     sa, sb = list(a.meta["val"].shape), list(b.meta["val"].shape)
     batch = max(len(sa), len(sb)) - 2
     la, lb, out = "", "", ""

@@ -25,7 +25,8 @@ def convolution(site: Site) -> Iterator[Option]:
     """conv1d, conv2d, conv3d, convolution(x, weight, bias=None, ..), not transposed."""
     given = named(site.node, list(site.node.args), dict(site.node.kwargs))
     x, weight = site.node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
     if x is weight or len(site.inputs) > 2 or given.get("transposed"):
         return
     channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 where there is no batch dim
@@ -38,13 +39,15 @@ def convolution(site: Site) -> Iterator[Option]:
 
 
 def _columns(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
-    cuts = {c.moved(0) for c in site.candidates() if c.dim == channel} | {c for c in site.candidates(weight) if c.dim == 0}
+    cuts = {c.moved(0) for c in site.candidates() if c.dim == channel}
+    cuts |= {c for c in site.candidates(weight) if c.dim == 0}
     for cut in sorted(cuts | _even(site, weight, 0)):
         yield site.option(cut.moved(channel), {weight: cut}, "column")
 
 
 def _rows(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
-    cuts = {c.moved(1) for c in site.candidates(x) if c.dim == channel} | {c for c in site.candidates(weight) if c.dim == 1}
+    cuts = {c.moved(1) for c in site.candidates(x) if c.dim == channel}
+    cuts |= {c for c in site.candidates(weight) if c.dim == 1}
     for cut in sorted(cuts | _even(site, weight, 1)):
         if not cut.padding and not cut.has_whole_segment:
             yield site.option(P, {x: cut.moved(channel), weight: cut}, "row")
@@ -81,7 +84,8 @@ def spatial(site: Site) -> Iterator[Option]:
 def group_norm(site: Site) -> Iterator[Option]:
     """group_norm(x [b, channels, ..], groups, weight, bias): cut by whole groups; weight and bias alike."""
     x, groups = site.node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(groups, int)
+    assert isinstance(x, fx.Node)
+    assert isinstance(groups, int)
     size = site.shape(x)[1]
     others = [n for n in site.inputs if n is not x]
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n)}):

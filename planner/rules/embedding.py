@@ -17,14 +17,16 @@ from planner.types import P, Placement, R, Segment, padded_vocabulary
 
 def embedding(site: Site) -> Iterator[Option]:
     weight, ids = site.node.args[:2]
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    assert isinstance(weight, fx.Node)
+    assert isinstance(ids, fx.Node)
     rows, columns = site.shape(weight)
     if any(site.node.args[3:4]):
         return  # gradients scaled by how often an id occurs
     for cut in vocabulary_cuts(site, rows, 0):
         yield site.option(P, {weight: cut}, "vocabulary")
     last = len(site.shape()) - 1
-    wanted = {c for c in site.candidates() if c.dim == last} | {c.moved(last) for c in site.candidates(weight) if c.dim == 1}
+    wanted = {c for c in site.candidates() if c.dim == last}
+    wanted |= {c.moved(last) for c in site.candidates(weight) if c.dim == 1}
     if site.divides(columns):
         wanted.add(Placement("V", last, (Segment(columns),)))
     for cut in sorted(wanted):
@@ -38,5 +40,6 @@ def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
     if site.divides(rows):
         return [Placement("V", dim, (Segment(rows),))]
     if rows > 16 * site.tp:
-        return [Placement("V", dim, (Segment(rows),), padded_vocabulary(rows, site.tp, site.vocabulary_multiple) - rows)]
+        padded = padded_vocabulary(rows, site.tp, site.vocabulary_multiple)
+        return [Placement("V", dim, (Segment(rows),), padded - rows)]
     return []

@@ -51,7 +51,8 @@ def _index_cut(site: Site, x: fx.Node, indices: list[fx.Node | None], back: dict
     if not first:
         return
     offset = starts[0]
-    cuts = {c for c in site.candidates() if c.dim in starts} | {c.moved(c.dim + offset) for c in site.candidates(used[0])}
+    cuts = {c for c in site.candidates() if c.dim in starts}
+    cuts |= {c.moved(c.dim + offset) for c in site.candidates(used[0])}
     for cut in sorted(cuts):
         yield site.option(cut, {x: R, used[0]: cut.moved(cut.dim - offset)}, "rows")
 
@@ -122,7 +123,9 @@ def index_put(site: Site) -> Iterator[Option]:
     given = named(site.node, list(site.node.args), dict(site.node.kwargs))
     x, values, indices = given["self"], given["values"], given["indices"]
     used = [i for i in indices if i is not None]
-    if len({x, values, *used}) < 2 + len(used) or None in indices or any(i.meta["val"].dtype == torch.bool for i in used):
+    if len({x, values, *used}) < 2 + len(used) or None in indices:
+        return
+    if any(i.meta["val"].dtype == torch.bool for i in used):
         return
     ndim, first = len(site.shape(x)), len(indices)
     shift = len(site.shape(values)) - ndim

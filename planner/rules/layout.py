@@ -160,7 +160,7 @@ def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
 
 
 def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) -> Iterator[Placement]:
-    """Cuts of a dim from what its pieces want: every piece cut; and only those that someone wants cut, the rest whole."""
+    """Cuts of a dim from what its pieces want: all of them cut; and only those wanted cut, the rest whole."""
     wanted = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] if n else [] for _, n in pieces]
     if not any(wanted):
         return

@@ -17,7 +17,8 @@ from planner.types import I, R
 
 def cross_entropy(site: Site) -> Iterator[Option]:
     logits, target = site.node.args[:2]
-    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+    assert isinstance(logits, fx.Node)
+    assert isinstance(target, fx.Node)
     shape = site.shape(logits)
     if len(shape) != 2 or len(site.inputs) != 2 or len(site.shape(target)) != 1:
         return

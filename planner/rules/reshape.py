@@ -1,8 +1,8 @@
 """Carry a cut through a reshape: what happens to (segments of) a dim when dims merge or part.
 
-A uniform cut is ``outer`` runs of ``size·inner`` elements, where each run's ``size`` is cut in tp: [3·h] in three segments
-is outer 3; merged into [.., 3, heads, d] the run of one segment is heads·d, and the cut falls on heads. Uneven or partly
-whole segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
+A uniform cut is ``outer`` runs of ``size·inner`` elements, where each run's ``size`` is cut in tp: [3·h] in three
+segments is outer 3; seen as [.., 3, heads, d] the run of one segment is heads·d, and the cut falls on heads. Uneven or
+partly whole segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _group_of(dim: int, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> t
 
 
 def _uniform(outer: int, run: int, dims: list[int], shape: tuple[int, ...], tp: int) -> Placement | None:
-    """Place ``outer`` runs of ``run`` elements, each cut in tp, on the one of ``dims`` where a run's parts are contiguous."""
+    """Place ``outer`` runs of ``run`` elements, each cut in tp, on the one of ``dims`` that keeps parts contiguous."""
     found = None
     prefix = 1
     for position, dim in enumerate(dims):

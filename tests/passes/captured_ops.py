@@ -63,7 +63,9 @@ def _double_by_default() -> Iterator[None]:
 def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the captured graph, run whole, and its gradients by the user's parameter names."""
     program = capture(model, inputs)
-    given = {n.name: _placeholder(program, model, inputs, n.name) for n in program.graph.graph.find_nodes(op="placeholder")}
+    given = {
+        n.name: _placeholder(program, model, inputs, n.name) for n in program.graph.graph.find_nodes(op="placeholder")
+    }
     place_devices(program.graph.graph, torch.device("cpu"))
     program.graph.recompile()
     leaves = {name: given[name].requires_grad_() for name in program.parameters}
@@ -120,7 +122,9 @@ def signature(node: fx.Node, option: Option, source: Option | None, tp: int) -> 
     chain = [node.all_input_nodes[0], node] if node.target is operator.getitem else [node]
     inputs = chain[0].all_input_nodes
     shapes = tuple((tuple(n.meta["val"].shape), n.meta["val"].dtype, n.meta["grad"]) for n in inputs)
-    args = tuple(str(fx.map_arg((n.args, n.kwargs), lambda a: inputs.index(a) if a in inputs else "item")) for n in chain)
+    args = tuple(
+        str(fx.map_arg((n.args, n.kwargs), lambda a: inputs.index(a) if a in inputs else "item")) for n in chain
+    )
     return str(chain[0].target), args, shapes, option, source, tp
 
 
@@ -151,7 +155,9 @@ def check_model(model: nn.Module, inputs: dict[str, Tensor], tp: int, seen: set[
             check(op, option, tp, source=source)
         except Exception as error:
             said = " ".join(str(error).split())[:300]
-            wrong.append(f"{node.name}: {key[0]}{key[1]} on {[k[0] for k in key[2]]}, {option.rule} "
-                         f"{list(map(str, option.args))} -> {option.out}: {type(error).__name__} {said}")
+            wrong.append(
+                f"{node.name}: {key[0]}{key[1]} on {[k[0] for k in key[2]]}, {option.rule} "
+                f"{list(map(str, option.args))} -> {option.out}: {type(error).__name__} {said}"
+            )
     assert checked or tp == 1 or seen, "nothing was checked"
     return wrong

@@ -16,9 +16,12 @@ from planner.rules import Option, Site, options_of
 from planner.types import Placement, Segment
 from tests.passes.simulated_ranks import Op, check
 
-SETTINGS = settings(max_examples=50, deadline=None, derandomize=True,
-                    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large,
-                                           HealthCheck.filter_too_much])
+SETTINGS = settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
 
 
 def rule_property(test: Callable[[st.DataObject], None]) -> Callable[..., None]:
@@ -60,7 +63,9 @@ def op_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
             return holder(value)
         return type(value)(replace(v) for v in value) if isinstance(value, (list, tuple)) else value
 
-    node = graph.call_function(target, tuple(replace(a) for a in args), {k: replace(v) for k, v in (kwargs or {}).items()})
+    node = graph.call_function(
+        target, tuple(replace(a) for a in args), {k: replace(v) for k, v in (kwargs or {}).items()}
+    )
     inner = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     node.meta = {"val": target(*inner[0], **inner[1]), "grad": any(n.meta["grad"] for n in node.all_input_nodes)}
     if item is not None:
@@ -97,7 +102,10 @@ def random_cut(random: Random, shape: tuple[int, ...], tp: int) -> Placement | N
 
 
 def options(draw: Callable[..., Any], op: Op, tp: int) -> list[tuple[Option | None, Option]]:
-    """(option of the tuple that an item is taken of, option of the op): what the rule admits of the op when random cuts of its inputs and its result are under discussion."""
+    """What the rule admits when random cuts of the op's inputs and result are under discussion.
+
+    Pairs: the option of the tuple that an item is taken of (None where the op is no item), and that of the op.
+    """
     cuts: dict[str, set[Placement]] = {}
     random = Random(draw(st.integers(0, 2**30), "seed of the cuts"))
     for node in (*op.inputs, op.node):
@@ -119,7 +127,9 @@ def check_options(data: st.DataObject, op: Op) -> None:
             check(op, option, tp, source=source)
         except Exception as error:
             shapes = [tuple(n.meta["val"].shape) for n in op.inputs]
-            raise AssertionError(f"tp {tp}, {op.chain[0].target} {op.chain[0].args} on {shapes}: {option}\n{error}") from error
+            raise AssertionError(
+                f"tp {tp}, {op.chain[0].target} {op.chain[0].args} on {shapes}: {option}\n{error}"
+            ) from error
 
 
 def sizes(draw: Callable[..., Any], ndim: int) -> list[int]:

@@ -35,8 +35,11 @@ from planner.placements import Placements
 from planner.rules import Option
 from planner.types import Placement
 
-TOLERANCE = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-             torch.complex128: {"rtol": 1e-7, "atol": 1e-9}}
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-7, "atol": 1e-9},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.complex128: {"rtol": 1e-7, "atol": 1e-9},
+}
 
 
 def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
@@ -114,11 +117,13 @@ def _by_segment(x: Tensor, placement: Placement, tp: int, rank: int) -> Iterable
     """(segment, narrow to all of it, narrow to what the rank holds of it), in the padded dim."""
     start = 0
     for segment, (first, last) in zip(placement.segments, placement.slices(tp, rank), strict=True):
+
         def whole(y: Tensor, a: int = start, n: int = segment.size) -> Tensor:
             return y.narrow(placement.dim, a, n)
 
         def mine(y: Tensor, a: int = first, n: int = last - first) -> Tensor:
             return y.narrow(placement.dim, a, n)
+
         yield segment, whole, mine
         start += segment.size
 

@@ -22,8 +22,9 @@ SHAPE = (4, 12, 24)
 KINDS = {"I": I, "R": R, "P": P}
 
 
-def run(name: str, given: list[Tensor], pulled: list[Tensor],
-        cut: Placement | None) -> list[tuple[Tensor, Tensor, AxisHandle]]:
+def run(
+    name: str, given: list[Tensor], pulled: list[Tensor], cut: Placement | None
+) -> list[tuple[Tensor, Tensor, AxisHandle]]:
     """Each rank's result, the gradient of its input, and its axis with the counts."""
     tp = len(given)
     more = (cut,) if name in collectives.TAKES_CUT else ()
@@ -55,8 +56,12 @@ def test_a_conversion_carries_value_and_gradient_from_type_to_type(before, after
         assert how is not None
         generator = torch.Generator().manual_seed(0)
         x, pulled = (torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2))
-        ran = run(how.name, parts(x, source, tp, generator, gradient=False),
-                  parts(pulled, target, tp, generator, gradient=True), cut)
+        ran = run(
+            how.name,
+            parts(x, source, tp, generator, gradient=False),
+            parts(pulled, target, tp, generator, gradient=True),
+            cut,
+        )
         assert_typed([out for out, _, _ in ran], x, target, gradient=False, what=how.name)
         assert_typed([g for _, g, _ in ran], pulled, source, gradient=True, what=f"gradient of {how.name}")
         promised = {(kind, phase): 1 for kind, phase in ((how.forward, "forward"), (how.backward, "backward")) if kind}
@@ -79,11 +84,15 @@ def test_collectives_leave_their_input_as_it_was():
     assert all(torch.equal(x, torch.ones(3)) for x in given)
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    (Placement("V", 0, (Segment(4), Segment(1, sharded=False))), R),
-    (V(0, 50257, padding=47), I),
-    (P, Placement("V", 0, (Segment(4), Segment(1, sharded=False)))),
-], ids=["whole segment", "padding", "to a whole segment"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Placement("V", 0, (Segment(4), Segment(1, sharded=False))), R),
+        (V(0, 50257, padding=47), I),
+        (P, Placement("V", 0, (Segment(4), Segment(1, sharded=False)))),
+    ],
+    ids=["whole segment", "padding", "to a whole segment"],
+)
 def test_uneven_cuts_are_never_converted(before, after):
     assert conversion(before, after, grad=True, parameter=False) is None
 
@@ -100,9 +109,14 @@ def test_without_a_gradient_only_the_forward_is_paid_for():
 
 
 # the reference's name → our conversion, and the dim that it cuts
-MAPPINGS = {"copy_to_tensor_model_parallel_region": ("f", None), "reduce_from_tensor_model_parallel_region": ("g", None),
-            "scatter_to_tensor_model_parallel_region": ("slice", 1), "gather_from_tensor_model_parallel_region": ("collect", 1),
-            "scatter_to_sequence_parallel_region": ("slice", 0), "gather_from_sequence_parallel_region": ("gather", 0)}
+MAPPINGS = {
+    "copy_to_tensor_model_parallel_region": ("f", None),
+    "reduce_from_tensor_model_parallel_region": ("g", None),
+    "scatter_to_tensor_model_parallel_region": ("slice", 1),
+    "gather_from_tensor_model_parallel_region": ("collect", 1),
+    "scatter_to_sequence_parallel_region": ("slice", 0),
+    "gather_from_sequence_parallel_region": ("gather", 0),
+}
 
 
 @pytest.mark.parametrize("tp", [2, 4])

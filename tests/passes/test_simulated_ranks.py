@@ -25,14 +25,18 @@ def test_column_and_row_parallel_linears_are_right(args, out):
     linear_of(args, out)
 
 
-@pytest.mark.parametrize(("args", "out"), [
-    ((I, V(0, 4)), V(1, 4)),        # the reader of a sharded product has partial gradients
-    ((R, V(0, 2, 2)), V(1, 4)),     # segments of the weight in another order than the result's
-    ((R, V(0, 4)), P),
-    ((V(1, 6), V(1, 6)), I),        # a sum that nobody adds up
-    ((R, R), I),
-    ((I, I), R),
-], ids=["input I", "segments", "result P", "result I", "R to I", "I to R"])
+@pytest.mark.parametrize(
+    ("args", "out"),
+    [
+        ((I, V(0, 4)), V(1, 4)),  # the reader of a sharded product has partial gradients
+        ((R, V(0, 2, 2)), V(1, 4)),  # segments of the weight in another order than the result's
+        ((R, V(0, 4)), P),
+        ((V(1, 6), V(1, 6)), I),  # a sum that nobody adds up
+        ((R, R), I),
+        ((I, I), R),
+    ],
+    ids=["input I", "segments", "result P", "result I", "R to I", "I to R"],
+)
 def test_a_wrong_type_is_caught(args, out):
     with pytest.raises(AssertionError):
         linear_of(args, out)

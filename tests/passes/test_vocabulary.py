@@ -14,11 +14,14 @@ from passes.base import AxisHandle
 from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from tests.passes.simulated_ranks import on_threads
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "tp_numeric.json").read_text())["vocab_parallel_cross_entropy"]
+ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "tp_numeric.json").read_text())[
+    "vocab_parallel_cross_entropy"
+]
 
 
-def losses(shards: list[Tensor], target: Tensor, vocabulary: int, pulled: Tensor,
-           **options) -> list[tuple[Tensor, Tensor, int]]:
+def losses(
+    shards: list[Tensor], target: Tensor, vocabulary: int, pulled: Tensor, **options
+) -> list[tuple[Tensor, Tensor, int]]:
     """Each rank's loss, the gradient of its logits, and how many exchanges the forward made."""
     tp = len(shards)
 
@@ -43,8 +46,9 @@ def test_losses_and_gradients_of_the_reference(tp, smoothing):
     expected_gradient = torch.tensor(truth["grad_by_rank"][0], dtype=torch.float64)
     if smoothing == "ls0.1":  # its smoothing spreads ε·V/(V−1) over the classes; ours is PyTorch's
         smooth = 0.1 * 16 / 15
-        same = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none",
-                                                 label_smoothing=smooth).reshape(target.shape)
+        same = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smooth
+        ).reshape(target.shape)
         torch.testing.assert_close(same, expected, rtol=1e-5, atol=1e-5)
     else:
         smooth = 0.0

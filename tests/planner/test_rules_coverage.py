@@ -42,7 +42,7 @@ class Odd(nn.Module):
 def test_an_op_without_a_rule_is_listed_with_its_line():
     coverage = Coverage()
     coverage.add(capture(Odd(), {"x": torch.ones(4, 4)}))
-    (op, places), = coverage.missing.items()
+    ((op, places),) = coverage.missing.items()
     assert "linalg_inv" in op
     assert "test_rules_coverage.py" in places[0]
 
@@ -55,6 +55,12 @@ def test_a_model_that_is_not_there_is_an_error_and_exit_1(capsys):
 def test_a_spec_gives_the_inputs():
     from planner.spec import Spec
 
-    spec = Spec.load({"mesh": {"tp": 1, "pp": 1, "dp": 1}, "batch": {"global": 4, "micro": 4},
-                      "inputs": {"x": {"shape": [4], "dtype": "float32"}}, "optimizer": {"name": "adamw", "lr": 1e-3}})
+    spec = Spec.load(
+        {
+            "mesh": {"tp": 1, "pp": 1, "dp": 1},
+            "batch": {"global": 4, "micro": 4},
+            "inputs": {"x": {"shape": [4], "dtype": "float32"}},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+        }
+    )
     assert captured(Odd(), spec).inputs == {"x": "x"}

@@ -1,4 +1,4 @@
-"""Rules of pointwise ops, reductions, ops along a dim and norms: every admitted typing against the op on whole tensors."""
+"""Rules of pointwise ops, reductions, ops along a dim and norms: every admitted typing against the whole op."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ aten = torch.ops.aten
 
 def broadcast_pair(draw):
     out = sizes(draw, draw(st.integers(0, 3)))
-    pair = [[n if draw(st.booleans()) else 1 for n in out][draw(st.integers(0, len(out))):] for _ in range(2)]
+    pair = [[n if draw(st.booleans()) else 1 for n in out][draw(st.integers(0, len(out))) :] for _ in range(2)]
     return real(*pair[0]), real(*pair[1])
 
 
-BINARY = [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.rsub.Tensor,
-          aten.pow.Tensor_Tensor, aten.lt.Tensor, aten.logaddexp.default, aten.atan2.default]
+BINARY = [
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.maximum.default,
+    aten.rsub.Tensor,
+    aten.pow.Tensor_Tensor,
+    aten.lt.Tensor,
+    aten.logaddexp.default,
+    aten.atan2.default,
+]
 
 
 @rule_property
@@ -31,14 +41,34 @@ def test_binary_pointwise_with_broadcasting(data):
     check_options(data, op_of(target, (a, b), kwargs))
 
 
-UNARY = [(aten.gelu.default, ()), (aten.silu.default, ()), (aten.tanh.default, ()), (aten.neg.default, ()),
-         (aten.mul.Scalar, (3.0,)), (aten.div.Tensor, (2.0,)), (aten.add.Tensor, (1.0,)), (aten.rsub.Scalar, (1.0,)),
-         (aten.pow.Tensor_Scalar, (2,)), (aten.clone.default, ()), (aten.to.dtype, (torch.float32,)),
-         (aten.relu.default, ()), (aten.leaky_relu.default, (0.1,)), (aten.clamp.default, (-1.0, 1.0)),
-         (aten.sigmoid.default, ()), (aten.detach.default, ()), (aten.softplus.default, ()), (aten.mul.Tensor, (0.5,)),
-         (aten.zeros_like.default, ()), (aten.ones_like.default, ()), (aten.cos.default, ()), (aten.exp.default, ()),
-         (aten.contiguous.default, ()), (aten.dropout.default, (0.0, True)), (aten.sub.Tensor, (1.0,)),
-         (aten.div.Tensor_mode, (2.0,))]
+UNARY = [
+    (aten.gelu.default, ()),
+    (aten.silu.default, ()),
+    (aten.tanh.default, ()),
+    (aten.neg.default, ()),
+    (aten.mul.Scalar, (3.0,)),
+    (aten.div.Tensor, (2.0,)),
+    (aten.add.Tensor, (1.0,)),
+    (aten.rsub.Scalar, (1.0,)),
+    (aten.pow.Tensor_Scalar, (2,)),
+    (aten.clone.default, ()),
+    (aten.to.dtype, (torch.float32,)),
+    (aten.relu.default, ()),
+    (aten.leaky_relu.default, (0.1,)),
+    (aten.clamp.default, (-1.0, 1.0)),
+    (aten.sigmoid.default, ()),
+    (aten.detach.default, ()),
+    (aten.softplus.default, ()),
+    (aten.mul.Tensor, (0.5,)),
+    (aten.zeros_like.default, ()),
+    (aten.ones_like.default, ()),
+    (aten.cos.default, ()),
+    (aten.exp.default, ()),
+    (aten.contiguous.default, ()),
+    (aten.dropout.default, (0.0, True)),
+    (aten.sub.Tensor, (1.0,)),
+    (aten.div.Tensor_mode, (2.0,)),
+]
 
 
 @rule_property
@@ -63,9 +93,20 @@ def test_where_and_masked_fill(data):
         check_options(data, op_of(aten.where.ScalarSelf, (mask, 1.0, b)))
 
 
-REDUCTIONS = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default,
-              aten.linalg_vector_norm.default, aten.var.correction, aten.std.correction, aten.norm.ScalarOpt_dim,
-              aten.prod.dim_int, aten.argmax.default, aten.any.dim]
+REDUCTIONS = [
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.logsumexp.default,
+    aten.linalg_vector_norm.default,
+    aten.var.correction,
+    aten.std.correction,
+    aten.norm.ScalarOpt_dim,
+    aten.prod.dim_int,
+    aten.argmax.default,
+    aten.any.dim,
+]
 
 
 @rule_property
@@ -78,9 +119,7 @@ def test_reductions(data):
     keepdim = data.draw(st.booleans())
     if target in (aten.prod.dim_int, aten.argmax.default, aten.any.dim):
         args = (x.detach() > 0 if target is aten.any.dim else x, dims[0], keepdim)
-    elif target is aten.linalg_vector_norm.default:
-        args = (x, 2, dims, keepdim)
-    elif target is aten.norm.ScalarOpt_dim:
+    elif target is aten.linalg_vector_norm.default or target is aten.norm.ScalarOpt_dim:
         args = (x, 2, dims, keepdim)
     elif target in (aten.var.correction, aten.std.correction):
         check_options(data, op_of(target, (x, dims), {"correction": 0, "keepdim": keepdim}))
@@ -92,14 +131,25 @@ def test_reductions(data):
 
 @rule_property
 def test_reductions_to_a_scalar(data):
-    target = data.draw(st.sampled_from([aten.sum.default, aten.mean.default, aten.max.default, aten.min.default,
-                                        aten.linalg_vector_norm.default]))
+    target = data.draw(
+        st.sampled_from(
+            [aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.linalg_vector_norm.default]
+        )
+    )
     check_options(data, op_of(target, (real(*sizes(data.draw, data.draw(st.integers(0, 3)))),)))
 
 
-ALONG = [(aten.softmax.int, (), None), (aten.log_softmax.int, (), None), (aten.cumsum.default, (), None),
-         (aten._softmax.default, (False,), None), (aten.max.dim, (), 0), (aten.min.dim, (True,), 1), (aten.median.dim, (), 0),
-         (aten.sort.default, (), 0), (aten.argsort.default, (), None)]
+ALONG = [
+    (aten.softmax.int, (), None),
+    (aten.log_softmax.int, (), None),
+    (aten.cumsum.default, (), None),
+    (aten._softmax.default, (False,), None),
+    (aten.max.dim, (), 0),
+    (aten.min.dim, (True,), 1),
+    (aten.median.dim, (), 0),
+    (aten.sort.default, (), 0),
+    (aten.argsort.default, (), None),
+]
 
 
 @rule_property
@@ -130,7 +180,7 @@ def test_topk_flip_roll(data):
 @rule_property
 def test_norms(data):
     shape = sizes(data.draw, data.draw(st.integers(1, 4)))
-    last = shape[-data.draw(st.integers(1, len(shape))):]
+    last = shape[-data.draw(st.integers(1, len(shape))) :]
     w, b = (Weight(real(*last)) if data.draw(st.booleans()) else None for _ in range(2))
     if data.draw(st.booleans()):
         check_options(data, op_of(aten.layer_norm.default, (real(*shape), last, w, b, 1e-5)))

@@ -19,7 +19,7 @@ def test_index_with_one_or_two_tensors(data):
     shape = sizes(data.draw, data.draw(st.integers(1, 4)))
     used = data.draw(st.lists(st.integers(0, len(shape) - 1), min_size=1, max_size=2, unique=True))
     rows = sizes(data.draw, data.draw(st.integers(1, 2)))
-    indices = [ids(n, *rows) if d in used else None for d, n in enumerate(shape)][:max(used) + 1]
+    indices = [ids(n, *rows) if d in used else None for d, n in enumerate(shape)][: max(used) + 1]
     check_options(data, op_of(aten.index.Tensor, (real(*shape), indices)))
 
 
@@ -38,7 +38,7 @@ def test_scatter_and_scatter_add(data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     some = list(shape)
     some[dim] = data.draw(st.integers(1, shape[dim]))
-    index = torch.stack([torch.randperm(shape[dim])[:some[dim]] for _ in range(max(1, sum(shape)))])[0]
+    index = torch.stack([torch.randperm(shape[dim])[: some[dim]] for _ in range(max(1, sum(shape)))])[0]
     index = index.reshape([-1 if d == dim % len(shape) else 1 for d in range(len(shape))]).expand(some).contiguous()
     target = data.draw(st.sampled_from([aten.scatter.src, aten.scatter.value, aten.scatter_add.default]))
     last = 2.0 if target is aten.scatter.value else real(*some)
@@ -65,10 +65,17 @@ def test_pad_tril_cumsum_roll_unfold_one_hot(data):
     shape = sizes(data.draw, 3)
     dim = data.draw(st.integers(-3, 2))
     x = real(*shape)
-    calls = [(aten.pad.default, (x, [1, 0, 0, 2], "constant", data.draw(st.sampled_from([None, 0.0, 1.0])))),
-             (aten.constant_pad_nd.default, (x, [0, 0, 1, 1], 0.0)), (aten.tril.default, (x, 1)), (aten.triu.default, (x,)),
-             (aten.cumsum.default, (x, dim)), (aten.roll.default, (x, [1], [dim])), (aten.flip.default, (x, [dim])),
-             (aten.unfold.default, (x, dim, 1, 1)), (aten.one_hot.default, (ids(5, *shape), 5))]
+    calls = [
+        (aten.pad.default, (x, [1, 0, 0, 2], "constant", data.draw(st.sampled_from([None, 0.0, 1.0])))),
+        (aten.constant_pad_nd.default, (x, [0, 0, 1, 1], 0.0)),
+        (aten.tril.default, (x, 1)),
+        (aten.triu.default, (x,)),
+        (aten.cumsum.default, (x, dim)),
+        (aten.roll.default, (x, [1], [dim])),
+        (aten.flip.default, (x, [dim])),
+        (aten.unfold.default, (x, dim, 1, 1)),
+        (aten.one_hot.default, (ids(5, *shape), 5)),
+    ]
     check_options(data, op_of(*data.draw(st.sampled_from(calls))))
 
 

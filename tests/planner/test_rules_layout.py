@@ -1,4 +1,4 @@
-"""Rules of ops that move elements: every admitted typing, on random shapes and cuts, against the op on whole tensors."""
+"""Rules of ops that move elements: every admitted typing, on random shapes and cuts, against the whole op."""
 
 from __future__ import annotations
 
@@ -32,8 +32,14 @@ def test_reshape_carries_a_cut_with_its_elements(data):
 @rule_property
 def test_reshape_to_heads_and_back(data):
     heads, width = data.draw(st.sampled_from([2, 3, 4, 6])), data.draw(st.sampled_from([2, 4]))
-    flat, split = [2, 3, heads * width * 3], data.draw(st.sampled_from(
-        [[2, 3, 3, heads, width], [2, 3, heads, 3, width], [2, 3, heads * 3, width], [6, heads * 3 * width]]))
+    flat, split = (
+        [2, 3, heads * width * 3],
+        data.draw(
+            st.sampled_from(
+                [[2, 3, 3, heads, width], [2, 3, heads, 3, width], [2, 3, heads * 3, width], [6, heads * 3 * width]]
+            )
+        ),
+    )
     if data.draw(st.booleans()):
         flat, split = split, flat
     check_options(data, op_of(aten.reshape.default, (real(*flat), split)))
@@ -49,7 +55,7 @@ def test_permute_moves_the_cut_dim(data):
 @rule_property
 def test_expand_repeats_on_each_rank(data):
     out = sizes(data.draw, data.draw(st.integers(1, 4)))
-    shape = [n if data.draw(st.booleans()) else 1 for n in out][data.draw(st.integers(0, len(out))):]
+    shape = [n if data.draw(st.booleans()) else 1 for n in out][data.draw(st.integers(0, len(out))) :]
     check_options(data, op_of(aten.expand.default, (real(*shape), out)))
 
 
@@ -84,4 +90,6 @@ def test_cat_joins_segments(data):
 def test_select_rows_by_a_whole_index(data):
     shape, dim = sizes(data.draw, 3), data.draw(st.integers(0, 2))
     index = torch.randint(shape[dim], (data.draw(st.integers(1, 6)),))
-    check_options(data, op_of(aten.index_select.default, (real(*shape), data.draw(st.sampled_from([dim, dim - 3])), index)))
+    check_options(
+        data, op_of(aten.index_select.default, (real(*shape), data.draw(st.sampled_from([dim, dim - 3])), index))
+    )

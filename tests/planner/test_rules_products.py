@@ -33,16 +33,33 @@ def test_mm_and_bmm(data):
 def test_matmul_with_broadcast_batches(data):
     batch = sizes(data.draw, data.draw(st.integers(0, 2)))
     n, k, m = sizes(data.draw, 3)
-    left, right = ([b if data.draw(st.booleans()) else 1 for b in batch][data.draw(st.integers(0, len(batch))):]
-                   for _ in range(2))
+    left, right = (
+        [b if data.draw(st.booleans()) else 1 for b in batch][data.draw(st.integers(0, len(batch))) :] for _ in range(2)
+    )
     a = real(*left, n, k) if left or data.draw(st.booleans()) else real(k)
     b = real(*right, k, m) if right or data.draw(st.booleans()) else real(k)
     check_options(data, op_of(aten.matmul.default, (a, weight(data.draw, b))))
 
 
-EQUATIONS = ["a,b->ab", "bij,bjk->bik", "bsh,hnd->bsnd", "bhqd,bhkd->bhqk", "bhqk,bhkd->bqhd", "bsnd,ndh->bsh", "bsh,xhnd->xbnsd",
-             "i,j->ij", "bij->bji", "bij->bi", "bi,bi->b", "ab,bc,cd->ad", "bsi,i->bs", "bii->bi", "bs,bs->", "ab,ab->ab",
-             "bsgrd,btgd->bgrst"]
+EQUATIONS = [
+    "a,b->ab",
+    "bij,bjk->bik",
+    "bsh,hnd->bsnd",
+    "bhqd,bhkd->bhqk",
+    "bhqk,bhkd->bqhd",
+    "bsnd,ndh->bsh",
+    "bsh,xhnd->xbnsd",
+    "i,j->ij",
+    "bij->bji",
+    "bij->bi",
+    "bi,bi->b",
+    "ab,bc,cd->ad",
+    "bsi,i->bs",
+    "bii->bi",
+    "bs,bs->",
+    "ab,ab->ab",
+    "bsgrd,btgd->bgrst",
+]
 
 
 @rule_property
@@ -61,7 +78,14 @@ def test_attention_by_heads(data):
     b, s, d, h = 2, data.draw(st.sampled_from([1, 3])), 2, groups * times
     t = s if data.draw(st.booleans()) else 4
     q, k, v = real(b, h, s, d), real(b, groups, t, d), real(b, groups, t, 3)
-    masks = [None, torch.rand(b, 1, s, t) > 0.3, real(1, h, s, t), real(s, t), real(b, 1, s, t, grad=False), real(h, s, t)]
+    masks = [
+        None,
+        torch.rand(b, 1, s, t) > 0.3,
+        real(1, h, s, t),
+        real(s, t),
+        real(b, 1, s, t, grad=False),
+        real(h, s, t),
+    ]
     mask = data.draw(st.sampled_from(masks))
     if mask is not None and mask.dtype == torch.bool:
         mask[..., 0] = True

@@ -70,7 +70,9 @@ def by_hand_norm(m: Own, x: Tensor, _: Tensor) -> Tensor:
 
 
 def complex_rotary(m: Own, x: Tensor, _: Tensor) -> Tensor:
-    angles = torch.outer(torch.arange(LENGTH, dtype=torch.float64), torch.linspace(0.1, 1.0, SIZE // 2, dtype=torch.float64))
+    angles = torch.outer(
+        torch.arange(LENGTH, dtype=torch.float64), torch.linspace(0.1, 1.0, SIZE // 2, dtype=torch.float64)
+    )
     turn = torch.polar(torch.ones_like(angles), angles)
 
     def turned(y: Tensor) -> Tensor:
@@ -98,7 +100,9 @@ def relative_bias(m: Own, x: Tensor, _: Tensor) -> Tensor:
     at = torch.arange(LENGTH, device=x.device)
     bias = m.table((at[:, None] - at[None]).clamp(-LENGTH, LENGTH - 1) + LENGTH).permute(2, 0, 1)
     q, k, v = (heads_of(w(x)) for w in (m.a, m.b, m.c))
-    weights = torch.softmax(torch.baddbmm(bias.repeat(BATCH, 1, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)), -1)
+    weights = torch.softmax(
+        torch.baddbmm(bias.repeat(BATCH, 1, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)), -1
+    )
     attended = torch.bmm(weights, v.reshape(BATCH * HEADS, LENGTH, SIZE)).view(BATCH, HEADS, LENGTH, SIZE)
     return x + m.o(attended.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
 
@@ -119,7 +123,7 @@ def chunks_and_gates(m: Own, x: Tensor, _: Tensor) -> Tensor:
 
 def shared_keys_by_expand(m: Own, x: Tensor, _: Tensor) -> Tensor:
     q = heads_of(m.a(x))
-    k, v = (w(x)[..., :2 * SIZE].view(BATCH, LENGTH, 2, SIZE).transpose(1, 2) for w in (m.b, m.c))
+    k, v = (w(x)[..., : 2 * SIZE].view(BATCH, LENGTH, 2, SIZE).transpose(1, 2) for w in (m.b, m.c))
     k, v = (y[:, :, None].expand(-1, -1, HEADS // 2, -1, -1).reshape(BATCH, HEADS, LENGTH, SIZE) for y in (k, v))
     return x + m.o((causal(q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
@@ -202,10 +206,32 @@ def composites(m: Own, x: Tensor, _: Tensor) -> Tensor:
     return x + m.o(y) * (similar + distance)[..., None] + F.softmin(m.b(x), -1)
 
 
-BODIES: dict[str, Callable[[Own, Tensor, Tensor], Tensor]] = {f.__name__: f for f in (
-    five_dim_einsum, ellipsis_einsum, by_hand_norm, complex_rotary, rolled_rotary, relative_bias, alibi, chunks_and_gates,
-    shared_keys_by_expand, repeated_keys, torch_attention, convolutions, bilinear_and_products, written_in_place,
-    picked_rows, experts_by_mask, log_softmax_and_nll, class_dim_in_the_middle, gathered_log_probabilities, logsumexp_loss, composites)}
+BODIES: dict[str, Callable[[Own, Tensor, Tensor], Tensor]] = {
+    f.__name__: f
+    for f in (
+        five_dim_einsum,
+        ellipsis_einsum,
+        by_hand_norm,
+        complex_rotary,
+        rolled_rotary,
+        relative_bias,
+        alibi,
+        chunks_and_gates,
+        shared_keys_by_expand,
+        repeated_keys,
+        torch_attention,
+        convolutions,
+        bilinear_and_products,
+        written_in_place,
+        picked_rows,
+        experts_by_mask,
+        log_softmax_and_nll,
+        class_dim_in_the_middle,
+        gathered_log_probabilities,
+        logsumexp_loss,
+        composites,
+    )
+}
 
 
 def batch() -> dict[str, Tensor]:

@@ -15,14 +15,40 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
 LLAMA = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32}
 EXPERTS = LLAMA | {"num_experts_per_tok": 2}
 GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 32}
-T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64,
-      "decoder_start_token_id": 0, "pad_token_id": 0}
-SEQ2SEQ = {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
-           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-           "max_position_embeddings": 32, "decoder_start_token_id": 0, "pad_token_id": 1}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 8,
+    "d_ff": 64,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+SEQ2SEQ = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 32,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 1,
+}
 BERT = SIZES | {"intermediate_size": 64, "max_position_embeddings": 32}
-IMAGE = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-         "image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 8}
+IMAGE = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+    "num_labels": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +69,16 @@ def _causal(family: str, sizes: dict[str, Any] = LLAMA, **more: Any) -> Member:
 ZOO: dict[str, Member] = {
     "gpt2": Member("GPT2LMHeadModel", "GPT2Config", GPT),
     "gptj": Member("GPTJForCausalLM", "GPTJConfig", GPT | {"rotary_dim": 4}),
-    "gpt_neo": _causal("GPTNeo", SIZES, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4,
-                       intermediate_size=64, max_position_embeddings=32, window_size=4),
+    "gpt_neo": _causal(
+        "GPTNeo",
+        SIZES,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        num_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        window_size=4,
+    ),
     "gpt_bigcode": Member("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT | {"multi_query": True}),
     "gpt_neox": _causal("GPTNeoX", BERT),
     "llama": _causal("Llama"),
@@ -70,34 +104,63 @@ ZOO: dict[str, Member] = {
     "falcon_mqa": _causal("Falcon", SIZES, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
     "falcon_new": _causal("Falcon", SIZES, new_decoder_architecture=True, num_kv_heads=2),
     "falcon_alibi": _causal("Falcon", SIZES, alibi=True, multi_query=False, parallel_attn=False, bias=True),
-    "bloom": Member("BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2,
-                                                        "n_head": 4}),
-    "mpt": Member("MptForCausalLM", "MptConfig", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": 2,
-                                                  "n_heads": 4, "max_seq_len": 32}),
+    "bloom": Member(
+        "BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}
+    ),
+    "mpt": Member(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    ),
     "opt": _causal("OPT", SIZES, ffn_dim=64, max_position_embeddings=32, word_embed_proj_dim=WIDTH),
-    "opt_350m": _causal("OPT", SIZES, ffn_dim=64, max_position_embeddings=32, word_embed_proj_dim=16,
-                        do_layer_norm_before=False),
+    "opt_350m": _causal(
+        "OPT", SIZES, ffn_dim=64, max_position_embeddings=32, word_embed_proj_dim=16, do_layer_norm_before=False
+    ),
     "codegen": Member("CodeGenForCausalLM", "CodeGenConfig", GPT | {"rotary_dim": 4, "n_ctx": 32}),
     "biogpt": _causal("BioGpt", BERT),
-    "xglm": _causal("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_layers": 2, "attention_heads": 4,
-                             "ffn_dim": 64, "max_position_embeddings": 32}),
+    "xglm": _causal(
+        "XGLM",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": WIDTH,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 64,
+            "max_position_embeddings": 32,
+        },
+    ),
     "bert": Member("BertForMaskedLM", "BertConfig", BERT, "masked"),
     "bert_classes": Member("BertForSequenceClassification", "BertConfig", BERT | {"num_labels": 3}, "classes"),
     "roberta": Member("RobertaForMaskedLM", "RobertaConfig", BERT, "masked"),
     "electra": Member("ElectraForMaskedLM", "ElectraConfig", BERT | {"embedding_size": 16}, "masked"),
     "albert": Member("AlbertForMaskedLM", "AlbertConfig", BERT | {"embedding_size": 16}, "masked"),
-    "distilbert": Member("DistilBertForMaskedLM", "DistilBertConfig",
-                         {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 64,
-                          "max_position_embeddings": 32}, "masked"),
-    "deberta_v2": Member("DebertaV2ForMaskedLM", "DebertaV2Config",
-                         BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
-                         "masked"),
-    "modernbert": Member("ModernBertForMaskedLM", "ModernBertConfig", BERT | {"pad_token_id": 0, "local_attention": 4},
-                         "masked"),
+    "distilbert": Member(
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": WIDTH,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 64,
+            "max_position_embeddings": 32,
+        },
+        "masked",
+    ),
+    "deberta_v2": Member(
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
+        "masked",
+    ),
+    "modernbert": Member(
+        "ModernBertForMaskedLM", "ModernBertConfig", BERT | {"pad_token_id": 0, "local_attention": 4}, "masked"
+    ),
     "mpnet": Member("MPNetForMaskedLM", "MPNetConfig", BERT, "masked"),
     "t5": Member("T5ForConditionalGeneration", "T5Config", T5),
-    "t5_gated": Member("T5ForConditionalGeneration", "T5Config",
-                       T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5_gated": Member(
+        "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    ),
     "mt5": Member("MT5ForConditionalGeneration", "MT5Config", T5),
     "bart": Member("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
     "pegasus": Member("PegasusForConditionalGeneration", "PegasusConfig", SEQ2SEQ),
@@ -107,14 +170,29 @@ ZOO: dict[str, Member] = {
     "dinov2": Member("Dinov2ForImageClassification", "Dinov2Config", IMAGE, "image"),
     "beit": Member("BeitForImageClassification", "BeitConfig", IMAGE, "image"),
     "mixtral": _causal("Mixtral", EXPERTS, num_local_experts=4),
-    "qwen2_moe": _causal("Qwen2Moe", EXPERTS, num_experts=4, moe_intermediate_size=32,
-                         shared_expert_intermediate_size=32),
+    "qwen2_moe": _causal(
+        "Qwen2Moe", EXPERTS, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
     "qwen3_moe": _causal("Qwen3Moe", EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=8),
-    "deepseek_v3": _causal("DeepseekV3", EXPERTS, n_routed_experts=4, moe_intermediate_size=32, q_lora_rank=16,
-                           kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=2,
-                           topk_group=1, first_k_dense_replace=1, num_key_value_heads=4),
+    "deepseek_v3": _causal(
+        "DeepseekV3",
+        EXPERTS,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+    ),
     "gpt_oss": _causal("GptOss", EXPERTS, num_local_experts=4, head_dim=8, sliding_window=4),
-    "mamba": _causal("Mamba", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
+    "mamba": _causal(
+        "Mamba", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}
+    ),
 }
 
 
@@ -125,7 +203,9 @@ def build(name: str) -> nn.Module:
     member = ZOO[name]
     config = getattr(transformers, member.config)(**member.sizes)
     for key in vars(config):
-        if key.endswith(("dropout", "drop", "pdrop", "drop_path_rate", "dropout_rate", "dropout_prob")) and isinstance(getattr(config, key), float):
+        if key.endswith(("dropout", "drop", "pdrop", "drop_path_rate", "dropout_rate", "dropout_prob")) and isinstance(
+            getattr(config, key), float
+        ):
             setattr(config, key, 0.0)
     config.use_cache = False
     torch.manual_seed(0)
@@ -139,6 +219,7 @@ def batch(name: str) -> dict[str, Tensor]:
 
     def ids(high: int, *shape: int) -> Tensor:
         return torch.randint(2, high, shape, generator=generator)
+
     if kind == "image":
         return {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator), "labels": ids(8, BATCH)}
     tokens = ids(VOCABULARY, BATCH, LENGTH)
@@ -150,7 +231,6 @@ def batch(name: str) -> dict[str, Tensor]:
         found["attention_mask"] = torch.ones_like(tokens)
         found["attention_mask"][1, -2:] = 0
     return found
-
 
 
 def write_configs(directory: Path) -> list[Path]:
