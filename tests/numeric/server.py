@@ -42,7 +42,7 @@ class Case:
     mesh: dict[str, Any]
     rest: dict[str, Any] = field(default_factory=dict)
     num_sequences: int = 8
-    micro: int = 1
+    micro: int = 2
     job: Callable[..., Any] | None = None
     job_arguments: tuple[Any, ...] = ()
 
@@ -139,34 +139,47 @@ def session_lab() -> Lab:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    from tests.numeric import zoo
-
-    host, current, bench = StoreHost(), None, None
+    benches = Benches()
     while True:
         try:
             kind, case = receive(connection)
         except EOFError:
             return
-        key = (case.model, case.micro, str(case.rest.get("precision")), str(case.rest.get("train")))
         try:
-            if key != current:
-                if bench is not None:
-                    bench.close()
-                bench, current = Bench(zoo.build, host, case), key
-            answer = bench.ask(kind, case), None
-        except EOFError:
-            answer, current = (None, ForkError("the process of this model has ended")), None
+            answer = benches.ask(kind, case), None
         except Exception as error:
             answer = None, error
         send(connection, answer)
 
 
+class Benches:
+    """Owns the store of all rendezvous, and the models used last, each captured in a process of its own."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self.host = StoreHost()
+        self.kept: dict[tuple[Any, ...], Bench] = {}
+
+    def ask(self, kind: str, case: Case) -> Any:
+        key = (case.model, case.micro, str(case.rest.get("precision")), case.rest.get("train"))
+        bench = self.kept.pop(key, None) or Bench(self.host, case)
+        self.kept[key] = bench  # last: the one used last
+        if len(self.kept) > self.MOST:
+            self.kept.pop(next(iter(self.kept))).close()
+        try:
+            return bench.ask(kind, case)
+        except EOFError:
+            self.kept.pop(key).close()
+            raise ForkError("the process of this model has ended") from None
+
+
 class Bench:
     """A fork that holds one model, captured; each question is answered by a fork of it."""
 
-    def __init__(self, build: Callable[[str], Any], host: StoreHost, case: Case) -> None:
+    def __init__(self, host: StoreHost, case: Case) -> None:
         self._connection, there = multiprocessing.Pipe()
-        self._child = Child(_bench, there, self._connection, build, host, case)
+        self._child = Child(_bench, there, self._connection, host, case)
         there.close()
 
     def ask(self, kind: str, case: Case) -> Any:
@@ -181,13 +194,12 @@ class Bench:
         self._child.end()
 
 
-def _bench(
-    connection: Connection, other: Connection, build: Callable[[str], Any], host: StoreHost, first: Case
-) -> None:
+def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
     import planner.api
+    from tests.numeric import zoo
 
     other.close()
-    entry = build(first.model)
+    entry = zoo.build(first.model)
     if first.rest.get("train"):
         entry.model.train()
     original, captured, truths = planner.api.capture, {}, {}

@@ -8,7 +8,8 @@ from tests.numeric.own_models import MODELS
 from tests.numeric.server import Case, Lab
 from tests.numeric.zoo import FAMILIES
 
-LAYOUTS = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
+ALWAYS = {"tp": 2, "pp": 2}
+OTHERS = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
 IN_LAYOUT_TESTS = {"gpt", "gpt2", "llama", "bert", "gpt-5-layers"}
 NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in IN_LAYOUT_TESTS and "dropout" not in name)
 
@@ -17,13 +18,7 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
+@pytest.mark.parametrize("layout", [ALWAYS, *(pytest.param(m, marks=pytest.mark.slow) for m in OTHERS)], ids=name_of)
 @pytest.mark.parametrize("model", NAMES)
-def test_tp2_pp2_equals_one_process(lab: Lab, model: str) -> None:
-    assert lab.check(Case(model, {"tp": 2, "pp": 2})).wrong == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", NAMES)
-def test_other_layouts_equal_one_process(lab: Lab, model: str) -> None:
-    wrong = {name_of(layout): lab.check(Case(model, layout)).wrong for layout in LAYOUTS}
-    assert not any(wrong.values()), wrong
+def test_family_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+    assert lab.check(Case(model, layout)).wrong == []
