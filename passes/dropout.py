@@ -3,8 +3,8 @@
     stream = hash(seed, step, global microbatch, which op) for I, R and P: the same mask on all tp ranks
              … and the tp rank for V: each rank its own
 
-So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do not
-depend on tp either.
+So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do
+not depend on tp either.
 
 Needs:   every random op carries ``meta["placement"]``.
 Leaves:  no op that draws from the default generator.
@@ -30,8 +30,7 @@ def name_streams(graph: fx.Graph, root: torch.nn.Module, random: RandomState) ->
     """Replace dropout, and attention with dropout, by calls that name their stream."""
     handle: fx.Node | None = None
     for node in list(graph.nodes):
-        is_dropout = node.target is aten.dropout.default
-        if not is_dropout and not _attends_with_dropout(node):
+        if not _is_random(node):
             continue
         if handle is None:
             root.random = random  # pyright: ignore
@@ -39,13 +38,24 @@ def name_streams(graph: fx.Graph, root: torch.nn.Module, random: RandomState) ->
                 handle = graph.create_node("get_attr", "random")
         stream = (_number(node.meta["origin"]), node.meta["placement"].is_sharded)
         with graph.inserting_before(node):
-            if is_dropout:
+            if node.target is aten.dropout.default:
                 new = graph.call_function(stream_dropout, (node.args[0], node.args[1], handle, *stream))
             else:
-                new = graph.call_function(stream_attention, (node.target, handle, *stream, node.args, dict(node.kwargs)))
+                draw = stream_attention if node.target in ATTENTION else stream_random
+                new = graph.call_function(draw, (node.target, handle, *stream, node.args, dict(node.kwargs)))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+ATTENTION = {aten.scaled_dot_product_attention.default, shared_key_attention}
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
+    if node.target in ATTENTION:
+        return _attends_with_dropout(node)
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _attends_with_dropout(node: fx.Node) -> bool:
@@ -84,3 +94,12 @@ def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, a
             return shared_key_attention(*args, **{**kwargs, **off})
         given: dict[str, Any] = attention_arguments(args, kwargs) | off
         return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)
+
+
+def stream_random(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Any:
+    """Any other random op, such as the draw of a drop path; the default generator is left as it was."""
+    devices = {v.device for v in (*args, *kwargs.values()) if isinstance(v, Tensor)}
+    devices |= {v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"], device_type="cuda"):
+        torch.manual_seed(stream_seed(random, op, sharded))
+        return target(*args, **kwargs)

@@ -11,8 +11,11 @@ Leaves:  no ``device=meta``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 aten = torch.ops.aten
 
@@ -50,9 +53,10 @@ def _is_bias(product: fx.Node, bias: fx.Node) -> bool:
 
 
 def place_devices(graph: fx.Graph, device: torch.device) -> None:
-    """Factories and casts of the captured graph name the meta device; give them the rank's."""
+    """Factories and casts of the captured graph name the device of capture; give them the rank's."""
+    def placed(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     for node in graph.nodes:
-        if isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": device}
-        if any(isinstance(a, torch.device) for a in node.args):
-            node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
+        node.args = map_aggregate(node.args, placed)
+        node.kwargs = map_aggregate(node.kwargs, placed)

@@ -25,6 +25,8 @@ UNARY_LINEAR = {aten.neg.default, aten.contiguous.default, aten.clone.default, a
 def pointwise(site: Site) -> Iterator[Option]:
     """Options of an elementwise op with broadcasting."""
     for cut in _cuts(site):
+        if site.node.target is aten.dropout.default and cut.has_whole_segment:
+            continue  # each rank draws its own mask, and a segment held whole must be the same on all
         given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs}
         yield site.option(cut, given, "pointwise")
     yield from _partial(site)
