@@ -1,7 +1,7 @@
 """Canonical forms of indexing and of writing into parts: slices, selections of rows, and concatenations.
 
     x[.., [2, 3], ..]                    → slice                       where the index is a constant run
-    slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])
+    slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
     select_scatter, copy                 → the same, or the source itself
     repeat                               → a new dim, expanded, merged
 """
@@ -53,10 +53,28 @@ def _slice_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
 
 def _between(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, end: int, val: Any) -> fx.Node:
     """``x`` with [start, end) of ``dim`` replaced by ``source``."""
-    size = shape_of(x)[dim]
-    head = [applied(emit, aten.slice.Tensor, x, dim, 0, start)] if start else []
-    tail = [applied(emit, aten.slice.Tensor, x, dim, end, size)] if end < size else []
-    return emit(aten.cat.default, ([*head, source, *tail], dim), {}, val) if head or tail else source
+    pieces = [*_pieces(emit, x, dim, 0, start), source, *_pieces(emit, x, dim, end, shape_of(x)[dim])]
+    return emit(aten.cat.default, (pieces, dim), {}, val) if len(pieces) > 1 else source
+
+
+def _pieces(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> list[fx.Node]:
+    """[start, end) of ``x``: what it was put together from, where the bounds meet; else a slice."""
+    if start == end:
+        return []
+    if x.target is aten.cat.default and x.args[1] == dim:
+        found, at = [], 0
+        for operand in x.all_input_nodes:
+            if start <= at and at + shape_of(operand)[dim] <= end:
+                found.append(operand)
+            at += shape_of(operand)[dim]
+        if sum(shape_of(n)[dim] for n in found) == end - start and _each_once(x):
+            return found
+    return [applied(emit, aten.slice.Tensor, x, dim, start, end)]
+
+
+def _each_once(cat: fx.Node) -> bool:
+    operands: Any = cat.args[0]
+    return len(operands) == len(set(operands))
 
 
 def _select_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
