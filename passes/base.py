@@ -1,8 +1,8 @@
 """What lowering gives to the runtime: the stage modules of one rank, and the handles that they share.
 
-A stage module is a torch.fx GraphModule over local tensors. Its placeholders are, in order, the received boundary values
-(``receives``), then the batch tensors it reads (``inputs``), then the loss denominators (``denominators``); it returns a
-tuple: the boundary values it sends (``sends``), and last the loss where the stage computes it.
+A stage module is a torch.fx GraphModule over local tensors. Its placeholders are, in order, the received boundary
+values (``receives``), the batch tensors it reads (``inputs``), and the loss denominators (``denominators``). It returns
+a tuple: the boundary values it sends (``sends``), and last the loss where the stage computes it.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class StageModule:
 class RankProgram:
     """All that one rank runs: its stages in chunk order, the axis handles and the random state they share.
 
-    ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (float64 scalars, such
-    as its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
+    ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
+    its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
     """
 
     stages: list[StageModule]

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
-    """Sum (or ``op``) over the axis. ``owned``: x may be overwritten. A non-contiguous all-reduce is silently wrong on gloo."""
+    """Sum (or ``op``) over the axis. ``owned``: x may be overwritten. gloo sums a non-contiguous x wrongly."""
     _count(axis, "all_reduce", phase, x)
     out = x.contiguous()
     if out is x and not owned:
@@ -199,6 +199,15 @@ def first(x: Tensor, axis: AxisHandle) -> Tensor:
     return _First.apply(x, axis)
 
 
-BY_NAME = {"f": f, "g": g, "g f": g_f, "slice": slice_part, "cut": cut_part, "gather": gather, "collect": collect,
-           "scatter": scatter, "first": first}
+BY_NAME = {
+    "f": f,
+    "g": g,
+    "g f": g_f,
+    "slice": slice_part,
+    "cut": cut_part,
+    "gather": gather,
+    "collect": collect,
+    "scatter": scatter,
+    "first": first,
+}
 TAKES_CUT = {"slice", "cut", "gather", "collect", "scatter"}

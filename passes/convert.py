@@ -30,7 +30,11 @@ def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis:
     output = stage.graph.output_node()
     for change in changes:
         value = stage.env[change.value]
-        cut = (change.before if change.before.is_sharded else change.after,) if change.how.name in collectives.TAKES_CUT else ()
+        cut = (
+            (change.before if change.before.is_sharded else change.after,)
+            if change.how.name in collectives.TAKES_CUT
+            else ()
+        )
         arguments: Any = (value, handle, *cut)
         with stage.graph.inserting_after(_last_of_header(stage, value)):
             call = stage.graph.call_function(collectives.BY_NAME[change.how.name], arguments)

@@ -22,7 +22,7 @@ from planner.stages import StageAssignment
 
 @dataclass
 class StageGraph:
-    """A stage under construction. ``env``: captured name → node here; ``outputs``: captured names of what it returns."""
+    """A stage under construction. ``env``: captured name → node here."""
 
     index: int
     graph: fx.Graph

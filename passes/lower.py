@@ -1,10 +1,10 @@
 """Lower a plan for one rank: captured graph → this rank's stage modules.
 
-    extract    the stage's part of the graph
-    convert    a collective on every edge whose ends differ in type
-    localize   local sizes, parallel forms
-    streams    named random streams
-    peephole   biases back into products; devices
+extract    the stage's part of the graph
+convert    a collective on every edge whose ends differ in type
+localize   local sizes, parallel forms
+streams    named random streams
+peephole   biases back into products; devices
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from planner.frozen_plan import Plan
 from planner.source import PlanSource
 
 
-
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProgram:
     """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill."""
     source = plan.source
@@ -35,7 +34,9 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProg
     tp = AxisHandle("tp", source.mesh.tp, place["tp"])
     random = RandomState(source.seed, tp.rank)
     chunks = range(place["pp"], source.stages.num_stages, source.mesh.pp)
-    modules = [lower_stage(source, index, chunk, tp, random, torch.device(device)) for chunk, index in enumerate(chunks)]
+    modules = [
+        lower_stage(source, index, chunk, tp, random, torch.device(device)) for chunk, index in enumerate(chunks)
+    ]
     counts = source.terms.counts
     if counts is not None:
         counts = fx.GraphModule(_constants_of(source.program, counts), _with_constants(source.program, counts))
@@ -45,8 +46,9 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProg
     return RankProgram(modules, {"tp": tp}, random, counts, inputs)
 
 
-def lower_stage(source: PlanSource, index: int, chunk: int, tp: AxisHandle, random: RandomState,
-                device: torch.device) -> StageModule:
+def lower_stage(
+    source: PlanSource, index: int, chunk: int, tp: AxisHandle, random: RandomState, device: torch.device
+) -> StageModule:
     """One stage: the passes in their order."""
     program, stages, placements = source.program, source.stages, source.placements
     stage = extract_stage(program, stages, source.terms.denominators, index)
@@ -75,10 +77,19 @@ def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, dev
     for handle in ("tp", "random"):
         if handle in held:
             setattr(module, handle, getattr(stage.root, handle))
-    return StageModule(stage.index, chunk, module, _boundaries(source, stage.receives), _boundaries(source, stage.sends),
-                       tuple(program.inputs[n] for n in stage.inputs),
-                       tuple(source.terms.denominators.index(n) for n in stage.denominators), parameters,
-                       tuple(program.buffers[n] for n in stage.buffers), attributes, stage.has_loss)
+    return StageModule(
+        stage.index,
+        chunk,
+        module,
+        _boundaries(source, stage.receives),
+        _boundaries(source, stage.sends),
+        tuple(program.inputs[n] for n in stage.inputs),
+        tuple(source.terms.denominators.index(n) for n in stage.denominators),
+        parameters,
+        tuple(program.buffers[n] for n in stage.buffers),
+        attributes,
+        stage.has_loss,
+    )
 
 
 def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[Boundary, ...]:
@@ -93,7 +104,7 @@ def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[Boundary, .
 
 
 def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> LocalParameter:
-    """A parameter as a rank of ``stage`` has it. Of equal copies, over tp or over stages, the first alone is counted."""
+    """A parameter as a rank of ``stage`` has it. Of equal copies, over tp or stages, the first alone is counted."""
     node = source.program.node(name)
     placement, tp = source.placements.of(node), source.mesh.tp
     stages = source.stages.parameter_stages.get(name, (stage,))
@@ -101,8 +112,17 @@ def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> 
     over = (("tp",) if partial else ()) + (("embedding",) if len(stages) > 1 else ())
     shape = tuple(node.meta["val"].shape)
     counted = (placement.is_sharded or tp_rank == 0) and stage == min(stages)
-    return LocalParameter(source.program.parameters[name], placement.local_shape(shape, tp), node.meta["val"].dtype,
-                          placement, shape, over, counted, stages if len(stages) > 1 else (), bool(node.meta["grad"]))
+    return LocalParameter(
+        source.program.parameters[name],
+        placement.local_shape(shape, tp),
+        node.meta["val"].dtype,
+        placement,
+        shape,
+        over,
+        counted,
+        stages if len(stages) > 1 else (),
+        bool(node.meta["grad"]),
+    )
 
 
 def _constants_of(program: Program, graph: fx.GraphModule) -> nn.Module:
@@ -123,6 +143,3 @@ def _with_constants(program: Program, module: fx.GraphModule) -> fx.Graph:
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
     return graph
-
-
-

@@ -12,12 +12,12 @@ from torch import nn
 from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
+from planner.frozen_plan import Plan
 from planner.loss_terms import share_loss
 from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.override_kinds import kinds_by_override
 from planner.placements import decide_placements
-from planner.frozen_plan import Plan
 from planner.rows import plan_of
 from planner.schedule import build_schedule
 from planner.source import PlanSource
@@ -25,17 +25,23 @@ from planner.spec import Spec
 from planner.stages import assign_stages
 
 
-def plan(model: nn.Module, spec: Spec | Mapping[str, Any] | str | PathLike[str],
-         example_inputs: Mapping[str, torch.Tensor] | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    spec: Spec | Mapping[str, Any] | str | PathLike[str],
+    example_inputs: Mapping[str, torch.Tensor] | None = None,
+) -> Plan:
     """Decide how ``model`` runs on the mesh of ``spec``; nothing is allocated, no process group is needed.
 
     model: any nn.Module, with real weights or on the meta device; it is not changed.
     spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine); without them
-    they are made from ``spec.inputs``. Raises PlanError: what, where (the user's module and line, or the spec's line), fix.
+    they are made from ``spec.inputs``. Raises PlanError: what, where (module and the user's line, or the spec's), fix.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module", where="plan(model, …)",
-                        fix="give the module itself")
+        raise PlanError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            where="plan(model, …)",
+            fix="give the module itself",
+        )
     checked = Spec.load(spec)
     try:
         with torch.device("cpu"):  # the caller may stand in `with torch.device("meta")`
@@ -51,11 +57,18 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     simplify_masks(program)
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
     blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
-    placements = decide_placements(program, blocks, mesh.tp, dict(spec.tensor_parallel.overrides),
-                                   sequence_parallel=spec.tensor_parallel.sequence_parallel,
-                                   vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple)
+    placements = decide_placements(
+        program,
+        blocks,
+        mesh.tp,
+        dict(spec.tensor_parallel.overrides),
+        sequence_parallel=spec.tensor_parallel.sequence_parallel,
+        vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple,
+    )
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
-    schedule = build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
+    schedule = build_schedule(
+        spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size
+    )
     source = PlanSource(program, blocks, placements, stages, terms, mesh, spec.seed, model)
     return plan_of(spec, source, schedule)
 
@@ -66,15 +79,18 @@ def _mesh(spec: Spec) -> Mesh:
     m = spec.mesh
     for axis in ("cp", "ep"):
         if getattr(m, axis) != 1:
-            raise PlanError(f"mesh.{axis} = {getattr(m, axis)} is not available yet", where=f"mesh.{axis}",
-                            fix=f"set {axis}: 1")
+            raise PlanError(
+                f"mesh.{axis} = {getattr(m, axis)} is not available yet", where=f"mesh.{axis}", fix=f"set {axis}: 1"
+            )
     return Mesh(tp=int(m.tp), pp=int(m.pp), dp=int(m.dp), vpp=int(m.vpp), order=m.order)
 
 
 def _inputs_of(spec: Spec) -> dict[str, torch.Tensor]:
     """One microbatch of every input, without memory."""
-    return {name: torch.empty((spec.batch.micro, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
-            for name, given in spec.require_inputs().items()}
+    return {
+        name: torch.empty((spec.batch.micro, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+        for name, given in spec.require_inputs().items()
+    }
 
 
 def _dtype(spec: Spec) -> torch.dtype | None:

@@ -9,6 +9,7 @@ Leaves:  a graph of canonical ATen ops (planner.canonical) with parameters, buff
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import linecache
@@ -31,8 +32,10 @@ from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_f
 from planner.errors import PlanError, Where
 from planner.source_lines import is_foreign_frame
 
-FORWARD_MUST_WORK = ("call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
-                     "have shapes but no values (no numpy, no lists of their elements)")
+FORWARD_MUST_WORK = (
+    "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
+    "have shapes but no values (no numpy, no lists of their elements)"
+)
 
 
 @dataclass
@@ -60,8 +63,9 @@ class Program:
         return index
 
 
-def capture(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str = "auto",
-            dtype: torch.dtype | None = None) -> Program:
+def capture(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str = "auto", dtype: torch.dtype | None = None
+) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
     ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
@@ -86,15 +90,18 @@ def _fake_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
-        raise PlanError(f"the model cannot be copied for capture: {error}", where=type(model).__name__,
-                        fix="keep locks, files and process handles out of the module's attributes") from error
+        raise PlanError(
+            f"the model cannot be copied for capture: {error}",
+            where=type(model).__name__,
+            fix="keep locks, files and process handles out of the module's attributes",
+        ) from error
     for module in copied.modules():
         _switch_off_caches(module)
     return copied
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> torch.Tensor:
-    """A new tensor of the same shape. On the CPU, not on meta: constants that a forward makes then keep their values."""
+    """A new tensor of this shape. On the CPU, not on meta: constants that a forward makes keep their values."""
     cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
@@ -122,11 +129,17 @@ def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.E
     except Exception as error:
         where = _user_frame(error, model)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
-            raise PlanError(f"the model does not take these inputs: {error}", where="inputs",
-                            fix="name the keys under `inputs` as the arguments of the model's forward") from error
+            raise PlanError(
+                f"the model does not take these inputs: {error}",
+                where="inputs",
+                fix="name the keys under `inputs` as the arguments of the model's forward",
+            ) from error
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PlanError(f"the model cannot be captured: {what}", where=where,
-                        fix=FIX if "data-dependent" in what else FORWARD_MUST_WORK) from error
+        raise PlanError(
+            f"the model cannot be captured: {what}",
+            where=where,
+            fix=FIX if "data-dependent" in what else FORWARD_MUST_WORK,
+        ) from error
 
 
 def _quietly(run: Any) -> Any:
@@ -152,8 +165,9 @@ def _user_frame(error: BaseException, model: nn.Module) -> Where:
     holders = [names.get(id(f.f_locals.get("self"))) for f, _ in users]
     frame, line = users[-1]
     file = frame.f_code.co_filename
-    return Where(next((h for h in reversed(holders) if h is not None), ""), file, line,
-                 linecache.getline(file, line).strip())
+    return Where(
+        next((h for h in reversed(holders) if h is not None), ""), file, line, linecache.getline(file, line).strip()
+    )
 
 
 def _mutates(graph_module: fx.GraphModule) -> bool:
@@ -229,10 +243,8 @@ def _constant_values(model: nn.Module, exported: torch.export.ExportedProgram) -
         if not isinstance(value, torch.Tensor):
             continue
         path, _, attribute = name.rpartition(".")
-        try:
+        with contextlib.suppress(AttributeError):
             value = getattr(model.get_submodule(path), attribute)
-        except AttributeError:
-            pass
         values[name] = value
     return values
 
@@ -244,8 +256,11 @@ def _select_outputs(exported: torch.export.ExportedProgram, program: Program) ->
     for spec in exported.graph_signature.output_specs:
         if spec.kind is OutputKind.BUFFER_MUTATION:
             program.notes.append(f"the forward updates buffer {spec.target}: the update is not carried out")
-    return {path: spec.arg.name for path, spec in zip(paths, specs, strict=True)
-            if type(spec.arg).__name__ == "TensorArgument"}
+    return {
+        path: spec.arg.name
+        for path, spec in zip(paths, specs, strict=True)
+        if type(spec.arg).__name__ == "TensorArgument"
+    }
 
 
 def _output_paths(exported: torch.export.ExportedProgram, count: int) -> list[str]:
@@ -273,15 +288,22 @@ def _find_loss(program: Program, wanted: str) -> str:
     scalars = {k: n for k, n in nodes.items() if n.meta["val"].numel() == 1 and n.meta["grad"]}
     if wanted != "auto":
         if wanted not in scalars:
-            raise PlanError(f"the model has no scalar output `{wanted}` with a gradient (outputs: {listed})",
-                            where="loss", fix="name one of the outputs that is a scalar loss")
+            raise PlanError(
+                f"the model has no scalar output `{wanted}` with a gradient (outputs: {listed})",
+                where="loss",
+                fix="name one of the outputs that is a scalar loss",
+            )
         return scalars[wanted].name
     if "loss" in scalars:
         return scalars["loss"].name
     if len(scalars) == 1:
         return next(iter(scalars.values())).name
     if not scalars:
-        raise PlanError(f"no output of the model is a loss (outputs: {listed})", where="loss",
-                        fix="return a scalar loss from forward; a Hugging Face model needs `labels` among its inputs")
-    raise PlanError(f"several outputs could be the loss: {', '.join(scalars)}", where="loss",
-                    fix="set loss: {output: <name>}")
+        raise PlanError(
+            f"no output of the model is a loss (outputs: {listed})",
+            where="loss",
+            fix="return a scalar loss from forward; a Hugging Face model needs `labels` among its inputs",
+        )
+    raise PlanError(
+        f"several outputs could be the loss: {', '.join(scalars)}", where="loss", fix="set loss: {output: <name>}"
+    )

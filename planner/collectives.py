@@ -1,7 +1,7 @@
 """Where values change their type over tp: the list that lowering inserts and that the plan prints.
 
-A change happens on the stage that reads, once for all its readers there; partial sums are added up on the stage that made
-them, before they are sent.
+A change happens on the stage that reads, once for all its readers there; partial sums are added up on the stage that
+made them, before they are sent.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def type_at(placements: Placements, stages: StageAssignment, node: fx.Node, stag
     return made if runs_here(stages, node, stage) else sent_type(made)
 
 
-def wanted_types(placements: Placements, stages: StageAssignment, program: Program,
-                 stage: int) -> Iterator[tuple[fx.Node, Placement, str]]:
+def wanted_types(
+    placements: Placements, stages: StageAssignment, program: Program, stage: int
+) -> Iterator[tuple[fx.Node, Placement, str]]:
     """(value, type, reader) for all that ``stage`` reads, the values it sends and the loss included."""
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and stages.runs_on(node.name, stage):
@@ -62,7 +63,9 @@ def wanted_types(placements: Placements, stages: StageAssignment, program: Progr
         yield loss, I, "loss"
 
 
-def type_changes(placements: Placements, stages: StageAssignment, program: Program, stage: int) -> tuple[TypeChange, ...]:
+def type_changes(
+    placements: Placements, stages: StageAssignment, program: Program, stage: int
+) -> tuple[TypeChange, ...]:
     """Every change of type on ``stage``, each once, in the order of the values."""
     found: dict[tuple[str, Placement], list[str]] = {}
     for value, after, reader in wanted_types(placements, stages, program, stage):

@@ -1,8 +1,8 @@
 """Make the loss of a microbatch its share of the loss of the global batch, so that shares simply add up.
 
-A model writes a mean over its batch. Over microbatches and data-parallel ranks the mean of means is wrong as soon as they
-hold different numbers of valid tokens. So means become sums over global counts, which depend on the inputs alone and are
-known before the first forward:
+A model writes a mean over its batch. Over microbatches and data-parallel ranks the mean of means is wrong as soon as
+they hold different numbers of valid tokens. So means become sums over global counts, which depend on the inputs alone
+and are known before the first forward:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
     a / mask.sum()            → a's share / Σ over the global batch of mask.sum()
@@ -28,15 +28,22 @@ aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
 PASS_THROUGH = {aten.to.dtype, aten.reshape.default, aten.clone.default, aten.contiguous.default, aten.neg.default}
-MEANS = {aten.mean.default, aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default,
-         aten.huber_loss.default, aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default,
-         aten.kl_div.default}
+MEANS = {
+    aten.mean.default,
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.binary_cross_entropy.default,
+    aten.kl_div.default,
+}
 ADDITIVE = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
 
 
 @dataclass
 class LossTerms:
-    """Placeholders of the counts, in order; the graph of the counts with its batch keys; what could not be made exact."""
+    """Placeholders of the counts, in order; the counts' graph with its batch keys; what could not be made exact."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
@@ -45,7 +52,7 @@ class LossTerms:
 
 
 def share_loss(program: Program, num_microbatches: int) -> LossTerms:
-    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks)."""
+    """Rewrite ``program``'s loss in place; ``num_microbatches``: of the global batch, over all dp ranks."""
     rewriter = _Rewriter(program, num_microbatches)
     loss = program.node(program.loss)
     share = rewriter.share(loss)
@@ -117,7 +124,12 @@ class _Rewriter:
         a, b = node.args[0], node.args[1]
         if isinstance(a, fx.Node) and (not isinstance(b, fx.Node) or self._is_constant(b)):
             return self._again(node, [self.share(a), b])
-        if node.target is aten.mul.Tensor and isinstance(a, fx.Node) and isinstance(b, fx.Node) and self._is_constant(a):
+        if (
+            node.target is aten.mul.Tensor
+            and isinstance(a, fx.Node)
+            and isinstance(b, fx.Node)
+            and self._is_constant(a)
+        ):
             return self._again(node, [a, self.share(b)])
         if node.target is aten.div.Tensor and isinstance(a, fx.Node) and isinstance(b, fx.Node):
             count = self._global_count(b)
@@ -175,15 +187,19 @@ class _Rewriter:
 
     def _valid_tokens(self, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:
         """Σ (target ≠ ignore_index), or the sum of the valid tokens' class weights."""
+
         def emit(op: Any, args: list[Any], val: torch.Tensor) -> fx.Node:
             new = self._emit(target, op, args)
             new.meta["val"], new.meta["grad"] = val, False
             return new
+
         shape = target.meta["val"].shape
         valid = emit(aten.ne.Scalar, [target, ignore_index], torch.empty(shape, dtype=torch.bool, device="meta"))
         if weight is not None:
             safe = emit(aten.mul.Tensor, [target, valid], torch.empty(shape, dtype=torch.int64, device="meta"))
-            each = emit(aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta"))
+            each = emit(
+                aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta")
+            )
             valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
         return emit(aten.sum.default, [valid], torch.empty((), dtype=torch.int64, device="meta"))
 

@@ -38,8 +38,15 @@ class Placements:
         return self.options[node.name].args[position]
 
 
-def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict[str, str] | None = None, *,
-                      sequence_parallel: bool = False, vocabulary_multiple: int = 128) -> Placements:
+def decide_placements(
+    program: Program,
+    blocks: Blocks,
+    tp: int,
+    overrides: dict[str, str] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    vocabulary_multiple: int = 128,
+) -> Placements:
     """Type every node. Raises PlanError where an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     for node in nodes:
@@ -60,13 +67,15 @@ def decide_placements(program: Program, blocks: Blocks, tp: int, overrides: dict
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
     options = solve(candidates, costs, edges, weights)
-    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, {n.name: origins.get(rep[n.name], "solver")
-                                                                          for n in nodes})
+    return Placements(
+        tp, {n.name: options[rep[n.name]] for n in nodes}, {n.name: origins.get(rep[n.name], "solver") for n in nodes}
+    )
 
 
-def _edges(program: Program, nodes: list[fx.Node], rep: dict[str, str]) -> tuple[
-        dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
-    """Who feeds and who reads a representative, over all its instances: a block is fed by what comes before any copy."""
+def _edges(
+    program: Program, nodes: list[fx.Node], rep: dict[str, str]
+) -> tuple[dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
+    """Who feeds and who reads a representative, over all its copies: a block is fed by what comes before any."""
     copies: dict[tuple[str, str], set[str]] = {}
     producers: dict[str, dict[str, fx.Node]] = {}
     readers: dict[str, dict[str, fx.Node]] = {}
@@ -93,27 +102,39 @@ def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
     """Normalise to one block: its FLOPs, its matrices, and the tensor that passes between blocks."""
     instances = Counter(rep.values())
     flops = {n.name: float(node_flops(n)) for n in nodes if rep[n.name] == n.name and n.op == "call_function"}
-    matrix = {n.name: _bytes(n) for n in nodes if rep[n.name] == n.name and n.meta.get("parameter")
-              and len(n.meta["val"].shape) > 1}
+    matrix = {
+        n.name: _bytes(n)
+        for n in nodes
+        if rep[n.name] == n.name and n.meta.get("parameter") and len(n.meta["val"].shape) > 1
+    }
     count = max(1, len(blocks.instances))
     block_flops = max(1.0, sum(v * instances[k] for k, v in flops.items()) / count)
     block_bytes = max(1.0, sum(v * instances[k] for k, v in matrix.items()) / count)
     inner = [_bytes(n) for n in nodes if n.op == "call_function" and n.meta.get("grad") and flops.get(n.name)]
     residual = sorted(inner)[len(inner) // 4] if inner else 1.0
-    return Costs({k: v / block_flops for k, v in flops.items()}, {k: v / block_bytes for k, v in matrix.items()},
-                 {n.name: _bytes(n) / max(residual, 1.0) for n in nodes}, dict(instances))
+    return Costs(
+        {k: v / block_flops for k, v in flops.items()},
+        {k: v / block_bytes for k, v in matrix.items()},
+        {n.name: _bytes(n) / max(residual, 1.0) for n in nodes},
+        dict(instances),
+    )
 
 
 def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:
     """The tensors with a gradient that a block makes and something outside of it reads."""
     block_of = {name: block.index for block in blocks.instances for name in block.nodes}
-    return [n for n in program.graph.graph.nodes
-            if n.name in block_of and n.meta.get("grad") and isinstance(n.meta["val"], torch.Tensor)
-            and any(block_of.get(u.name) != block_of[n.name] for u in n.users)]
+    return [
+        n
+        for n in program.graph.graph.nodes
+        if n.name in block_of
+        and n.meta.get("grad")
+        and isinstance(n.meta["val"], torch.Tensor)
+        and any(block_of.get(u.name) != block_of[n.name] for u in n.users)
+    ]
 
 
 def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], candidates: Candidates) -> None:
-    """Between blocks no features are cut: a residual cut by features would need a collective for every norm and linear."""
+    """Between blocks no features are cut: each norm and linear of such a residual would need a collective."""
     for node in _between_blocks(program, blocks):
         last, name = node.meta["val"].dim() - 1, rep[node.name]
         candidates.options[name] = [o for o in candidates.options[name] if not (o.out.is_sharded and o.out.dim == last)]
@@ -132,13 +153,18 @@ def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int
         dim = len(shape) - 2
         if shape[dim] % tp:
             below = shape[dim] // tp * tp
-            raise PlanError(f"sequence parallelism: a sequence of {shape[dim]} is not divisible by tp = {tp}",
-                            where=where_of(node), fix=f"use sequences of {below or tp} or {below + tp}, "
-                                                      "or set tensor_parallel.sequence_parallel: false")
+            raise PlanError(
+                f"sequence parallelism: a sequence of {shape[dim]} is not divisible by tp = {tp}",
+                where=where_of(node),
+                fix=f"use sequences of {below or tp} or {below + tp}, or set tensor_parallel.sequence_parallel: false",
+            )
         cuts[rep[node.name]] = Placement("V", dim, (Segment(shape[dim]),))
     if not cuts:
-        raise PlanError("sequence parallelism: the model has no repeated blocks whose activations could be cut",
-                        where="tensor_parallel.sequence_parallel", fix="set tensor_parallel.sequence_parallel: false")
+        raise PlanError(
+            "sequence parallelism: the model has no repeated blocks whose activations could be cut",
+            where="tensor_parallel.sequence_parallel",
+            fix="set tensor_parallel.sequence_parallel: false",
+        )
     return cuts
 
 
@@ -149,15 +175,21 @@ def _constrain(program: Program, candidates: Candidates, overrides: dict[str, st
         hits = [n for n, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
         if not hits:
             names = sorted({f.rpartition(".")[0] for f in program.parameters.values()})
-            raise PlanError(f"tensor_parallel.overrides: `{pattern}` matches no parameter",
-                            where="tensor_parallel.overrides", fix=f"use a glob over dotted names such as {names[0]}")
+            raise PlanError(
+                f"tensor_parallel.overrides: `{pattern}` matches no parameter",
+                where="tensor_parallel.overrides",
+                fix=f"use a glob over dotted names such as {names[0]}",
+            )
         for name in hits:
             if name not in candidates.options:
                 continue
             kept = [o for o in candidates.options[name] if _is_style(o.out, style, candidates, name)]
             if not kept:
-                raise PlanError(f"tensor_parallel.overrides: `{program.parameters[name]}` cannot be {style}",
-                                where="tensor_parallel.overrides", fix="choose another style, or replicate")
+                raise PlanError(
+                    f"tensor_parallel.overrides: `{program.parameters[name]}` cannot be {style}",
+                    where="tensor_parallel.overrides",
+                    fix="choose another style, or replicate",
+                )
             candidates.options[name] = kept
             origins[name] = f"override {pattern}"
     return origins

@@ -2,7 +2,8 @@
 
     x[n, o] ∈ {0, 1}    node n takes option o                      Σ_o x[n, o] = 1
     w[v, t] ∈ [0, 1]    value v is there in type t                 Σ_{o wants t} x[reader, o] ≤ w[v, t]
-    z[v, s, t]          v is converted from s to t, once for all   w[v, t] ≤ Σ_s z[v, s, t],  z[v, s, t] ≤ Σ_{o gives s} x[v, o]
+    z[v, s, t]          v is converted from s to t, once for all   w[v, t] ≤ Σ_s z[v, s, t]
+                                                                   z[v, s, t] ≤ Σ_{o gives s} x[v, o]
 
 so that all readers share one f. The cost of a block, first to last in weight: FLOPs that every rank repeats, matrices
 that every rank holds whole, bytes moved, number of collectives. One block of each kind is decided; copies follow it.
@@ -28,7 +29,7 @@ from planner.types import Placement
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that feeds an input of a representative, and which copies of the value do: these may share a conversion."""
+    """A value that feeds an input of a representative, and which of its copies do: these may share a conversion."""
 
     value: fx.Node
     copies: frozenset[str]
@@ -51,17 +52,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class Costs:
-    """Per-node numbers in those units: FLOPs, matrix bytes and activation bytes, and how many instances a node stands for."""
+    """Per-node numbers in those units: FLOPs, matrix and activation bytes, and how many copies a node stands for."""
 
     flops: Mapping[str, float]
     matrix: Mapping[str, float]
     activation: Mapping[str, float]
     instances: Mapping[str, int]
-    tokens: frozenset[tuple[str, Placement]] = frozenset()  # (value, cut) along the sequence: re-sharding these is the plan
+    tokens: frozenset[tuple[str, Placement]] = (
+        frozenset()
+    )  # (value, cut) along the sequence: re-sharding these is the plan
 
 
-def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
-          weights: Weights) -> dict[str, Option]:
+def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
     """The cheapest option of every representative node. ``edges``: "reader:position" → the values that feed it."""
     return _Program(candidates, costs, edges, weights).solve()
 
@@ -69,8 +71,7 @@ def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
 class _Program:
     """Owns the integer program under construction."""
 
-    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
-                 weights: Weights) -> None:
+    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> None:
         self.candidates, self.costs, self.edges, self.weights = candidates, costs, edges, weights
         self.objective: list[float] = []
         self.integral: list[int] = []
@@ -145,11 +146,14 @@ class _Program:
         self.rows.append(([there, *sources], [1.0] + [-1.0] * len(sources), -np.inf, 0.0))
         return there
 
-    def _conversion_cost(self, value: fx.Node, before: Placement, after: Placement, picks: bool,
-                         times: int) -> float | None:
+    def _conversion_cost(
+        self, value: fx.Node, before: Placement, after: Placement, picks: bool, times: int
+    ) -> float | None:
         if isinstance(value.meta["val"], (tuple, list)) and before != after:
             return None
-        found = conversion(before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter")))
+        found = conversion(
+            before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter"))
+        )
         if found is None:
             return None
         calls = bool(found.forward) + bool(found.backward)
@@ -157,7 +161,9 @@ class _Program:
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not along else 0.0
-        return (detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)) * times
+        return (
+            detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)
+        ) * times
 
     def _run(self) -> np.ndarray:
         count = len(self.objective)
@@ -165,11 +171,19 @@ class _Program:
         row, column, value = (list(t) for t in zip(*data, strict=True))
         matrix = csr_matrix((value, (row, column)), shape=(len(self.rows), count))
         constraints = LinearConstraint(matrix, [r[2] for r in self.rows], [r[3] for r in self.rows])  # pyright: ignore
-        result: Any = milp(np.array(self.objective), constraints=constraints, integrality=np.array(self.integral),
-                           bounds=Bounds(0, 1), options={"mip_rel_gap": 0.0, "time_limit": 120.0})
+        result: Any = milp(
+            np.array(self.objective),
+            constraints=constraints,
+            integrality=np.array(self.integral),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 0.0, "time_limit": 120.0},
+        )
         if result.x is None:
-            raise PlanError("no way to shard the model satisfies every constraint",
-                            where="tensor_parallel.overrides", fix="remove an override, or use tp: 1")
+            raise PlanError(
+                "no way to shard the model satisfies every constraint",
+                where="tensor_parallel.overrides",
+                fix="remove an override, or use tp: 1",
+            )
         return result.x
 
     def _chosen(self, node: fx.Node, answer: np.ndarray) -> Option:

@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """A value's type over the tp axis: kind I, R, V or P; for V the dim and its segments (global sizes, sum = dim size)."""
+    """A value's type over the tp axis: kind I, R, V or P; for V the dim and its segments (global sizes)."""
 
     kind: str
     dim: int = -1

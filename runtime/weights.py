@@ -58,9 +58,7 @@ def initialise(
         target.data.copy_(_values(source, parameter, tp, tp_rank, target.device))
 
 
-def _values(
-    source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int, device: torch.device
-) -> Tensor:
+def _values(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int, device: torch.device) -> Tensor:
     full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
     if tuple(full.shape) != tuple(parameter.global_shape):
         raise PlanError(
@@ -100,8 +98,9 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
     persistent = getattr(getattr(plan.source, "hub", None), "persistent_buffers", ())
     cast = plan.spec.get("precision", {}).get("parameters")
     buffers = {name: source.buffer(name).clone() for name in persistent}
-    return Kept(parameters, {n: b.to(getattr(torch, cast)) if cast and b.is_floating_point() else b
-                             for n, b in buffers.items()})
+    return Kept(
+        parameters, {n: b.to(getattr(torch, cast)) if cast and b.is_floating_point() else b for n, b in buffers.items()}
+    )
 
 
 def shard(full: Tensor, placement: Placement, tp: int, tp_rank: int) -> Tensor:
