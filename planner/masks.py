@@ -1,7 +1,7 @@
 """Explicit attention masks that say nothing new: provably causal ones become is_causal, provably full ones go away.
 
 A mask made of constants alone (positions, comparisons) is computed here, once, and looked at. Flash attention then
-needs no mask in memory, and the ops that built it are dead. A mask that reads a batch tensor or a parameter is left alone.
+needs no mask in memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
 """
 
 from __future__ import annotations

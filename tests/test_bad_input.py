@@ -1,4 +1,4 @@
-"""Bad input ends with one error that says what, where and how to fix it: exit code 2, no traceback, no rank left over."""
+"""Bad input ends with one error: what, where and how to fix it; exit code 2, no traceback, no rank left over."""
 
 from __future__ import annotations
 
