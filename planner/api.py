@@ -51,8 +51,9 @@ def plan(
 
 
 def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
+    _refuse_what_is_missing(spec)
     mesh = _mesh(spec)
-    inputs = dict(example_inputs) if example_inputs is not None else _inputs_of(spec)
+    inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
     program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
     simplify_masks(program)
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
@@ -73,9 +74,23 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     return plan_of(spec, source, schedule)
 
 
-def _mesh(spec: Spec) -> Mesh:
+def _refuse_what_is_missing(spec: Spec) -> None:
+    """What a spec may ask for and this version cannot do is an error, never ignored."""
     if spec.mesh.has_auto:
         raise PlanError("mesh: auto is not available yet", where="mesh", fix="give tp, pp and dp as numbers")
+    if spec.cuda_graphs.impl != "none":
+        raise PlanError(
+            f"cuda_graphs.impl = {spec.cuda_graphs.impl} is not available yet",
+            where="cuda_graphs.impl",
+            fix="set cuda_graphs: {impl: none}",
+        )
+    if spec.recompute != "none":
+        raise PlanError(
+            f"recompute = {spec.recompute} is not available yet", where="recompute", fix="set recompute: none"
+        )
+
+
+def _mesh(spec: Spec) -> Mesh:
     m = spec.mesh
     for axis in ("cp", "ep"):
         if getattr(m, axis) != 1:
@@ -83,6 +98,24 @@ def _mesh(spec: Spec) -> Mesh:
                 f"mesh.{axis} = {getattr(m, axis)} is not available yet", where=f"mesh.{axis}", fix=f"set {axis}: 1"
             )
     return Mesh(tp=int(m.tp), pp=int(m.pp), dp=int(m.dp), vpp=int(m.vpp), order=m.order)
+
+
+def _checked_inputs(spec: Spec, example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caller's example, if it is one microbatch."""
+    for name, value in example_inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise PlanError(
+                f"example_inputs[{name!r}] is a {type(value).__name__}",
+                where="plan(…, example_inputs)",
+                fix="give tensors, on any device",
+            )
+        if value.dim() == 0 or value.shape[0] != spec.batch.micro:
+            raise PlanError(
+                f"example_inputs[{name!r}] has shape {list(value.shape)}, a microbatch {spec.batch.micro} rows",
+                where="batch.micro",
+                fix=f"give {spec.batch.micro} rows of each input, or set batch.micro",
+            )
+    return dict(example_inputs)
 
 
 def _inputs_of(spec: Spec) -> dict[str, torch.Tensor]:

@@ -1,0 +1,54 @@
+"""plan(): what it cannot do yet is refused, and example inputs are one microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpt import build
+from planner import PlanError, plan
+
+INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "targets": {"like": "input_ids"}}
+SPEC: dict[str, Any] = {"mesh": {"tp": 2}, "batch": {"global": 4, "micro": 2}}
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ({"mesh": "auto"}, "mesh"),
+        ({"cuda_graphs": {"impl": "local"}}, "cuda_graphs"),
+        ({"recompute": "full"}, "recompute"),
+        ({"mesh": {"cp": 2}}, "mesh.cp"),
+    ],
+)
+def test_what_is_not_available_yet_is_an_error_with_a_fix(part: dict[str, Any], key: str) -> None:
+    with pytest.raises(PlanError, match="not available yet") as error:
+        plan(build(), {**SPEC, "inputs": INPUTS, **part})
+    assert key in str(error.value)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_example_inputs_that_are_no_microbatch_are_refused(rows: int) -> None:
+    ids = torch.zeros(rows, 16, dtype=torch.int64)
+    with pytest.raises(PlanError, match=r"a microbatch 2 rows"):
+        plan(build(), SPEC, {"input_ids": ids, "targets": ids})
+
+
+def test_one_example_tensor_may_stand_for_two_inputs_and_the_model_is_not_changed() -> None:
+    model = build()
+    before = {name: (p.data_ptr(), p.device) for name, p in model.named_parameters()}
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    found = plan(model, SPEC, {"input_ids": ids, "targets": ids})
+    assert found.summary.flops_sharded_fraction == 1.0
+    assert {name: (p.data_ptr(), p.device) for name, p in model.named_parameters()} == before
+
+
+def test_planning_inside_a_meta_context_gives_the_same_plan() -> None:
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    outside = plan(build(), SPEC, {"input_ids": ids, "targets": ids})
+    with torch.device("meta"):
+        inside = plan(build(), SPEC, {"input_ids": ids, "targets": ids})
+    assert inside.to_dict() == outside.to_dict()
