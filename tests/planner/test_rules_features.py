@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from planner.rules import Site, options_of
 from tests.passes.random_ops import Weight, check_options, op_of, real, rule_property, sizes
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ UNARY = [
     (aten.rsub.Scalar, (1.0,)),
     (aten.pow.Tensor_Scalar, (2,)),
     (aten.clone.default, ()),
-    (aten.to.dtype, (torch.float32,)),
+    (aten.to.dtype, (torch.float64,)),
     (aten.relu.default, ()),
     (aten.leaky_relu.default, (0.1,)),
     (aten.clamp.default, (-1.0, 1.0)),
@@ -76,6 +77,16 @@ def test_unary_pointwise(data):
     target, rest = data.draw(st.sampled_from(UNARY))
     kwargs = {"rounding_mode": None} if target is aten.div.Tensor_mode else {}
     check_options(data, op_of(target, (real(*sizes(data.draw, data.draw(st.integers(0, 3)))), *rest), kwargs))
+
+
+def test_a_cast_to_fewer_bits_takes_no_partial_sums():
+    """Each rank would round its part, and the sum of rounded parts is not the rounded sum."""
+    wide, narrow = (op_of(aten.to.dtype, (real(4, 4).to(a), b)) for a, b in NARROWING)
+    kinds = [{o.rule for o in options_of(Site(op.node, 2, {}))} for op in (wide, narrow)]
+    assert kinds == [{"whole", "partial"}, {"whole"}]
+
+
+NARROWING = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 
 
 @rule_property
