@@ -233,7 +233,8 @@ def own(layers: Callable[[], nn.Module], **options: Any) -> Entry:
 def gpt(**options: float) -> Entry:
     from examples.gpt import GPT
 
-    sizes = {"vocabulary": VOCABULARY, "length": LENGTH, "width": WIDTH, "num_layers": 4, "num_heads": HEADS}
+    # More positions than a sequence has: a cut of the table must not fall together with a cut of the sequence.
+    sizes = {"vocabulary": VOCABULARY, "length": LENGTH + 4, "width": WIDTH, "num_layers": 4, "num_heads": HEADS}
     return Entry(GPT(**(sizes | options)), tokens(VOCABULARY, labels="targets"), ("targets",))
 
 

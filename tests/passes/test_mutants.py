@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.numeric import jobs
@@ -10,19 +12,27 @@ from tests.numeric.server import Case, Lab
 TP_PP = {"tp": 2, "pp": 2}
 
 
+SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "mesh"),
+    ("model", "mesh", "rest"),
     [
-        ("gpt", TP_PP),
-        ("gpt", {"tp": 2}),
-        ("normed-keys", {"tp": 2}),
-        ("llama-one-key-head", {"tp": 2}),
-        ("t5", {"tp": 2}),
+        ("gpt", TP_PP, {}),
+        ("gpt", {"tp": 2}, {}),
+        ("gpt", {"tp": 2}, SEQUENCE_PARALLEL),
+        ("normed-keys", {"tp": 2}, {}),
+        ("normed-keys", {"tp": 2}, SEQUENCE_PARALLEL),
+        ("llama-one-key-head", {"tp": 2}, {}),
+        ("gpt_neox", {"tp": 2}, {}),
+        ("t5", {"tp": 2}, {}),
     ],
 )
-def test_a_run_without_any_one_collective_differs_from_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
-    whole, *mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_collective))
+def test_a_run_without_any_one_collective_differs_from_one_process(
+    lab: Lab, model: str, mesh: dict[str, int], rest: dict[str, Any]
+) -> None:
+    whole, *mutants = lab.check_each(Case(model, mesh, rest, num_sequences=4, job=jobs.without_each_collective))
     assert whole.of("loss", "gradient") == []
     assert mutants
     assert [n for n, mutant in enumerate(mutants) if not mutant.of("loss", "gradient")] == []
