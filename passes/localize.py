@@ -137,7 +137,7 @@ def _groups(scene: _Scene) -> None:
 def _embedding(scene: _Scene) -> None:
     if scene.option.rule == "vocabulary":
         weight, ids, *padding_idx = scene.node.args[:3]
-        scene.become(vocabulary_embedding, (weight, ids, AXIS, *padding_idx))
+        scene.become(vocabulary_embedding, (weight, ids, AXIS, int(weight.meta["val"].shape[0]), *padding_idx))
 
 
 def _cross_entropy(scene: _Scene) -> None:

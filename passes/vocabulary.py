@@ -19,8 +19,14 @@ from passes.collectives import all_reduce
 Tensor = torch.Tensor
 
 
-def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, padding_idx: int = -1) -> Tensor:
-    """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]. Row ``padding_idx`` gets no gradient."""
+def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, vocabulary: int,
+                         padding_idx: int = -1) -> Tensor:
+    """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]. Row ``padding_idx`` gets no gradient.
+
+    ``vocabulary`` is the number of true rows. Raises RuntimeError for an id outside of it: no rank would find it.
+    """
+    known = (ids >= 0) & (ids < vocabulary)
+    torch._assert_async(known.all(), f"an id is not in [0, {vocabulary}), the rows of the embedding")
     rows = weight.shape[0]
     local = ids - axis.rank * rows
     outside = (local < 0) | (local >= rows)
@@ -34,7 +40,10 @@ def vocabulary_cross_entropy(logits: Tensor, target: Tensor, axis: AxisHandle, v
     """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
 
     ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
+    Raises RuntimeError for a target that is no class.
     """
+    known = (target == ignore_index) | ((target >= 0) & (target < vocabulary))
+    torch._assert_async(known.all(), f"a target is not in [0, {vocabulary}), the classes, nor ignored ({ignore_index})")
     losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, ignore_index, label_smoothing)
     if reduction == 0:
         return losses

@@ -178,6 +178,12 @@ def test_a_plan_for_another_world_is_an_error_on_every_rank(lab: Lab) -> None:
     assert "the plan is for 4 ranks (tp 2 · pp 2), but 2 were launched" in errors[0]
 
 
+@pytest.mark.parametrize(("name", "value"), [("input_ids", 97), ("input_ids", -1), ("targets", 97), ("targets", -5)])
+def test_a_token_outside_a_cut_vocabulary_is_an_error_as_in_one_process(lab: Lab, name: str, value: int) -> None:
+    errors = lab.run(Case("gpt", {"tp": 2}, job=jobs.step_error, job_arguments=(name, value)))
+    assert all("[0, 97)" in error and "microbatch 0" in error for error in errors)
+
+
 def run_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The command in a session of its own; fails where it hangs or leaves a process behind."""
     command = [sys.executable, "-m", "runtime.cli", *arguments]

@@ -15,6 +15,7 @@ from passes.dropout import stream_dropout
 from passes.lower import lower
 from planner.errors import PlanError
 from runtime import Engine
+from runtime.executor import StepError
 from runtime.mutants import num_collectives, without_collective
 from tests.numeric.server import Found, steps
 
@@ -155,3 +156,15 @@ def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) ->
     """A plan for another number of ranks than were started."""
     other = planner.plan(plan.source.model, {**plan.spec, "mesh": mesh})
     return error_of(lambda: Engine(other, timeout_seconds=60))
+
+
+def step_error(plan: Any, batches: Batches, name: str, value: int) -> str:
+    """The words of a step whose batch holds ``value`` once under ``name``."""
+    batch = {**batches[0], name: batches[0][name].clone()}
+    batch[name][0, 0] = value
+    with Engine(plan, timeout_seconds=60) as engine:
+        try:
+            engine.train_step(batch)
+        except StepError as error:
+            return str(error)
+    return ""
