@@ -23,6 +23,7 @@ from passes.peephole import fuse_bias, place_devices
 from planner.capture import Program
 from planner.collectives import sent_type, type_changes
 from planner.frozen_plan import Plan
+from planner.meta_init import buffer_value
 from planner.source import PlanSource
 
 
@@ -39,7 +40,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProg
     ]
     counts = source.terms.counts
     if counts is not None:
-        counts = fx.GraphModule(_constants_of(source.program, counts), _with_constants(source.program, counts))
+        counts = fx.GraphModule(_constants_of(source, counts), _with_constants(source.program, counts))
         place_devices(counts.graph, torch.device(device))
         counts.recompile()
     inputs = tuple(source.program.inputs[n] for n in source.terms.count_inputs if n in source.program.inputs)
@@ -125,11 +126,16 @@ def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> 
     )
 
 
-def _constants_of(program: Program, graph: fx.GraphModule) -> nn.Module:
-    root = nn.Module()
+def _constants_of(source: PlanSource, graph: fx.GraphModule) -> nn.Module:
+    """What the counts read beside the batch: lifted constants, and buffers of the model (such as class weights)."""
+    root, program = nn.Module(), source.program
     for node in graph.graph.nodes:
         if node.op == "placeholder" and node.name in program.constants:
             root.register_buffer(node.name, program.constants[node.name].detach().clone())
+        elif node.op == "placeholder" and node.name in program.buffers:
+            assert source.model is not None, "the model was let go before its buffers were read"
+            value = buffer_value(source.model, program.buffers[node.name])
+            root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
     return root
 
 
@@ -138,7 +144,7 @@ def _with_constants(program: Program, module: fx.GraphModule) -> fx.Graph:
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
-        if node.op == "placeholder" and node.name in program.constants:
+        if node.op == "placeholder" and (node.name in program.constants or node.name in program.buffers):
             env[node] = graph.create_node("get_attr", node.name)
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])

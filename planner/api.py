@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.batch_dims import wider
 from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
@@ -56,7 +57,8 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
     program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
     simplify_masks(program)
-    terms = share_loss(program, spec.batch.global_size // spec.batch.micro)
+    terms = share_loss(program, spec.batch.global_size // spec.batch.micro,
+                       lambda: capture(model, wider(inputs), loss=spec.loss, dtype=_dtype(spec)))
     blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
     placements = decide_placements(
         program,

@@ -123,6 +123,50 @@ def item_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     return total / (labels != -100).sum().item()
 
 
+def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """[batch, length], zero where the label is ignored."""
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def weights_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """Weights that already hold the count."""
+    mask = (labels != -100).to(logits.dtype)
+    return (each_loss(logits, labels) * (mask / (mask.sum() + 1e-8))).sum()
+
+
+def means_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """A mean divided by the mean of the mask."""
+    mask = (labels != -100).to(logits.dtype)
+    return (each_loss(logits, labels) * mask).mean() / mask.mean()
+
+
+def sum_by_size_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """A sum divided by the number of sequences, as the reduction "batchmean" does."""
+    return each_loss(logits, labels).sum() / labels.shape[0]
+
+
+def inner_size_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """The number of tokens, as a shape, inside of the sum."""
+    return (each_loss(logits, labels) / labels.numel()).sum()
+
+
+def by_position_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """A mean over the batch for each position, then a sum; a sum over the batch, then a mean."""
+    each = each_loss(logits, labels)
+    return each.mean(0).sum() + 0.1 * each.sum(0).mean()
+
+
+def by_sequence_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """The mean over each sequence's own tokens, then over the sequences."""
+    mask = labels != -100
+    return (each_loss(logits, labels).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def class_weights_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 2.0, logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights)
+
+
 def masked_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     return (each * mask).sum() / mask.sum().clamp(min=1)
@@ -200,6 +244,28 @@ class Frozen(Model):
         self.unused = nn.Linear(3, 5)
 
 
+class Decayed(Model):
+    """A penalty on a weight is part of the loss: it counts once, not once for each microbatch."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **masks: Tensor) -> dict[str, Tensor]:
+        result = super().forward(input_ids, labels, **masks)
+        penalty = self.head.weight.pow(2).sum() + self.positions.pow(2).mean()
+        return {"loss": result["loss"] + 0.01 * penalty}
+
+
+class ClassWeights(Model):
+    """Class weights as nn.CrossEntropyLoss holds them: a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(stack(2, Block), in_order)
+        self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2.0, VOCABULARY))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **masks: Tensor) -> Tensor:
+        x = self.run(self.layers, self.tokens(input_ids) + self.positions)
+        logits = self.head(self.norm(x))
+        return self.criterion(logits.flatten(0, 1), labels.flatten())
+
+
 class Encoder(nn.Module):
     """PyTorch's own encoder layers, causal by a float mask, positions as a fixed table of sines."""
 
@@ -260,6 +326,15 @@ MODELS: dict[str, Callable[[], Entry]] = {
     ),
     "logsumexp-loss": lambda: own(lambda: stack(4, Block), loss=logsumexp_loss),
     "item-loss": lambda: own(lambda: stack(4, Block), loss=item_loss),
+    "weights-loss": lambda: own(lambda: stack(2, Block), loss=weights_loss),
+    "means-loss": lambda: own(lambda: stack(2, Block), loss=means_loss),
+    "sum-by-size-loss": lambda: own(lambda: stack(2, Block), loss=sum_by_size_loss),
+    "inner-size-loss": lambda: own(lambda: stack(2, Block), loss=inner_size_loss),
+    "by-position-loss": lambda: own(lambda: stack(2, Block), loss=by_position_loss),
+    "by-sequence-loss": lambda: own(lambda: stack(2, Block), loss=by_sequence_loss),
+    "class-weights-loss": lambda: own(lambda: stack(2, Block), loss=class_weights_loss),
+    "class-weights-buffer": lambda: Entry(ClassWeights(), tokens(VOCABULARY), ("labels",)),
+    "penalty-loss": lambda: Entry(Decayed(stack(2, Block)), tokens(VOCABULARY), ("labels",)),
     "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
     "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),
     "frozen": lambda: Entry(Frozen(), tokens(VOCABULARY), ("labels",)),

@@ -206,7 +206,7 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
 
     def capture_once(model: nn.Module, inputs: Any, **options: Any) -> Any:
         """The same capture for every mesh: plan() changes the program only in forks of this process."""
-        key = str(options)
+        key = str((options, [tuple(tensor.shape) for tensor in inputs.values()]))
         if key not in captured:
             captured[key] = original(model, inputs, **options)
         return captured[key]

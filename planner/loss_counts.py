@@ -1,0 +1,139 @@
+"""Counts of the global batch: placeholders for them, and the graph that counts one microbatch.
+
+A count is a scalar sum over batch tensors alone, such as ``mask.sum()``: known before the first forward, and over the
+global batch simply the sum of the microbatches' counts. The mean of a batch tensor is such a sum over their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture import Program
+
+aten = torch.ops.aten
+
+SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
+AVERAGES = {aten.mean.default, aten.mean.dim}
+REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp", "norm",
+              "linalg_vector_norm", "prod", "any", "all", "count_nonzero", "argmax", "argmin", "median"}
+
+
+@dataclass
+class LossTerms:
+    """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
+    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and where they stand."""
+
+    denominators: list[str] = field(default_factory=list)
+    counts: fx.GraphModule | None = None
+    count_inputs: tuple[str, ...] = ()
+    inexact: list[tuple[str, Any]] = field(default_factory=list)
+
+
+class Counts:
+    """Owns the counts found so far, in ``program``'s graph."""
+
+    def __init__(self, program: Program, terms: LossTerms) -> None:
+        self.program, self.terms = program, terms
+        self.graph = program.graph.graph
+        self.counted: list[fx.Node] = []
+        self.from_inputs = input_only(program)
+
+    def holder(self, count: fx.Node) -> fx.Node:
+        """The placeholder (float64) that will hold Σ ``count`` over the global batch."""
+        if count not in self.counted:
+            self.counted.append(count)
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            with self.graph.inserting_after(last):
+                holder = self.graph.placeholder(f"denominator_{len(self.counted) - 1}")
+            holder.meta = {"val": torch.empty((), dtype=torch.float64, device="meta"), "grad": False}
+            self.terms.denominators.append(holder.name)
+        name = self.terms.denominators[self.counted.index(count)]
+        return next(n for n in self.graph.nodes if n.name == name)
+
+    def globalise(self, num_microbatches: int) -> None:
+        """Give every reader of a microbatch's count that of the global batch, as one process would compute."""
+        for node in list(self.graph.nodes):
+            if self._is_count(node):
+                readers = list(node.users)
+                value = self._whole(node, num_microbatches)
+                for reader in readers:
+                    reader.replace_input_with(node, value)
+
+    def _is_count(self, node: fx.Node) -> bool:
+        if node.target not in SUMS | AVERAGES or node.meta["val"].dim() != 0 or not self.from_inputs.get(node.name):
+            return False
+        above = ancestors([node])
+        return not any(n.name in self.terms.denominators or reduces_batch(n) for n in above if n is not node)
+
+    def _whole(self, node: fx.Node, num_microbatches: int) -> fx.Node:
+        value, dtype = self.holder(node), node.meta["val"].dtype
+        with self.graph.inserting_after(node):
+            cast = self.graph.call_function(aten.to.dtype, (value, dtype))
+        cast.meta = {**node.meta, "val": torch.empty((), dtype=dtype, device="meta"), "grad": False}
+        if node.target in SUMS:
+            return cast
+        with self.graph.inserting_after(cast):
+            mean = self.graph.call_function(aten.div.Tensor, (cast, num_microbatches))
+        mean.meta = dict(cast.meta)
+        return mean
+
+    def finish(self) -> None:
+        """Split off the graph of the counts: it reads batch tensors (and constants) alone."""
+        if not self.counted:
+            return
+        needed = ancestors(self.counted)
+        graph, env = fx.Graph(), {}
+        for node in self.graph.nodes:
+            if node in needed:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+        graph.output(tuple(env[n] for n in self.counted))
+        self.terms.counts = fx.GraphModule(torch.nn.Module(), graph)
+        self.terms.count_inputs = tuple(n.name for n in self.graph.nodes if n in needed and n.op == "placeholder")
+
+
+def reduces_batch(node: fx.Node) -> bool:
+    """Whether a reduction may run over the batch: over anything but the last of several dims."""
+    if getattr(node.target, "_opname", "") not in REDUCTIONS or not node.all_input_nodes:
+        return False
+    value = node.all_input_nodes[0].meta["val"]
+    ndim = value.dim() if isinstance(value, torch.Tensor) else 0
+    return ndim > 0 and (ndim == 1 or reduced_dims(node) != frozenset({ndim - 1}))
+
+
+def reduced_dims(node: fx.Node) -> frozenset[int]:
+    """The dims that a reduction runs over."""
+    ndim = node.all_input_nodes[0].meta["val"].dim()
+    names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    dims = given.get("dim")
+    if dims is None or dims == []:
+        return frozenset(range(ndim))
+    return frozenset(d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes themselves and all that they are made of."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def input_only(program: Program) -> dict[str, bool]:
+    """Nodes that depend on batch tensors, buffers and constants alone → whether on a batch tensor."""
+    found: dict[str, bool] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            if node.name not in program.parameters:
+                found[node.name] = node.name in program.inputs
+        elif node.op == "call_function" and all(n.name in found for n in node.all_input_nodes):
+            found[node.name] = any(found[n.name] for n in node.all_input_nodes)
+    return found
