@@ -257,7 +257,7 @@ class ClassWeights(Model):
     """Class weights as nn.CrossEntropyLoss holds them: a buffer."""
 
     def __init__(self) -> None:
-        super().__init__(stack(2, Block), in_order)
+        super().__init__(stack(4, Block), in_order)
         self.criterion = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2.0, VOCABULARY))
 
     def forward(self, input_ids: Tensor, labels: Tensor, **masks: Tensor) -> Tensor:
@@ -326,15 +326,15 @@ MODELS: dict[str, Callable[[], Entry]] = {
     ),
     "logsumexp-loss": lambda: own(lambda: stack(4, Block), loss=logsumexp_loss),
     "item-loss": lambda: own(lambda: stack(4, Block), loss=item_loss),
-    "weights-loss": lambda: own(lambda: stack(2, Block), loss=weights_loss),
-    "means-loss": lambda: own(lambda: stack(2, Block), loss=means_loss),
-    "sum-by-size-loss": lambda: own(lambda: stack(2, Block), loss=sum_by_size_loss),
-    "inner-size-loss": lambda: own(lambda: stack(2, Block), loss=inner_size_loss),
-    "by-position-loss": lambda: own(lambda: stack(2, Block), loss=by_position_loss),
-    "by-sequence-loss": lambda: own(lambda: stack(2, Block), loss=by_sequence_loss),
-    "class-weights-loss": lambda: own(lambda: stack(2, Block), loss=class_weights_loss),
+    "weights-loss": lambda: own(lambda: stack(4, Block), loss=weights_loss),
+    "means-loss": lambda: own(lambda: stack(4, Block), loss=means_loss),
+    "sum-by-size-loss": lambda: own(lambda: stack(4, Block), loss=sum_by_size_loss),
+    "inner-size-loss": lambda: own(lambda: stack(4, Block), loss=inner_size_loss),
+    "by-position-loss": lambda: own(lambda: stack(4, Block), loss=by_position_loss),
+    "by-sequence-loss": lambda: own(lambda: stack(4, Block), loss=by_sequence_loss),
+    "class-weights-loss": lambda: own(lambda: stack(4, Block), loss=class_weights_loss),
     "class-weights-buffer": lambda: Entry(ClassWeights(), tokens(VOCABULARY), ("labels",)),
-    "penalty-loss": lambda: Entry(Decayed(stack(2, Block)), tokens(VOCABULARY), ("labels",)),
+    "penalty-loss": lambda: Entry(Decayed(stack(4, Block)), tokens(VOCABULARY), ("labels",)),
     "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
     "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),
     "frozen": lambda: Entry(Frozen(), tokens(VOCABULARY), ("labels",)),
