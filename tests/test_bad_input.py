@@ -163,7 +163,8 @@ def test_a_first_batch_that_differs_on_one_rank_is_an_error_on_every_rank(lab: L
     errors = lab.run(Case("gpt", {"tp": 2, "pp": 2}, job=jobs.batch_of_one_rank, job_arguments=(change,)))
     assert len(errors) == 4
     assert all("batch" in error and "fix:" in error for error in errors)
-    assert "rank 3" in errors[0]
+    # Which of two batches is the wrong one is not known: the ranks that came second are named.
+    assert "rank 3" in errors[0] or (change == "other tokens" and "rank 0" in errors[3])
 
 
 def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(lab: Lab) -> None:
