@@ -102,6 +102,9 @@ def num_tokens(batch: Mapping[str, Tensor]) -> int:
     return integers[0].numel() if integers else len(next(iter(batch.values())))
 
 
+NO_BATCH = "rank 0 has no good batch"
+
+
 def check_first_batch(
     layout: BatchLayout,
     batch: Mapping[str, Tensor],
@@ -115,18 +118,20 @@ def check_first_batch(
     """``check`` on all ranks at once, for the first step: a rank with a bad batch must not leave the others waiting.
 
     Over the store, not a collective: a rank that finds its own batch wrong says so and raises without any wait, and the
-    others raise its words. Global batches must also hold the same integers everywhere. Raises PlanError.
+    others raise its words. Global batches must hold the integers of rank 0 everywhere. Raises PlanError.
     """
-    own = ""
+    own, expected = "", NO_BATCH
     try:
         layout.check(batch, local=local)
-        store.compare_set("batch/expected", "", _fingerprint(batch, local))
-        if store.get("batch/expected").decode() != _fingerprint(batch, local):
-            own = "this batch is not the one that other ranks were given"
+        expected = _fingerprint(batch, local)
+        if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
+            own = "this batch is not the one that rank 0 was given"
     except PlanError as error:
         own = error.what
         raise
     finally:
+        if rank == 0:
+            store.set("batch/expected", expected)
         if own:
             store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
         if store.add("batch/num_checked", 1) == world_size:
