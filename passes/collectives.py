@@ -89,15 +89,11 @@ class _G(torch.autograd.Function):
         return grads[0], None
 
 
-class _GF(torch.autograd.Function):
+class _GF(_F):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
         ctx.axis = axis
         return all_reduce(x, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_reduce(grads[0], ctx.axis, "backward"), None
 
 
 class _Slice(torch.autograd.Function):
@@ -122,26 +118,17 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(grads[0], ctx.axis, ctx.cut, "backward"), None, None
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-        ctx.axis, ctx.cut = axis, cut
-        return all_gather(x, axis, cut, "forward")
-
+class _Collect(_Gather):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return part(grads[0], ctx.cut, ctx.axis.size, ctx.axis.rank).contiguous(), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(_Slice):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
         ctx.axis, ctx.cut = axis, cut
         return reduce_scatter(x, axis, cut, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_gather(grads[0], ctx.axis, ctx.cut, "backward"), None, None
 
 
 class _First(torch.autograd.Function):
