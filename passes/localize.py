@@ -136,7 +136,8 @@ def _groups(scene: _Scene) -> None:
 
 def _embedding(scene: _Scene) -> None:
     if scene.option.rule == "vocabulary":
-        weight, ids, *padding_idx = scene.node.args[:3]
+        operands: Any = scene.node.args[:3]
+        weight, ids, *padding_idx = operands
         scene.become(vocabulary_embedding, (weight, ids, AXIS, int(weight.meta["val"].shape[0]), *padding_idx))
 
 

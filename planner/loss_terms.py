@@ -96,7 +96,8 @@ class _Rewriter:
         if target in PASS_THROUGH:
             return self._again(node, [self.share(self._input(node, 0)), *node.args[1:]])
         if target in ADDED and not node.kwargs:
-            return self._again(node, [self.share(a) if isinstance(a, fx.Node) else a / self.total for a in node.args])
+            parts: Any = node.args
+            return self._again(node, [self.share(a) if isinstance(a, fx.Node) else a / self.total for a in parts])
         if target in SUMS | AVERAGES:
             return self._reduced(node)
         if target in SCALED:
@@ -208,7 +209,7 @@ class _Rewriter:
 
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
         names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         target, reduction = given["target"], given.get("reduction", MEAN)
         if reduction == SUM:
             return node
@@ -249,5 +250,5 @@ class _Rewriter:
 def _reduction(node: fx.Node) -> int:
     """The reduction code of a loss op (0 none, 1 mean, 2 sum)."""
     names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return int(given.get("reduction", MEAN))
