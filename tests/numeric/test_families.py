@@ -11,7 +11,9 @@ from tests.numeric.zoo import FAMILIES
 ALWAYS = {"tp": 2, "pp": 2}
 OTHERS = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
 IN_LAYOUT_TESTS = {"gpt", "gpt2", "llama", "bert", "gpt-5-layers"}
-NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in IN_LAYOUT_TESTS and "dropout" not in name)
+LOSSES = sorted(name for name in MODELS if "loss" in name or "class-weights" in name)
+ELSEWHERE = {*IN_LAYOUT_TESTS, *LOSSES}
+NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE and "dropout" not in name)
 
 
 def name_of(layout: dict[str, int]) -> str:
@@ -21,4 +23,10 @@ def name_of(layout: dict[str, int]) -> str:
 @pytest.mark.parametrize("layout", [ALWAYS, *(pytest.param(m, marks=pytest.mark.slow) for m in OTHERS)], ids=name_of)
 @pytest.mark.parametrize("model", NAMES)
 def test_family_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+    assert lab.check(Case(model, layout)).wrong == []
+
+
+@pytest.mark.parametrize("layout", [ALWAYS, {"dp": 2}], ids=name_of)
+@pytest.mark.parametrize("model", LOSSES)
+def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
