@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import copy
+import importlib
 import multiprocessing
 import os
 import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -137,8 +139,26 @@ def session_lab() -> Lab:
     return laboratory
 
 
+# What every model, plan and rank imports: once here is cheaper than once in each fork.
+PRELOADED = (
+    "planner",
+    "runtime",
+    "runtime.comparison",
+    "torch.export",
+    "torch._dynamo",
+    "tests.numeric.jobs",
+    "tests.numeric.own_models",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+)
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    for name in PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
     benches = Benches()
     while True:
         try:
