@@ -123,12 +123,15 @@ def test_a_loss_scale_that_overflows_skips_the_update_and_halves():
     assert not engine.train_step(batch()).skipped
 
 
+# One file a rank: the lines of several processes may mingle on a shared standard output.
 SCRIPT = """
+import os, pathlib, sys
 from tests.runtime.test_captured import batch, build, spec
 from planner import plan
 from runtime import Engine
 with Engine(plan(build(), spec({"tp": 2}))) as engine:
-    print("loss", repr(engine.train_step(batch()).loss), flush=True)
+    loss = engine.train_step(batch()).loss
+    pathlib.Path(sys.argv[1], f"loss{os.environ['RANK']}").write_text(repr(loss))
 """
 
 
@@ -138,8 +141,13 @@ def test_it_runs_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(tmp_path / "job.py")], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*command, str(tmp_path / "job.py"), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    losses = [float((tmp_path / f"loss{rank}").read_text()) for rank in range(2)]
     assert losses == pytest.approx([train({})["reports"][0].loss] * 2, rel=1e-12)
