@@ -1,16 +1,19 @@
 """The cheapest typing of a graph, exactly: a small integer program (SciPy's HiGHS).
 
-    x[n, o] ∈ {0, 1}    node n takes option o                      Σ_o x[n, o] = 1
-    w[v, t] ∈ [0, 1]    value v is there in type t                 Σ_{o wants t} x[reader, o] ≤ w[v, t]
-    z[v, s, t]          v is converted from s to t, once for all   w[v, t] ≤ Σ_s z[v, s, t]
-                                                                   z[v, s, t] ≤ Σ_{o gives s} x[v, o]
+    x[n, o] ∈ {0, 1}       node n takes option o                       Σ_o x[n, o] = 1
+    y[v, s, r, t] ∈ [0, 1] value v is made as s, and r reads it as t   Σ_s y[v, s, r, t] = Σ_{o wants t} x[r, o]
+                                                                       Σ_t y[v, s, r, t] = Σ_{o gives s} x[v, o]
+    z[v, s, t] ∈ [0, 1]    v is converted from s to t, once for all    y[v, s, r, t] ≤ z[v, s, t] for each reader r
 
-so that all readers share one f. The cost of a block, first to last in weight: FLOPs that every rank repeats, matrices
-that every rank holds whole, bytes moved, number of collectives. One block of each kind is decided; copies follow it.
+so that all readers share one f. Both sums being equalities, the relaxation is nearly integral: where each value has one
+reader it is so exactly, and what is left to branch on are the shared conversions. The cost of a block, first to last in
+weight: FLOPs that every rank repeats, matrices that every rank holds whole, bytes moved, number of collectives. One
+block of each kind is decided; copies follow it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +80,8 @@ class _Program:
         self.integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.x: dict[tuple[str, int], int] = {}
-        self.w: dict[tuple[Edge, Placement, bool], int] = {}
+        self.z: dict[tuple[Edge, Placement, Placement, bool], int] = {}
+        self.num_readers = Counter(edge for found in edges.values() for edge in found)
 
     def solve(self) -> dict[str, Option]:
         for node in self.candidates.nodes:
@@ -115,36 +119,43 @@ class _Program:
         return cost * times
 
     def _read(self, node: fx.Node) -> None:
-        """Each type that an option of ``node`` wants of an input must be there."""
+        """Each input is made in some type and read in some type: a flow from the maker's options to the reader's."""
         for position in range(len(node.all_input_nodes)):
+            wanted: dict[tuple[Placement, bool], list[int]] = {}
+            for index, option in enumerate(self.candidates.options[node.name]):
+                picks = option.attends and option.args[position].is_sharded
+                wanted.setdefault((option.args[position], picks), []).append(self.x[node.name, index])
             for edge in self.edges[f"{node.name}:{position}"]:
-                wanted: dict[tuple[Placement, bool], list[int]] = {}
-                for index, option in enumerate(self.candidates.options[node.name]):
-                    picks = option.attends and option.args[position].is_sharded
-                    wanted.setdefault((option.args[position], picks), []).append(self.x[node.name, index])
-                for (placement, picks), variables in wanted.items():
-                    there = self._available(edge, placement, picks)
-                    self.rows.append(([*variables, there], [1.0] * len(variables) + [-1.0], -np.inf, 0.0))
+                self._flow(edge, wanted)
 
-    def _available(self, edge: Edge, placement: Placement, picks: bool) -> int:
-        """The variable w[value, placement], made at its first reader together with its conversions z."""
-        value = edge.value
-        key = (edge, placement, picks)
-        if key in self.w:
-            return self.w[key]
-        there = self.w[key] = self._variable(0.0, False)
-        produced: dict[Placement, list[int]] = {}
-        for index, option in enumerate(self.candidates.options[value.name]):
-            produced.setdefault(option.out, []).append(self.x[value.name, index])
-        sources = []
-        for before, variables in produced.items():
-            cost = self._conversion_cost(value, before, placement, picks, len(edge.copies))
-            if cost is not None:
-                z = self._variable(cost, False)
-                sources.append(z)
-                self.rows.append(([z, *variables], [1.0] + [-1.0] * len(variables), -np.inf, 0.0))
-        self.rows.append(([there, *sources], [1.0] + [-1.0] * len(sources), -np.inf, 0.0))
-        return there
+    def _flow(self, edge: Edge, wanted: Mapping[tuple[Placement, bool], list[int]]) -> None:
+        made: dict[Placement, list[int]] = {}
+        for index, option in enumerate(self.candidates.options[edge.value.name]):
+            made.setdefault(option.out, []).append(self.x[edge.value.name, index])
+        arriving: dict[tuple[Placement, bool], list[int]] = {key: [] for key in wanted}
+        leaving: dict[Placement, list[int]] = {before: [] for before in made}
+        for before in made:
+            for after, picks in wanted:
+                there = self._converted(edge, before, after, picks)
+                if there is not None:
+                    arriving[after, picks].append(there)
+                    leaving[before].append(there)
+        for flows, variables in [(arriving[k], wanted[k]) for k in wanted] + [(leaving[k], made[k]) for k in made]:
+            self.rows.append(([*flows, *variables], [1.0] * len(flows) + [-1.0] * len(variables), 0.0, 0.0))
+
+    def _converted(self, edge: Edge, before: Placement, after: Placement, picks: bool) -> int | None:
+        """A flow variable of one reader; where there are several, its cost is that of the conversion they share."""
+        cost = self._conversion_cost(edge.value, before, after, picks, len(edge.copies))
+        if cost is None:
+            return None
+        if before == after or self.num_readers[edge] == 1:
+            return self._variable(cost, False)
+        key = (edge, before, after, picks)
+        if key not in self.z:
+            self.z[key] = self._variable(cost, False)
+        flow = self._variable(0.0, False)
+        self.rows.append(([flow, self.z[key]], [1.0, -1.0], -np.inf, 0.0))
+        return flow
 
     def _conversion_cost(
         self, value: fx.Node, before: Placement, after: Placement, picks: bool, times: int
