@@ -1,6 +1,6 @@
 """scaled_dot_product_attention(q[b,h,s,d], k[b,g,t,d], v[b,g,t,d], mask): by heads.
 
-    heads            q, k, v cut by heads; a mask or bias with a heads dim is cut alike, else it is whole
+    heads            q, k, v cut by heads, in one run or several; a mask or bias with a heads dim is cut alike, else it is whole
     shared key heads q cut by heads, k and v whole (R): fewer key heads than ranks, each rank picks those its heads read
 """
 
@@ -19,16 +19,30 @@ def attention(site: Site) -> Iterator[Option]:
     assert isinstance(q, fx.Node)
     assert isinstance(k, fx.Node)
     assert isinstance(v, fx.Node)
-    if len({q, k, v}) < 3 or len(site.shape(q)) != 4:
+    if len(site.shape(q)) != 4:
         return
     heads, groups = site.shape(q)[1], site.shape(k)[1]
-    if not site.divides(heads):
-        return
-    given = _masks(site, V(1, heads)) | {q: V(1, heads)}
-    if site.divides(groups):
-        yield site.option(V(1, heads), given | {k: V(1, groups), v: V(1, groups)}, "heads", attends=True)
-    elif groups < heads:
-        yield site.option(V(1, heads), given | {k: R, v: R}, "shared key heads", attends=True)
+    for cut in _head_cuts(site, q, heads):
+        shared = _of_key_heads(cut, heads // groups, site.tp)
+        given = _masks(site, cut) | {q: cut}
+        if shared is not None:
+            yield site.option(cut, given | {k: shared, v: shared}, "heads", attends=True)
+        elif groups < heads and len(cut.segments) == 1 and len({q, k, v}) == 3:
+            yield site.option(cut, given | {k: R, v: R}, "shared key heads", attends=True)
+
+
+def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
+    """The plain cut of the heads, and those in several runs that are under discussion (heads paired across halves)."""
+    asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and not (c.has_whole_segment or c.padding)}
+    plain = {V(1, heads)} if site.divides(heads) else set()
+    return sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)})
+
+
+def _of_key_heads(cut: Placement, ratio: int, tp: int) -> Placement | None:
+    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` of them each; None where it is uneven."""
+    if any(size % (ratio * tp) for size in cut.sizes):
+        return None
+    return V(1, *(size // ratio for size in cut.sizes))
 
 
 def _masks(site: Site, cut: Placement) -> dict[fx.Node, Placement]:

@@ -148,6 +148,7 @@ FAMILIES: dict[str, Callable[[], Entry]] = {
     "roberta": lambda: hugging_face("Roberta:ForMaskedLM", inputs=_mixed(), **BERT),
     "qwen2": lambda: hugging_face("Qwen2:ForCausalLM", **LLAMA),
     "qwen3": lambda: hugging_face("Qwen3:ForCausalLM", **LLAMA, head_dim=8),
+    "diffllama": lambda: hugging_face("DiffLlama:ForCausalLM", **LLAMA),  # head i is paired with head i + heads/2
     "gemma2": lambda: gemma("Gemma2:ForCausalLM"),
     "gemma3": lambda: gemma("Gemma3:ForCausalLM", config_stem="Gemma3Text"),
     "phi3": lambda: hugging_face("Phi3:ForCausalLM", **LLAMA),
