@@ -1,6 +1,6 @@
 """scaled_dot_product_attention(q[b,h,s,d], k[b,g,t,d], v[b,g,t,d], mask): by heads.
 
-    heads            q, k, v cut by heads, in one run or several; a mask or bias with a heads dim is cut alike, else it is whole
+    heads            q, k, v cut by heads, in one run or several; a mask with a heads dim is cut alike, else it is whole
     shared key heads q cut by heads, k and v whole (R): fewer key heads than ranks, each rank picks those its heads read
 """
 
@@ -39,7 +39,7 @@ def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
 
 
 def _of_key_heads(cut: Placement, ratio: int, tp: int) -> Placement | None:
-    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` of them each; None where it is uneven."""
+    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` to each; None where it is uneven."""
     if any(size % (ratio * tp) for size in cut.sizes):
         return None
     return V(1, *(size // ratio for size in cut.sizes))
