@@ -40,7 +40,7 @@ class Child:
         self.pid = os.fork()
         if self.pid:
             os.close(write)
-            self._content = b""
+            self._content = bytearray()  # bytes would be copied whole at each piece that comes
             return
         os.close(self._read)
         with os.fdopen(write, "wb") as pipe:
