@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.branches import join_branches
 from planner.decompose import written_out
 from planner.emit import Emit, aten, dim_of, reshaped, shape_of, table
 from planner.errors import PlanError
@@ -48,6 +49,8 @@ def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
     module = fx.GraphModule(torch.nn.Module(), writer.graph)
     prune(module)
+    if join_branches(module.graph, writer.copy_body):
+        prune(module)
     return module
 
 
@@ -284,6 +287,11 @@ def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     return emit(aten.dropout.default, (args[0], p, True), {}, val if isinstance(val, torch.Tensor) else val[0])
 
 
+def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Mean and deviation, which it gives too, are for a backward that nobody asks of this graph."""
+    return emit(aten.layer_norm.default, args, kwargs, node.meta["val"][0]), None, None
+
+
 def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Logits [n, classes, d ..] or [classes] with class ids become rows [tokens, classes]."""
     logits, target = args[0].meta["val"], args[1].meta["val"]
@@ -331,6 +339,7 @@ REWRITES: dict[Any, Callable[..., Any]] = table({
     _add_product(aten.mm.default): "addmm",
     _add_product(aten.bmm.default): "baddbmm",
     _dropout: "dropout native_dropout",
+    _native_layer_norm: "native_layer_norm",
     _cross_entropy: "cross_entropy_loss",
     _new_filled(1): "new_ones",
     _new_filled(0): "new_zeros new_empty new_empty_strided",

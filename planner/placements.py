@@ -117,7 +117,18 @@ def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
         {k: v / block_bytes for k, v in matrix.items()},
         {n.name: _bytes(n) / max(residual, 1.0) for n in nodes},
         dict(instances),
+        of_weights=_made_of_weights(nodes),
     )
+
+
+def _made_of_weights(nodes: list[fx.Node]) -> frozenset[str]:
+    """Calls that read parameters, or what such calls made, and nothing else."""
+    found: set[str] = set()
+    for node in nodes:
+        read = node.all_input_nodes
+        if node.op == "call_function" and read and all(n.meta.get("parameter") or n.name in found for n in read):
+            found.add(node.name)
+    return frozenset(found)
 
 
 def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:

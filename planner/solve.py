@@ -64,6 +64,7 @@ class Costs:
     tokens: frozenset[tuple[str, Placement]] = (
         frozenset()
     )  # (value, cut) along the sequence: re-sharding these is the plan
+    of_weights: frozenset[str] = frozenset()  # made of parameters alone, as a stack of them: cutting one costs little
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
@@ -171,7 +172,8 @@ class _Program:
         size = self.costs.activation[value.name]
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
-        detour = self.weights.reshard if reshards and value.meta.get("grad") and not along else 0.0
+        is_meant = along or value.name in self.costs.of_weights
+        detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0
         return (
             detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)
         ) * times

@@ -41,13 +41,17 @@ class EinsumAttention(nn.Module):
 
 
 class MatmulAttention(nn.Module):
-    """Attention by hand; a learned table of biases by distance and head; keys and queries normed for each head."""
+    """Attention by hand; a learned table of biases by distance and head; keys and queries normed for each head.
 
-    def __init__(self, biased: bool = False, normed: bool = False, cross: bool = False) -> None:
+    ``normed``: one norm for all heads (True), or one for each ("apart").
+    """
+
+    def __init__(self, biased: bool = False, normed: bool | str = False, cross: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=i == 3) for i in range(4))
         self.bias = nn.Embedding(2 * LENGTH, HEADS) if biased else None
-        self.norms = nn.ModuleList([RMSNorm(SIZE), RMSNorm(SIZE)]) if normed else None
+        self.norms = nn.ModuleList([RMSNorm(SIZE), RMSNorm(SIZE)]) if normed is True else None
+        self.norms_apart = nn.ModuleList(RMSNorm(SIZE) for _ in range(HEADS)) if normed == "apart" else None
         self.cross = cross
         self.register_buffer("causal", torch.ones(1, 1, LENGTH, LENGTH).tril(), persistent=False)
 
@@ -58,6 +62,8 @@ class MatmulAttention(nn.Module):
         q, k, v = (product.view(batch, length, HEADS, SIZE).transpose(1, 2) for product in products)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
+        if self.norms_apart is not None:
+            q = torch.cat([norm(head) for norm, head in zip(self.norms_apart, q.split(1, 1), strict=True)], 1)
         scores = q @ k.transpose(-2, -1) * SIZE**-0.5
         if self.bias is not None:
             place = torch.arange(length, device=x.device)
@@ -320,6 +326,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "parallel": lambda: own(lambda: stack(4, partial(Block, parallel=True))),
     "relative-bias": lambda: own(lambda: stack(4, partial(Block, RELATIVE))),
     "normed-keys": lambda: own(lambda: stack(4, partial(Block, NORMED, RMSNorm, gated=True))),
+    "norm-a-head": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="apart"), RMSNorm))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
     "memory": lambda: own(
         lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
