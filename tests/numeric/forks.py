@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
@@ -43,6 +44,9 @@ class Child:
             self._content = bytearray()  # bytes would be copied whole at each piece that comes
             return
         os.close(self._read)
+        # torch replaces a forked copy of its thread pool at the first use, which two threads must not make at once. A
+        # backward may start several at once: after an export, a torch built for CUDA does so even without a GPU.
+        torch.set_num_threads(torch.get_num_threads())
         with os.fdopen(write, "wb") as pipe:
             pipe.write(_run(function, args))
         os._exit(0)

@@ -47,7 +47,9 @@ def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    _install_threaded_pg()
+    world = _install_threaded_pg()
+    if not hasattr(world, "comms"):  # torch 2.11 ends a list that its world of threads lacks
+        world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
     store = dist.HashStore()
 
     def work(rank: int) -> None:
