@@ -7,7 +7,7 @@
     to, type_as, _to_copy                → to.dtype, or nothing
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
-    wrap_with_set_grad_enabled(body)     → the body in line, its values without gradient
+    wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
 
 Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
          ``meta["val"]`` and ``meta["grad"]``; nothing dead.
@@ -135,12 +135,23 @@ class _Writer:
         """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
+        if not self.grad_enabled and target is not operator.getitem:
+            args, kwargs = fx.map_arg((tuple(args), kwargs or {}), lambda n: self._detached(origin, n))
+        return self._create(origin, target, args, kwargs, val)
+
+    def _create(self, origin: fx.Node, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
         new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
         new.meta["val"] = val
-        new.meta["grad"] = (self.grad_enabled and target is not aten.detach.default and _floating(val)
+        new.meta["grad"] = (target is not aten.detach.default and _floating(val)
                             and any(n.meta["grad"] for n in new.all_input_nodes))
         return new
+
+    def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
+        """What a call without gradients reads: the graph that runs has no other way to stop a gradient."""
+        if not value.meta["grad"]:
+            return value
+        return self._create(origin, aten.detach.default, (value,), {}, value.meta["val"].detach())
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:

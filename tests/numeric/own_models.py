@@ -10,6 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.numeric.own_losses import (
+    by_position_loss,
+    by_sequence_loss,
+    class_weights_loss,
+    inner_size_loss,
+    item_loss,
+    logsumexp_loss,
+    masked_loss,
+    mean_loss,
+    means_loss,
+    several_losses,
+    sum_by_size_loss,
+    weights_loss,
+)
 from tests.numeric.zoo import LENGTH, Entry, tokens
 
 WIDTH, HEADS, SIZE, VOCABULARY = 32, 4, 8, 97
@@ -114,76 +128,6 @@ class Block(nn.Module):
         return x + self.dropout(self.parts["mlp"](self.parts["norm2"](x)))
 
 
-def mean_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def logsumexp_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    valid = labels != -100
-    picked = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return ((logits.logsumexp(-1) - picked) * valid).sum() / valid.sum()
-
-
-def item_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / (labels != -100).sum().item()
-
-
-def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """[batch, length], zero where the label is ignored."""
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-
-
-def weights_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """Weights that already hold the count."""
-    mask = (labels != -100).to(logits.dtype)
-    return (each_loss(logits, labels) * (mask / (mask.sum() + 1e-8))).sum()
-
-
-def means_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """A mean divided by the mean of the mask."""
-    mask = (labels != -100).to(logits.dtype)
-    return (each_loss(logits, labels) * mask).mean() / mask.mean()
-
-
-def sum_by_size_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """A sum divided by the number of sequences, as the reduction "batchmean" does."""
-    return each_loss(logits, labels).sum() / labels.shape[0]
-
-
-def inner_size_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """The number of tokens, as a shape, inside of the sum."""
-    return (each_loss(logits, labels) / labels.numel()).sum()
-
-
-def by_position_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """A mean over the batch for each position, then a sum; a sum over the batch, then a mean."""
-    each = each_loss(logits, labels)
-    return each.mean(0).sum() + 0.1 * each.sum(0).mean()
-
-
-def by_sequence_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """The mean over each sequence's own tokens, then over the sequences."""
-    mask = labels != -100
-    return (each_loss(logits, labels).sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
-def class_weights_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    weights = torch.linspace(0.5, 2.0, logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights)
-
-
-def masked_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return (each * mask).sum() / mask.sum().clamp(min=1)
-
-
-def several_losses(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
-    """Cross-entropy with smoothing, plus a small penalty on the logits' size (a mean over all positions)."""
-    main = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
-    return main + 1e-2 * logits.logsumexp(-1).pow(2).mean()
-
-
 class Model(nn.Module):
     """Tokens, positions, whatever ``run`` makes of the layers, head and loss."""
 
@@ -228,6 +172,17 @@ def with_skips(layers: Any, x: Tensor) -> Tensor:
         x = layer(x if i < half else x + 0.5 * kept.pop())
         if i < half:
             kept.append(x)
+    return x
+
+
+def with_stops(layers: Any, x: Tensor) -> Tensor:
+    """Each layer is first run without gradients, as recurrent reasoners do, and what it gives is scaled without any."""
+    for layer in layers:
+        with torch.no_grad():
+            ahead = layer(x)
+        with torch.no_grad():
+            size = 1.0 + (x + ahead).abs().mean(-1, keepdim=True)
+        x = layer((x + ahead) / size) + 0.1 * x.detach()
     return x
 
 
@@ -328,6 +283,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "normed-keys": lambda: own(lambda: stack(4, partial(Block, NORMED, RMSNorm, gated=True))),
     "norm-a-head": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="apart"), RMSNorm))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
+    "stopped-gradients": lambda: own(lambda: stack(4, Block), run=with_stops),
     "memory": lambda: own(
         lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
     ),
