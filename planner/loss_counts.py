@@ -25,12 +25,14 @@ REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_me
 @dataclass
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
-    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and where they stand."""
+    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and where they stand. ``mixed``: ops
+    before the loss in which the sequences of a batch see each other."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     inexact: list[tuple[str, Any]] = field(default_factory=list)
+    mixed: list[tuple[str, Any]] = field(default_factory=list)
 
 
 class Counts:

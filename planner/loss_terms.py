@@ -13,6 +13,8 @@ the global batch, of n microbatches:
     a + b, a·c, −a, casts     → term by term
     anything else             → itself / n, and a warning that names the line
 
+What mixes the sequences of a batch before the loss (planner.batch_mixing) is told too: no share of a loss mends it.
+
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
 
@@ -25,6 +27,7 @@ import torch
 from torch import fx
 
 from planner.batch_dims import BatchDims, compare_captures, is_number
+from planner.batch_mixing import mixing_nodes
 from planner.capture import Program
 from planner.errors import PlanError
 from planner.loss_counts import AVERAGES, SUMS, Counts, LossTerms, ancestors, reduced_dims, reduces_batch
@@ -55,6 +58,7 @@ def share_loss(program: Program, num_microbatches: int, recapture: Callable[[], 
     rewriter = _Rewriter(program, num_microbatches, counts, recapture)
     rewriter.scale_numbers()
     rewriter.warn_of_statistics()
+    rewriter.warn_of_mixing()
     share = rewriter.share(program.node(program.loss))
     program.graph.graph.output_node().args = ((share,),)
     program.loss = share.name
@@ -204,6 +208,12 @@ class _Rewriter:
                 names = [a.name for a in node.target._schema.arguments]
                 if dict(zip(names, node.args, strict=False)).get("training", True):
                     self.counts.terms.inexact.append((str(node.target), where_of(node)))
+
+    def warn_of_mixing(self) -> None:
+        """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
+        if self.total > 1:
+            found = mixing_nodes(self.graph, self.on_batch, set(self._tail()), self._where_batch_stands)
+            self.counts.terms.mixed.extend((str(n.target), where_of(n)) for n in found)
 
     # ---- cross-entropy
 

@@ -52,6 +52,9 @@ def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
     for what, where in source.terms.inexact:
         yield Diagnostic("warning", f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
                          str(where), "keep one microbatch, or write the loss as a sum over a count")
+    for what, where in source.terms.mixed:
+        yield Diagnostic("warning", f"{what} mixes the sequences of a batch: each microbatch sees only its own",
+                         str(where), "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant")
 
 
 def _attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:

@@ -119,3 +119,50 @@ def test_captures_of_two_sizes_tell_where_the_batch_stands():
     assert found.powers == {(division.name, 1): 1}
     assert found.dims["ids"] == found.dims["linear"] == {0}
     assert found.dims[division.name] == frozenset()
+
+
+class Mixed(Small):
+    """What ``mix`` makes of the features [batch, length, width] goes to the head."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda logits, labels, _: rows(logits, labels).mean())
+        self.mix = mix
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.mix(self.embed(ids))), labels, self.head.weight)
+
+
+MIXES = {
+    "mean": lambda x: x - x.mean(0),
+    "detached": lambda x: x / x.std(0).detach(),
+    "softmax": lambda x: x.softmax(0),
+    "halves": lambda x: x + torch.cat(x.chunk(2)[::-1]),
+    "each other": lambda x: x * (x.flatten(1) @ x.flatten(1).T).mean(-1)[:, None, None],
+    "flipped": lambda x: x + x.flip(0),
+}
+APART = {
+    "norm": lambda x: x / x.pow(2).mean(-1, keepdim=True),
+    "over positions": lambda x: x - x.mean(1, keepdim=True) + x.cumsum(1) + x.flip(1),
+    "attention": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
+    "merged": lambda x: x.flatten(0, 1).softmax(-1).view_as(x),
+    "length first": lambda x: (x.transpose(0, 1) - x.transpose(0, 1).mean(0)).transpose(0, 1),
+    "largest": lambda x: x.topk(2, sorted=False)[0].sum(-1, keepdim=True) * x,
+}
+
+
+def mixed(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
+    model = Mixed(mix)
+    terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda: capture(model, wider(INPUTS)))
+    return [(op, str(where)) for op, where in terms.mixed]
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixing_the_sequences_of_a_batch_is_told_with_its_line(name):
+    found = mixed(MIXES[name])
+    assert found
+    assert all("self.mix(" in where or "lambda x" in where for _, where in found)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_sequences_apart_is_not_told(name):
+    assert mixed(APART[name]) == []
