@@ -25,12 +25,12 @@ from planner.schedule import Action
 from planner.spec import Spec
 from runtime.batches import BatchLayout, check_first_batch, num_tokens
 from runtime.executor import Executor, Step
-from runtime.groups import Groups, RankMesh, default_store, open_groups
+from runtime.groups import RankMesh, default_store, open_groups
 from runtime.lr import learning_rate
 from runtime.p2p import Transport
 from runtime.pretrained import load_pretrained
 from runtime.pretrained_save import MAX_SHARD_BYTES, save_pretrained
-from runtime.report import StepReport
+from runtime.report import StepReport, warn_of
 from runtime.scaling import LossScale
 from runtime.weight_sources import weight_source
 from runtime.weights import collect, fill, initialise, keep
@@ -74,12 +74,11 @@ class Engine:
 
     def _open(self, device: torch.device | None, timeout_seconds: float) -> None:
         global _engines_made
-        identity = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
+        common = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
         tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
-        self.groups: Groups = open_groups(
-            _mesh(self.plan), identity, tied, device=device, timeout_seconds=timeout_seconds
-        )
+        self.groups = open_groups(_mesh(self.plan), common, tied, device=device, timeout_seconds=timeout_seconds)
         self.mesh = _mesh(self.plan, self.groups.rank)
+        warn_of(self.plan, self.groups.rank)
         store = default_store()
         self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
         _engines_made += 1

@@ -1,8 +1,23 @@
-"""What a training step reports."""
+"""What a run tells its user: the figures of a step, and before the first one what the plan warns of."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+
+from planner.frozen_plan import Plan
+
+
+class PlanWarning(UserWarning):
+    """Numbers can differ from those of one process, or ranks repeat work; ``plan.diagnostics`` says more."""
+
+
+def warn_of(plan: Plan, rank: int) -> None:
+    """On rank 0: one Python warning for each thing that the plan warns of, however many layers it stands in."""
+    rows = {row.what: row for row in plan.diagnostics if row.level == "warning" and rank == 0}
+    for row in rows.values():
+        place, fix = f" (at {row.where})" if row.where else "", f"; {row.fix}" if row.fix else ""
+        warnings.warn(f"{row.what}{place}{fix}", PlanWarning, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True)

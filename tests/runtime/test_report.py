@@ -1,0 +1,59 @@
+"""What a plan warns of is said once where the Engine is made, and only on rank 0."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from planner import plan
+from runtime import Engine
+from runtime.report import PlanWarning, warn_of
+
+SPEC = {
+    "mesh": {"tp": 1},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"x": {"shape": [3, 4], "dtype": "float32"}},
+    "optimizer": {"name": "adamw"},
+}
+
+
+class Layers(nn.Module):
+    """Two layers; ``centered`` ones look at the whole batch."""
+
+    def __init__(self, centered: bool) -> None:
+        super().__init__()
+        self.layers, self.centered = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x - x.mean(0) if self.centered else x).tanh()
+        return x.pow(2).mean()
+
+
+def warned(centered: bool) -> list[warnings.WarningMessage]:
+    decided = plan(Layers(centered), SPEC)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Engine(decided) as engine:
+            engine.train_step({"x": torch.zeros(4, 3, 4)})
+    return [w for w in caught if w.category is PlanWarning]
+
+
+def test_an_engine_tells_what_its_plan_warns_of_at_the_line_that_makes_it():
+    (told,) = warned(centered=True)
+    assert "aten.mean.dim mixes the sequences of a batch" in str(told.message)
+    assert "test_report.py" in str(told.message)
+    assert told.filename == __file__
+
+
+def test_a_plan_without_warnings_is_silent():
+    assert warned(centered=False) == []
+
+
+def test_other_ranks_are_silent():
+    decided = plan(Layers(centered=True), SPEC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of(decided, rank=1)
