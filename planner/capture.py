@@ -28,6 +28,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from planner.canonical import canonicalize, prune
+from planner.certain_draws import CertainDraws
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.errors import PlanError, Where
 from planner.source_lines import is_foreign_frame
@@ -125,7 +126,8 @@ def _switch_off_caches(module: nn.Module) -> None:
 
 def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
     try:
-        return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+        with CertainDraws():
+            return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
     except Exception as error:
         where = _user_frame(error, model)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
