@@ -303,6 +303,15 @@ def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[
     return emit(aten.layer_norm.default, args, kwargs, node.meta["val"][0]), None, None
 
 
+def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """``sparse`` says how the gradient is stored, not what it is: the gradient of a shard is dense."""
+    if len(args) > 3 and args[3]:
+        raise PlanError(
+            "scale_grad_by_freq divides the gradient of an embedding by counts within the batch, which microbatches "
+            "do not know", where=where_of(node), fix="leave out scale_grad_by_freq")
+    return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
+
+
 def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Logits [n, classes, d ..] or [classes] with class ids become rows [tokens, classes]."""
     logits, target = args[0].meta["val"], args[1].meta["val"]
@@ -351,6 +360,7 @@ REWRITES: dict[Any, Callable[..., Any]] = table({
     _add_product(aten.bmm.default): "baddbmm",
     _dropout: "dropout native_dropout",
     _native_layer_norm: "native_layer_norm",
+    _embedding: "embedding",
     _cross_entropy: "cross_entropy_loss",
     _new_filled(1): "new_ones",
     _new_filled(0): "new_zeros new_empty new_empty_strided",

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import linecache
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
@@ -24,14 +22,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import InputKind
 
+from planner.call_sites import CallSites
 from planner.canonical import canonicalize, prune
 from planner.certain_draws import CertainDraws
+from planner.custom_gradients import check_custom_gradients
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.errors import PlanError, Where
-from planner.source_lines import is_foreign_frame
+from planner.function_transforms import refuse_failed_transform, refuse_function_transforms
+from planner.gradient_hooks import refuse_gradient_hooks
+from planner.outputs import find_loss, return_plain_structures, select_outputs
+from planner.parameter_writes import refuse_parameter_writes
+from planner.python_gradients import PythonGradients
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
@@ -72,14 +75,20 @@ def capture(
     ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
     model cannot be traced, naming the user's line, and where no output is a loss.
     """
+    refuse_gradient_hooks(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _fake_twin(model, dtype, mode)
+    return_plain_structures(twin)
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: _fake(tensor, dtype, mode) for name, tensor in inputs.items()}
-    exported = _export(twin, kwargs)
+    watch = PythonGradients(twin)
+    with watch.watched():
+        exported = _export(twin, kwargs)
+    notes = [*watch.notes, *check_custom_gradients(watch.applications)]
     if _mutates(exported.graph_module):
+        refuse_parameter_writes(exported.graph_module, exported.graph_signature.inputs_to_parameters)
         exported = _quietly(lambda: exported.run_decompositions({}))
-    return _program(model, twin, exported, loss)
+    return _program(model, twin, exported, loss, notes)
 
 
 def _fake_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> nn.Module:
@@ -128,8 +137,11 @@ def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.E
     try:
         with CertainDraws():
             return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+    except PlanError:
+        raise
     except Exception as error:
-        where = _user_frame(error, model)
+        where = CallSites(model).of(error)
+        refuse_failed_transform(error, where)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
             raise PlanError(
                 f"the model does not take these inputs: {error}",
@@ -157,21 +169,6 @@ def _quietly(run: Any) -> Any:
         logger.setLevel(level)
 
 
-def _user_frame(error: BaseException, model: nn.Module) -> Where:
-    """The deepest frame of the traceback that is not PyTorch's own, and the dotted name of the module that it is in."""
-    steps = list(traceback.walk_tb(error.__traceback__))
-    users = [(f, line) for f, line in steps if not is_foreign_frame(f.f_code.co_filename)]
-    if not users:
-        return Where()
-    names = {id(module): name for name, module in model.named_modules()}
-    holders = [names.get(id(f.f_locals.get("self"))) for f, _ in users]
-    frame, line = users[-1]
-    file = frame.f_code.co_filename
-    return Where(
-        next((h for h in reversed(holders) if h is not None), ""), file, line, linecache.getline(file, line).strip()
-    )
-
-
 def _mutates(graph_module: fx.GraphModule) -> bool:
     """Whether any op writes into an argument; only then the (costly) functionalisation runs."""
     for module in graph_module.modules():
@@ -183,9 +180,10 @@ def _mutates(graph_module: fx.GraphModule) -> bool:
     return False
 
 
-def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedProgram, loss: str) -> Program:
+def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedProgram, loss: str,
+             notes: list[str]) -> Program:
     fqns, aliases = _parameter_names(model, twin)
-    program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "")
+    program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
     constants = _constant_values(model, exported)
     for spec in exported.graph_signature.input_specs:
         name = spec.arg.name
@@ -198,11 +196,11 @@ def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedP
         else:
             program.constants[name] = constants.get(spec.target or "", torch.empty(0))
     refuse_dynamic_shapes(exported.graph_module)
-    outputs = _select_outputs(exported, program)
+    outputs = select_outputs(exported, program)
     program.graph = canonicalize(exported.graph_module, outputs, program.constants)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
-    program.loss = _find_loss(program, loss)
+    program.loss = find_loss(program, loss)
     _keep_only_the_loss(program)
     return program
 
@@ -227,6 +225,7 @@ def _keep_only_the_loss(program: Program) -> None:
     program.outputs = {name: 0}
     prune(program.graph)
     refuse_numbers_from_tensors(program.graph)
+    refuse_function_transforms(program.graph)
 
 
 def _parameter_names(model: nn.Module, twin: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -249,63 +248,3 @@ def _constant_values(model: nn.Module, exported: torch.export.ExportedProgram) -
             value = getattr(model.get_submodule(path), attribute)
         values[name] = value
     return values
-
-
-def _select_outputs(exported: torch.export.ExportedProgram, program: Program) -> dict[str, str]:
-    """Output name → node name, for the tensor outputs of the user's forward."""
-    specs = [s for s in exported.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
-    paths = _output_paths(exported, len(specs))
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            program.notes.append(f"the forward updates buffer {spec.target}: the update is not carried out")
-    return {
-        path: spec.arg.name
-        for path, spec in zip(paths, specs, strict=True)
-        if type(spec.arg).__name__ == "TensorArgument"
-    }
-
-
-def _output_paths(exported: torch.export.ExportedProgram, count: int) -> list[str]:
-    """Names such as ``loss`` or ``0`` for the leaves of the output structure."""
-    spec: Any = exported.call_spec.out_spec
-    dummy = pytree.tree_unflatten(list(range(count)), spec)
-    paths, _ = pytree.tree_flatten_with_path(dummy)
-    by_leaf = {leaf: ".".join(_key(k) for k in path) or "output" for path, leaf in paths if leaf is not None}
-    return [by_leaf[i] for i in range(count)]
-
-
-def _key(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
-
-
-def _find_loss(program: Program, wanted: str) -> str:
-    """The name of the loss node: the named output, else ``loss``, else the only scalar with a gradient."""
-    leaves = program.graph.graph.output_node().args[0]
-    assert isinstance(leaves, (tuple, list))
-    nodes: dict[str, Any] = {name: leaves[position] for name, position in program.outputs.items()}
-    listed = ", ".join(f"{name} {list(n.meta['val'].shape)}" for name, n in nodes.items()) or "none"
-    scalars = {k: n for k, n in nodes.items() if n.meta["val"].numel() == 1 and n.meta["grad"]}
-    if wanted != "auto":
-        if wanted not in scalars:
-            raise PlanError(
-                f"the model has no scalar output `{wanted}` with a gradient (outputs: {listed})",
-                where="loss",
-                fix="name one of the outputs that is a scalar loss",
-            )
-        return scalars[wanted].name
-    if "loss" in scalars:
-        return scalars["loss"].name
-    if len(scalars) == 1:
-        return next(iter(scalars.values())).name
-    if not scalars:
-        raise PlanError(
-            f"no output of the model is a loss (outputs: {listed})",
-            where="loss",
-            fix="return a scalar loss from forward; a Hugging Face model needs `labels` among its inputs",
-        )
-    raise PlanError(
-        f"several outputs could be the loss: {', '.join(scalars)}", where="loss", fix="set loss: {output: <name>}"
-    )

@@ -1,0 +1,58 @@
+"""Where in the user's code Python stands now, or stood when it raised: module path, file and line.
+
+Source lines of captured nodes are in planner.source_lines; this is for what never becomes a node.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+
+from torch import nn
+
+from planner.errors import Where
+from planner.source_lines import is_foreign_frame
+
+
+class CallSites:
+    """Knows the modules of one model by name, to tell in whose forward a frame is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def here(self) -> Where:
+        """The innermost line of the user that is running now."""
+        frames: list[tuple[FrameType, int]] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            frames.append((frame, frame.f_lineno))
+            frame = frame.f_back
+        return self._innermost(reversed(frames))
+
+    def of(self, error: BaseException) -> Where:
+        """The deepest frame of the traceback that is not PyTorch's own."""
+        return self._innermost(traceback.walk_tb(error.__traceback__))
+
+    def _innermost(self, outermost_first: Iterable[tuple[FrameType, int]]) -> Where:
+        users = [(f, line) for f, line in outermost_first if not is_foreign_frame(f.f_code.co_filename)]
+        if not users:
+            return Where()
+        holders = [self._names.get(id(_first_argument(f))) for f, _ in users]
+        module = next((h for h in reversed(holders) if h is not None), "")
+        frame, line = users[-1]
+        file = frame.f_code.co_filename
+        return Where(module, file, line, linecache.getline(file, line).strip())
+
+
+def _first_argument(frame: FrameType) -> object:
+    """``self`` of a method, whatever it is called there."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def called_by_user() -> bool:
+    """Whether the function that asks was called from a line of the user's, not from within PyTorch."""
+    return not is_foreign_frame(sys._getframe(2).f_code.co_filename)

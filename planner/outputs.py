@@ -1,0 +1,118 @@
+"""What a forward returns: any structure of tensors becomes one that export knows, its leaves get names, one is a loss.
+
+    Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
+    {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from planner.errors import PlanError, Where
+
+if TYPE_CHECKING:
+    from planner.capture import Program
+
+_PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
+
+
+def return_plain_structures(twin: nn.Module) -> None:
+    """The last forward hook of the (copied) model: what it returns is made of tuples, lists and dicts alone."""
+    twin.register_forward_hook(lambda module, args, output: _top(output))
+
+
+def _top(output: Any) -> Any:
+    result = _plain(output)
+    if result is None and output is not None:
+        raise PlanError(
+            f"the forward returns a {type(output).__name__}, in which no tensors can be found",
+            where=Where(),
+            fix="return a tensor, or a tuple, dict or dataclass of tensors",
+        )
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Unknown objects, such as a cache, become None: nothing of them is a loss."""
+    if isinstance(value, _PLAIN):
+        return value
+    if not pytree.tree_is_leaf(value):
+        one_level, structure = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+        return pytree.tree_unflatten([_plain(inner) for inner in one_level], structure)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, SimpleNamespace):
+        return {key: _plain(inner) for key, inner in vars(value).items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(inner) for inner in value)
+    return None
+
+
+def select_outputs(exported: torch.export.ExportedProgram, program: Program) -> dict[str, str]:
+    """Output name → node name, for the tensor outputs of the user's forward."""
+    specs = [s for s in exported.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+    paths = _output_paths(exported, len(specs))
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            program.notes.append(f"the forward updates buffer {spec.target}: the update is not carried out")
+    return {
+        path: spec.arg.name
+        for path, spec in zip(paths, specs, strict=True)
+        if type(spec.arg).__name__ == "TensorArgument"
+    }
+
+
+def _output_paths(exported: torch.export.ExportedProgram, count: int) -> list[str]:
+    """Names such as ``loss`` or ``0`` for the leaves of the output structure."""
+    spec: Any = exported.call_spec.out_spec
+    dummy = pytree.tree_unflatten(list(range(count)), spec)
+    paths, _ = pytree.tree_flatten_with_path(dummy)
+    by_leaf = {leaf: ".".join(_key(k) for k in path) or "output" for path, leaf in paths if leaf is not None}
+    return [by_leaf[i] for i in range(count)]
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def find_loss(program: Program, wanted: str) -> str:
+    """The name of the loss node: the named output, else ``loss``, else the only scalar with a gradient."""
+    leaves = program.graph.graph.output_node().args[0]
+    assert isinstance(leaves, (tuple, list))
+    nodes: dict[str, Any] = {name: leaves[position] for name, position in program.outputs.items()}
+    listed = ", ".join(f"{name} {list(n.meta['val'].shape)}" for name, n in nodes.items()) or "none"
+    scalars = {k: n for k, n in nodes.items() if n.meta["val"].numel() == 1 and n.meta["grad"]}
+    if wanted != "auto":
+        if wanted not in scalars:
+            raise PlanError(
+                f"the model has no scalar output `{wanted}` with a gradient (outputs: {listed})",
+                where="loss",
+                fix="name one of the outputs that is a scalar loss",
+            )
+        return scalars[wanted].name
+    if "loss" in scalars:
+        return scalars["loss"].name
+    if len(scalars) == 1:
+        return next(iter(scalars.values())).name
+    if not scalars:
+        raise PlanError(
+            f"no output of the model is a loss (outputs: {listed})",
+            where="loss",
+            fix="return a scalar loss from forward; a Hugging Face model needs `labels` among its inputs",
+        )
+    raise PlanError(
+        f"several outputs could be the loss: {', '.join(scalars)}", where="loss", fix="set loss: {output: <name>}"
+    )

@@ -1,0 +1,72 @@
+"""Refuse a forward that writes into a parameter: the engine's weights change by the optimizer's update alone.
+
+    nn.Embedding(max_norm=…)            renormalises rows of its weight
+    with torch.no_grad(): w.mul_(0.9)   also through views, w.data and w.detach()
+
+Read off the exported graph before it is made functional, where a write is still a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.source_lines import where_of
+
+FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
+MAX_NORM_FIX = "leave out max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"
+_PASSES_ON = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.detach_.default}
+
+
+def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
+    """``parameters``: placeholder name → dotted name. Raises PlanError at the first write, with the user's line."""
+    names = {node: parameters[node.name] for node in module.graph.nodes if node.name in parameters}
+    for node, fqn in _writes(module, names):
+        renormalises = "embedding_renorm" in str(node.target)
+        how = " (max_norm rescales its rows)" if renormalises else ""
+        raise PlanError(
+            f"the forward writes into parameter {fqn}{how}: the update would be lost",
+            where=where_of(node),
+            fix=MAX_NORM_FIX if renormalises else FIX,
+        )
+
+
+def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+    """(node that writes, the parameter's name), also in regions without gradients."""
+    of: dict[Any, str] = dict(names)
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            yield from _writes_in_region(module, node, of)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            for argument, value in _arguments(node):
+                if argument.alias_info is None or value not in of:
+                    continue
+                if argument.alias_info.is_write and node.target not in _PASSES_ON:
+                    yield node, of[value]
+                of[node] = of[value]
+
+
+def _writes_in_region(module: fx.GraphModule, node: fx.Node, of: Mapping[Any, str]) -> Iterator[tuple[fx.Node, str]]:
+    bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+    for body in bodies:
+        inner: Any = getattr(module, str(body.target), None)
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        operands = node.args[node.args.index(body) + 1 :]
+        holders = inner.graph.find_nodes(op="placeholder")
+        yield from _writes(inner, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """(schema argument, value) for the tensors given to an op."""
+    target: Any = node.target
+    for position, argument in enumerate(target._schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node):
+            yield argument, value
