@@ -6,6 +6,7 @@
     mean over a cut dim  the local mean times local/global count
     embedding            rows of this rank (passes.vocabulary)
     cross_entropy        columns of this rank (passes.vocabulary)
+    logsumexp, softmax   over the ranks' parts of a cut dim (passes.cut_softmax); gather from one likewise
     attention            key heads that this rank's query heads read (passes.attention)
 
 Needs:   typed edges (passes.convert).
@@ -23,11 +24,14 @@ from torch import fx
 from passes.attention import attention_arguments, shared_key_attention
 from passes.base import AxisHandle
 from passes.convert import axis_node
+from passes.cut_softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.extract import StageGraph
 from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from planner.emit import named
 from planner.placements import Placements
 from planner.rules import Option
 from planner.rules.layout import pieces_of
+from planner.rules.reduction import OVER_RANKS, SOFTMAX
 from planner.types import Placement
 
 aten = torch.ops.aten
@@ -151,6 +155,22 @@ def _cross_entropy(scene: _Scene) -> None:
     scene.become(vocabulary_cross_entropy, (logits, given["target"], AXIS, int(logits.meta["val"].shape[1])), options)
 
 
+def _over_ranks(scene: _Scene) -> None:
+    """A softmax, a logsumexp or a pick along the dim that is cut."""
+    if scene.option.rule not in (OVER_RANKS, "picked"):
+        return
+    given = named(scene.node, list(scene.node.args), dict(scene.node.kwargs))
+    x, dim = given["self"], scene.input_type(0).dim
+    size = int(x.meta["val"].shape[dim])
+    if scene.node.target is aten.logsumexp.default:
+        scene.become(cut_logsumexp, (x, given["dim"], given["keepdim"], AXIS, size))
+    elif scene.node.target is aten.gather.default:
+        scene.become(cut_gather, (x, dim, given["index"], AXIS, size))
+    else:
+        function = cut_softmax if scene.node.target is aten.softmax.int else cut_log_softmax
+        scene.become(function, (x, dim, given["dtype"], AXIS, size))
+
+
 def _attention(scene: _Scene) -> None:
     if scene.option.rule != "shared key heads":
         return
@@ -167,6 +187,7 @@ REWRITES: dict[Any, Callable[[_Scene], None]] = {
     aten.mean.dim: _mean,
     **dict.fromkeys((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
                      aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.group_norm.default), _groups),
+    **dict.fromkeys((aten.logsumexp.default, aten.gather.default, *SOFTMAX), _over_ranks),
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.scaled_dot_product_attention.default: _attention,

@@ -1,6 +1,6 @@
 """The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
 
-    tp   what a change of type costs (planner.collectives), and the scalars of a vocabulary-parallel loss
+    tp   what a change of type costs (planner.collectives), and the scalars of a vocabulary-parallel loss or softmax
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
 ``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
@@ -18,6 +18,7 @@ from torch import fx
 from planner.collectives import TypeChange, sent_type, type_changes
 from planner.plan_rows import CollectivePlan
 from planner.rows_places import Places
+from planner.rules.reduction import OVER_RANKS, SOFTMAX
 from planner.source import PlanSource
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
-    losses = parallel_losses(source)
+    losses, softmaxes = parallel_losses(source), _softmaxes(source)
     rows: list[CollectivePlan] = []
     for stage in range(source.stages.num_stages):
         rows += _boundary_rows(source, places, stage - 1, stage)
@@ -34,6 +35,9 @@ def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan,
         for loss in losses:
             if source.stages.runs_on(loss.name, stage):
                 rows += _loss_rows(loss, stage, places)
+        for node in softmaxes:
+            if source.stages.runs_on(node.name, stage):
+                rows += _softmax_rows(source, node, stage, places)
         rows += _boundary_rows(source, places, stage, stage)
     return tuple(rows)
 
@@ -68,6 +72,23 @@ def _loss_rows(loss: fx.Node, stage: int, places: Places) -> Iterator[Collective
     for scalars in scalars_of_loss(loss):
         size = scalars * int(logits.shape[0]) * width
         yield CollectivePlan("all_reduce", "tp", "forward", places.text(loss), size, 1, "microbatch", stage)
+
+
+def _softmaxes(source: PlanSource) -> list[fx.Node]:
+    """A logsumexp or a softmax of the model's own along a dim that is cut."""
+    options = source.placements.options
+    return [source.program.node(name) for name, option in options.items() if option.rule == OVER_RANKS]
+
+
+def _softmax_rows(source: PlanSource, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    """The maximum and the sum of exponentials; behind a softmax, which is cut, the sum's gradient comes in parts."""
+    cut, x = source.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
+    dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.dtype
+    size = x.numel() // int(x.shape[cut.dim]) * max(4, dtype.itemsize)
+    backward = ["backward"] if node.target in SOFTMAX and node.meta["grad"] else []
+    for phase in ("forward", "forward", *backward):
+        yield CollectivePlan("all_reduce", "tp", phase, places.text(node), size, 1, "microbatch", stage,
+                             places.block(node))
 
 
 def _boundary_rows(source: PlanSource, places: Places, cut: int, stage: int) -> Iterator[CollectivePlan]:

@@ -108,6 +108,7 @@ CASES = {
     "tp2 pp2, sequence parallel": (
         "llama", {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
     ),
+    "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }

@@ -1,7 +1,7 @@
 """Ops that read or write rows named by an index: the dims that are indexed stay whole, a cut on any other survives.
 
     index          x[.., i, .., j, ..]     the indices' common dims stand where the first was (or in front)
-    gather         y[.., k, ..] = x[.., i[.., k, ..], ..]        index and result are cut alike
+    gather         y[.., k, ..] = x[.., i[.., k, ..], ..]        index and result are cut alike, or x on dim k
     scatter        x with rows replaced or added to              index and source are cut alike
     index_add      x with rows of a source added                 as index_select, the other way round
     pad, tril …    as along_dim: the dims they work on are whole; linear
@@ -20,7 +20,7 @@ from torch import fx
 from planner.emit import named
 from planner.rules.base import Option, Site
 from planner.rules.reduction import along_dim
-from planner.types import Placement, R
+from planner.types import P, Placement, R
 
 aten = torch.ops.aten
 
@@ -82,6 +82,9 @@ def gather(site: Site) -> Iterator[Option]:
         yield site.option(cut, {x: cut, index_: cut}, "index")
     for cut in sorted(c for c in site.candidates() if c.dim == dim):
         yield site.option(cut, {x: R, index_: cut}, "rows")
+    for cut in site.candidates(x):
+        if cut.dim == dim and len(cut.segments) == 1 and site.grad(site.node):
+            yield site.option(P, {x: cut}, "picked")
     yield site.partial([x])
 
 

@@ -1,6 +1,7 @@
 """Ops along one or several dims: a cut elsewhere survives; a sum over the cut dim gives partial sums.
 
     sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
+    logsumexp, softmax over the cut dim → I, V     (ranks exchange maximum and sum)
     softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
 """
 
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 
 from planner.rules.base import Option, Site
-from planner.types import P
+from planner.types import I, P
 
 aten = torch.ops.aten
+
+OVER_RANKS = "over ranks"  # the op itself exchanges the maximum and the sum of exponentials of a cut dim
+SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
 
 
 def reduction(site: Site) -> Iterator[Option]:
@@ -32,6 +36,8 @@ def reduction(site: Site) -> Iterator[Option]:
         elif site.node.target in SUMS and not cut.padding and not cut.has_whole_segment:
             option = site.option(P, {x: cut}, "partial sum")
             yield replace(option, detour=cut.dim == len(shape) - 1)
+        elif site.node.target is aten.logsumexp.default and dims == {cut.dim} and len(cut.segments) == 1:
+            yield Option((cut,), I, OVER_RANKS, detour=True)
     if site.node.target in SUMS and site.grad(site.node):
         yield site.partial([x])
 
@@ -59,6 +65,8 @@ def along_dim(site: Site) -> Iterator[Option]:
     for cut in sorted({*site.candidates(x), *site.candidates()}):
         if cut.dim not in dims:
             yield site.option(cut, {x: cut}, "along a whole dim")
+        elif site.node.target in SOFTMAX and not cut.padding and not cut.has_whole_segment:
+            yield Option((cut,), cut, OVER_RANKS, detour=True)
 
 
 def _has_dim(site: Site) -> bool:

@@ -75,3 +75,15 @@ def several_losses(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     """Cross-entropy with smoothing, plus a small penalty on the logits' size (a mean over all positions)."""
     main = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
     return main + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+
+
+def z_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """The normaliser is held near one."""
+    valid = labels != -100
+    return mean_loss(logits, labels) + 0.01 * (logits.logsumexp(-1).pow(2) * valid).sum() / valid.sum()
+
+
+def entropy_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """Sure answers are discouraged, on every token alike."""
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return mean_loss(logits, labels) - 0.1 * entropy.mean()

@@ -14,6 +14,7 @@ from tests.numeric.own_losses import (
     by_position_loss,
     by_sequence_loss,
     class_weights_loss,
+    entropy_loss,
     inner_size_loss,
     item_loss,
     logsumexp_loss,
@@ -23,6 +24,7 @@ from tests.numeric.own_losses import (
     several_losses,
     sum_by_size_loss,
     weights_loss,
+    z_loss,
 )
 from tests.numeric.zoo import LENGTH, Entry, tokens
 
@@ -297,6 +299,8 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "by-sequence-loss": lambda: own(lambda: stack(4, Block), loss=by_sequence_loss),
     "class-weights-loss": lambda: own(lambda: stack(4, Block), loss=class_weights_loss),
     "class-weights-buffer": lambda: Entry(ClassWeights(), tokens(VOCABULARY), ("labels",)),
+    "z-loss": lambda: own(lambda: stack(4, Block), loss=z_loss),
+    "entropy-loss": lambda: own(lambda: stack(4, Block), loss=entropy_loss),
     "penalty-loss": lambda: Entry(Decayed(stack(4, Block)), tokens(VOCABULARY), ("labels",)),
     "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
     "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),

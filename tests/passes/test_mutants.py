@@ -26,6 +26,7 @@ SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_
         ("normed-keys", {"tp": 2}, SEQUENCE_PARALLEL),
         ("llama-one-key-head", {"tp": 2}, {}),
         ("gpt_neox", {"tp": 2}, {}),
+        ("z-loss", {"tp": 2}, {}),
         ("t5", {"tp": 2}, {}),
     ],
 )

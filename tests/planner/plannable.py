@@ -54,11 +54,11 @@ class Decoder(nn.Module):
     """Blocks of the given sizes between an embedding and a head; ``tail`` runs before the head."""
 
     def __init__(self, blocks: list[Sizes], tail: Callable[[Tensor], Tensor] | None = None, *,
-                 unused: bool = False) -> None:
+                 unused: bool = False, penalty: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.blocks = nn.ModuleList(Block(sizes) for sizes in blocks)
-        self.tail = tail
+        self.tail, self.penalty = tail, penalty
         if unused:
             self.unused = nn.Linear(WIDTH, WIDTH)
 
@@ -67,7 +67,14 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x if self.tail is None else self.tail(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss if self.penalty is None else loss + self.penalty(logits)
+
+
+def sureness(logits: Tensor) -> Tensor:
+    """Reads the vocabulary by softmax, log-softmax and logsumexp."""
+    return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() + logits.logsumexp(-1).pow(2).mean()
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ MODELS: dict[str, Entry] = {
     "three heads, then four": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3), Sizes()] * 2), 4),
     "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
     "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),
+    "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
     "unused": Entry(lambda: Decoder([Sizes()] * 2, unused=True)),
 }
 

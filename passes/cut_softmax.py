@@ -1,0 +1,78 @@
+"""Softmax and its kin over a dim that is cut: what a loss of one's own does to logits, without gathering them.
+
+    logsumexp     top + log Σ exp(x − top): ranks exchange the maximum, then the sum; type V → I
+    log_softmax   x − f(logsumexp x): the gradient of the subtrahend is summed over ranks; type V → V
+    softmax       exp of that
+    gather        each rank gives what it holds of the picked elements and zeros; the sum over ranks is the pick: V → P
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes.base import AxisHandle
+from passes.collectives import all_reduce, f
+
+Tensor = torch.Tensor
+
+
+def cut_logsumexp(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle, size: int) -> Tensor:
+    """x of this rank, cut on the one dim in ``dims``, of ``size`` true elements (what lies beyond is padding)."""
+    result = _LogSumExp.apply(x, dims[0] % x.dim(), axis, size)
+    return result if keepdim else result.squeeze(dims[0])
+
+
+def cut_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
+    """This rank's part of ``log_softmax(x, dim)``."""
+    wide = _wide(x if dtype is None else x.to(dtype))
+    total = f(_LogSumExp.apply(wide, dim % x.dim(), axis, size), axis)
+    return (wide - total).to(dtype or x.dtype)
+
+
+def cut_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
+    """This rank's part of ``softmax(x, dim)``."""
+    wide = _wide(x if dtype is None else x.to(dtype))
+    return cut_log_softmax(wide, dim, None, axis, size).exp().to(dtype or x.dtype)
+
+
+def cut_gather(x: Tensor, dim: int, index: Tensor, axis: AxisHandle, size: int) -> Tensor:
+    """This rank's part (P) of ``x.gather(dim, index)``, x cut evenly on ``dim`` of ``size`` true elements.
+
+    Raises RuntimeError for an index outside of them: no rank would find it.
+    """
+    known = (index >= 0) & (index < size)
+    torch._assert_async(known.all(), f"an index is not in [0, {size}), the elements of the dim")
+    local = index - axis.rank * x.shape[dim]
+    mine = (local >= 0) & (local < x.shape[dim])
+    return x.gather(dim, local.clamp(0, x.shape[dim] - 1)).masked_fill(~mine, 0.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class _LogSumExp(torch.autograd.Function):
+    """[.., n/tp, ..] → [.., 1, ..], the same on every rank; the gradient is this rank's part of the softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: AxisHandle, size: int) -> Tensor:
+        columns = x.shape[dim]
+        true_columns = max(0, min(columns, size - axis.rank * columns))
+        wide = _wide(x)
+        z = wide.narrow(dim, 0, true_columns)
+        lowest = torch.full_like(wide.narrow(dim, 0, 1), torch.finfo(wide.dtype).min)
+        top = z.amax(dim, keepdim=True) if true_columns else lowest
+        top = all_reduce(top.clamp(min=torch.finfo(wide.dtype).min), axis, "forward", dist.ReduceOp.MAX, owned=True)
+        parts = torch.zeros_like(wide)
+        parts.narrow(dim, 0, true_columns).copy_(z).sub_(top).exp_()
+        total = all_reduce(parts.sum(dim, keepdim=True), axis, "forward", owned=True)
+        ctx.save_for_backward(parts.div_(total))
+        return (top + total.log()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (parts,) = ctx.saved_tensors
+        return (parts * grads[0].to(parts.dtype)).to(grads[0].dtype), None, None, None
