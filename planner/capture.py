@@ -84,7 +84,7 @@ def capture(
     watch = PythonGradients(twin)
     with watch.watched():
         exported = _export(twin, kwargs)
-    notes = [*watch.notes, *check_custom_gradients(watch.applications)]
+    notes = [*watch.notes, *check_custom_gradients(watch.applications, mode)]
     if _mutates(exported.graph_module):
         refuse_parameter_writes(exported.graph_module, exported.graph_signature.inputs_to_parameters)
         exported = _quietly(lambda: exported.run_decompositions({}))
