@@ -30,7 +30,6 @@ from planner.certain_draws import CertainDraws
 from planner.custom_gradients import check_custom_gradients
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.errors import PlanError, Where
-from planner.function_transforms import refuse_failed_transform, refuse_function_transforms
 from planner.gradient_hooks import refuse_gradient_hooks
 from planner.outputs import find_loss, return_plain_structures, select_outputs
 from planner.parameter_writes import refuse_parameter_writes
@@ -141,7 +140,6 @@ def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.E
         raise
     except Exception as error:
         where = CallSites(model).of(error)
-        refuse_failed_transform(error, where)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
             raise PlanError(
                 f"the model does not take these inputs: {error}",
@@ -225,7 +223,6 @@ def _keep_only_the_loss(program: Program) -> None:
     program.outputs = {name: 0}
     prune(program.graph)
     refuse_numbers_from_tensors(program.graph)
-    refuse_function_transforms(program.graph)
 
 
 def _parameter_names(model: nn.Module, twin: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
