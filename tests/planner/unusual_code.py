@@ -164,6 +164,12 @@ def written_in_place(m: Own, x: Tensor, _: Tensor) -> Tensor:
     return x + m.narrow(y.tanh_())
 
 
+def started_cache(m: Own, x: Tensor, _: Tensor) -> Tensor:
+    """Keys and values joined to an empty cache of one dim, as key caches start."""
+    k, v = (torch.cat([torch.tensor([], dtype=x.dtype), heads_of(part(x))], dim=-2) for part in (m.b, m.c))
+    return m.o((causal(heads_of(m.a(x)) @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 def picked_rows(m: Own, x: Tensor, _: Tensor) -> Tensor:
     y = F.gelu(m.wide(x))
     order = torch.arange(LENGTH - 1, -1, -1, device=x.device)
@@ -223,6 +229,7 @@ BODIES: dict[str, Callable[[Own, Tensor, Tensor], Tensor]] = {
         convolutions,
         bilinear_and_products,
         written_in_place,
+        started_cache,
         picked_rows,
         experts_by_mask,
         log_softmax_and_nll,
