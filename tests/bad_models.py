@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ class Base(nn.Module):
         return self.head(x).flatten(0, 1)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(input_ids), labels.flatten())
+        return F.cross_entropy(self.logits(input_ids), labels.flatten())  # here, where an embedding is the reason
 
 
 class Layer(nn.Linear):
@@ -63,6 +65,68 @@ class Numpy(Base):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = torch.from_numpy(self.logits(input_ids).detach().numpy())  # here
         return F.cross_entropy(x, labels.flatten())
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class RoundedLayer(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return Rounded.apply(super().forward(input))  # here
+
+
+class StraightThrough(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = RoundedLayer()
+
+
+class HookedLayer(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        x.register_hook(halved)  # here
+        return x
+
+
+def halved(gradient: Tensor) -> Tensor:  # here
+    return gradient / 2
+
+
+class TensorHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = HookedLayer()
+
+
+class ParameterHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(halved)
+
+
+class ModuleHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))  # here
+
+
+class MaxNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32, max_norm=1.0)
+
+
+class ScaledByFrequency(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32, scale_grad_by_freq=True)
 
 
 class NoLoss(Base):

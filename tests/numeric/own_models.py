@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.numeric.own_losses import (
     by_position_loss,
@@ -188,6 +189,13 @@ def with_stops(layers: Any, x: Tensor) -> Tensor:
     return x
 
 
+def with_checkpoints(layers: Any, x: Tensor) -> Tensor:
+    """Recomputation in both kinds, which a plan has in line."""
+    for i, layer in enumerate(layers):
+        x = checkpoint(layer, x, use_reentrant=i % 2 == 0)
+    return x
+
+
 def with_memory(layers: Any, x: Tensor) -> Tensor:
     """The first layers encode; each of the others attends to what they made."""
     memory = layers[1](layers[0](x))
@@ -286,6 +294,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "norm-a-head": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="apart"), RMSNorm))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
     "stopped-gradients": lambda: own(lambda: stack(4, Block), run=with_stops),
+    "checkpoints": lambda: own(lambda: stack(4, Block), run=with_checkpoints),
     "memory": lambda: own(
         lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
     ),
