@@ -1,7 +1,7 @@
 """Forked children for the numeric tests: one process has imported and captured, many short-lived copies of it run.
 
 Planning and importing cost more than the small runs themselves, so both happen once in a parent that never opens a
-process group and never runs a backward (autograd's threads do not survive a fork); ranks and references are its forks.
+process group and has none of autograd's threads (they do not survive a fork); ranks and references are its forks.
 """
 
 from __future__ import annotations

@@ -156,6 +156,9 @@ PRELOADED = (
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    # Autograd counts its devices once. Before any export it finds none and starts no thread, so that forks stay free to
+    # run a backward whatever a capture has run here; after one, a torch built for CUDA counts stand-ins for devices.
+    torch.ones(1, requires_grad=True).sum().backward()
     for name in PRELOADED:
         with suppress(ImportError):
             importlib.import_module(name)
