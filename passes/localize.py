@@ -7,6 +7,7 @@
     embedding            rows of this rank (passes.vocabulary)
     cross_entropy        columns of this rank (passes.vocabulary)
     logsumexp, softmax   over the ranks' parts of a cut dim (passes.cut_softmax); gather from one likewise
+    norms                over the ranks' parts of the features (passes.cut_norm)
     attention            key heads that this rank's query heads read (passes.attention)
 
 Needs:   typed edges (passes.convert).
@@ -24,6 +25,7 @@ from torch import fx
 from passes.attention import attention_arguments, shared_key_attention
 from passes.base import AxisHandle
 from passes.convert import axis_node
+from passes.cut_norm import cut_layer_norm, cut_rms_norm
 from passes.cut_softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.extract import StageGraph
 from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
@@ -171,6 +173,18 @@ def _over_ranks(scene: _Scene) -> None:
         scene.become(function, (x, dim, given["dtype"], AXIS, size))
 
 
+def _norm_over_ranks(scene: _Scene) -> None:
+    """A norm over features that are cut."""
+    if scene.option.rule != OVER_RANKS:
+        return
+    given = named(scene.node, list(scene.node.args), dict(scene.node.kwargs))
+    size = int(given["normalized_shape"][0])
+    if scene.node.target is aten.rms_norm.default:
+        scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
+    else:
+        scene.become(cut_layer_norm, (given["input"], given["weight"], given["bias"], given["eps"], AXIS, size))
+
+
 def _attention(scene: _Scene) -> None:
     if scene.option.rule != "shared key heads":
         return
@@ -188,6 +202,7 @@ REWRITES: dict[Any, Callable[[_Scene], None]] = {
     **dict.fromkeys((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
                      aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.group_norm.default), _groups),
     **dict.fromkeys((aten.logsumexp.default, aten.gather.default, *SOFTMAX), _over_ranks),
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), _norm_over_ranks),
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.scaled_dot_product_attention.default: _attention,

@@ -1,6 +1,6 @@
 """The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
 
-    tp   what a change of type costs (planner.collectives), and the scalars of a vocabulary-parallel loss or softmax
+    tp   what a change of type costs (planner.collectives), and the scalars of a loss, softmax or norm over ranks
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
 ``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
@@ -18,7 +18,7 @@ from torch import fx
 from planner.collectives import TypeChange, sent_type, type_changes
 from planner.plan_rows import CollectivePlan
 from planner.rows_places import Places
-from planner.rules.reduction import OVER_RANKS, SOFTMAX
+from planner.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.source import PlanSource
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
-    losses, softmaxes = parallel_losses(source), _softmaxes(source)
+    losses, others = parallel_losses(source), _over_ranks(source)
     rows: list[CollectivePlan] = []
     for stage in range(source.stages.num_stages):
         rows += _boundary_rows(source, places, stage - 1, stage)
@@ -35,9 +35,9 @@ def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan,
         for loss in losses:
             if source.stages.runs_on(loss.name, stage):
                 rows += _loss_rows(loss, stage, places)
-        for node in softmaxes:
+        for node in others:
             if source.stages.runs_on(node.name, stage):
-                rows += _softmax_rows(source, node, stage, places)
+                rows += _statistics_rows(source, node, stage, places)
         rows += _boundary_rows(source, places, stage, stage)
     return tuple(rows)
 
@@ -74,19 +74,19 @@ def _loss_rows(loss: fx.Node, stage: int, places: Places) -> Iterator[Collective
         yield CollectivePlan("all_reduce", "tp", "forward", places.text(loss), size, 1, "microbatch", stage)
 
 
-def _softmaxes(source: PlanSource) -> list[fx.Node]:
-    """A logsumexp or a softmax of the model's own along a dim that is cut."""
+def _over_ranks(source: PlanSource) -> list[fx.Node]:
+    """A softmax or a norm of the model's own along a dim that is cut."""
     options = source.placements.options
     return [source.program.node(name) for name, option in options.items() if option.rule == OVER_RANKS]
 
 
-def _softmax_rows(source: PlanSource, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """The maximum and the sum of exponentials; behind a softmax, which is cut, the sum's gradient comes in parts."""
+def _statistics_rows(source: PlanSource, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    """What the ranks exchange of each row of the cut dim: maximum and sum of exponentials, or mean and mean square."""
     cut, x = source.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
     dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.dtype
     size = x.numel() // int(x.shape[cut.dim]) * max(4, dtype.itemsize)
-    backward = ["backward"] if node.target in SOFTMAX and node.meta["grad"] else []
-    for phase in ("forward", "forward", *backward):
+    forward, backward = EXCHANGES[node.target]
+    for phase in ["forward"] * forward + ["backward"] * (backward if node.meta["grad"] else 0):
         yield CollectivePlan("all_reduce", "tp", phase, places.text(node), size, 1, "microbatch", stage,
                              places.block(node))
 

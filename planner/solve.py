@@ -27,7 +27,7 @@ from planner.candidates import Candidates
 from planner.conversions import conversion
 from planner.errors import PlanError
 from planner.rules import Option
-from planner.types import Placement
+from planner.types import I, Placement
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class _Program:
             share = 1 - 1 / self.candidates.tp
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
             cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
+        if option.whole and any(o.rule == "vocabulary" and o.out == I for o in self.candidates.options[node.name]):
+            cost += weights.reshard  # a loss that need not see whole logits should not, whatever they cost to make
         if (option.whole or option.rule == "partial") and node.op == "call_function" and node.meta.get("grad"):
             cost += weights.whole * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):

@@ -109,6 +109,7 @@ CASES = {
         "llama", {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
     ),
     "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
+    "tp2 pp2, norm over all heads": ("normed queries", {"mesh": {"tp": 2, "pp": 2}}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }

@@ -1,7 +1,8 @@
 """Ops along one or several dims: a cut elsewhere survives; a sum over the cut dim gives partial sums.
 
     sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
-    logsumexp, softmax over the cut dim → I, V     (ranks exchange maximum and sum)
+    logsumexp, softmax over the cut dim → I, V     (ranks exchange the maximum and the sum)
+    norms over the cut dim              → V        (ranks exchange the mean and the mean square)
     softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
 """
 
@@ -18,8 +19,15 @@ from planner.types import I, P
 
 aten = torch.ops.aten
 
-OVER_RANKS = "over ranks"  # the op itself exchanges the maximum and the sum of exponentials of a cut dim
+OVER_RANKS = "over ranks"  # the op itself exchanges, for each row of a cut dim, its statistics
 SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
+EXCHANGES = {  # op → all-reduces of one number a row, in the forward and in the backward
+    aten.logsumexp.default: (2, 0),
+    aten.softmax.int: (2, 1),
+    aten.log_softmax.int: (2, 1),
+    aten.layer_norm.default: (2, 2),
+    aten.rms_norm.default: (1, 1),
+}
 
 
 def reduction(site: Site) -> Iterator[Option]:
@@ -74,10 +82,13 @@ def _has_dim(site: Site) -> bool:
 
 
 def norm(site: Site) -> Iterator[Option]:
-    """layer_norm(x, shape, w, b), rms_norm(x, shape, w): the last dims are whole, weight and bias are R."""
+    """layer_norm(x, shape, w, b), rms_norm(x, shape, w): by rows, where weight and bias are R; or by features."""
     x = site.inputs[0]
     normalized: Any = site.node.args[1]
     first = len(site.shape(x)) - len(normalized)
     for cut in sorted({*site.candidates(x), *site.candidates()}):
         if cut.dim < first:
             yield site.option(cut, {x: cut}, "norm")
+        elif len(normalized) == 1 and not cut.padding and not cut.has_whole_segment and site.grad(site.node):
+            given = dict.fromkeys(site.inputs[1:], cut.moved(0)) | {x: cut}
+            yield replace(site.option(cut, given, OVER_RANKS), detour=True)

@@ -60,7 +60,7 @@ class EinsumAttention(nn.Module):
 class MatmulAttention(nn.Module):
     """Attention by hand; a learned table of biases by distance and head; keys and queries normed for each head.
 
-    ``normed``: one norm for all heads (True), or one for each ("apart").
+    ``normed``: one norm for all heads (True), one for each ("apart"), or one of all queries together ("together").
     """
 
     def __init__(self, biased: bool = False, normed: bool | str = False, cross: bool = False) -> None:
@@ -69,13 +69,14 @@ class MatmulAttention(nn.Module):
         self.bias = nn.Embedding(2 * LENGTH, HEADS) if biased else None
         self.norms = nn.ModuleList([RMSNorm(SIZE), RMSNorm(SIZE)]) if normed is True else None
         self.norms_apart = nn.ModuleList(RMSNorm(SIZE) for _ in range(HEADS)) if normed == "apart" else None
+        self.norm_together = nn.LayerNorm(WIDTH) if normed == "together" else nn.Identity()
         self.cross = cross
         self.register_buffer("causal", torch.ones(1, 1, LENGTH, LENGTH).tril(), persistent=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         source = x if memory is None else memory
-        products = self.q(x), self.k(source), self.v(source)
+        products = self.norm_together(self.q(x)), self.k(source), self.v(source)
         q, k, v = (product.view(batch, length, HEADS, SIZE).transpose(1, 2) for product in products)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
@@ -292,6 +293,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "relative-bias": lambda: own(lambda: stack(4, partial(Block, RELATIVE))),
     "normed-keys": lambda: own(lambda: stack(4, partial(Block, NORMED, RMSNorm, gated=True))),
     "norm-a-head": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="apart"), RMSNorm))),
+    "norm-of-heads": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="together")))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
     "stopped-gradients": lambda: own(lambda: stack(4, Block), run=with_stops),
     "checkpoints": lambda: own(lambda: stack(4, Block), run=with_checkpoints),

@@ -25,6 +25,7 @@ class Sizes:
     head_size: int = 8
     inner: int = 64
     by_hand: bool = False  # attention as two products and a softmax
+    normed: bool = False  # a norm over the queries of all heads together
 
 
 class Block(nn.Module):
@@ -35,12 +36,14 @@ class Block(nn.Module):
         self.sizes = sizes
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, (sizes.heads + 2 * sizes.key_heads) * sizes.head_size)
+        self.query_norm = nn.LayerNorm(sizes.heads * sizes.head_size) if sizes.normed else nn.Identity()
         self.out = nn.Linear(sizes.heads * sizes.head_size, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, sizes.inner), nn.Linear(sizes.inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         s, (b, length, _) = self.sizes, x.shape
         parts = self.qkv(self.norm1(x)).split([s.heads * s.head_size, *[s.key_heads * s.head_size] * 2], dim=-1)
+        parts = self.query_norm(parts[0]), *parts[1:]
         q, k, v = (part.view(b, length, -1, s.head_size).transpose(1, 2) for part in parts)
         if s.by_hand:
             y = (q @ k.transpose(2, 3)).softmax(-1) @ v
@@ -111,6 +114,7 @@ MODELS: dict[str, Entry] = {
     "three heads, then four": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3), Sizes()] * 2), 4),
     "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
     "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),
+    "normed queries": Entry(lambda: Decoder([Sizes(normed=True)] * 2)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
     "unused": Entry(lambda: Decoder([Sizes()] * 2, unused=True)),
 }
