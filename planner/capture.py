@@ -14,7 +14,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,8 +84,9 @@ def capture(
     with watch.watched():
         exported = _export(twin, kwargs)
     notes = [*watch.notes, *check_custom_gradients(watch.applications, mode)]
-    if _mutates(exported.graph_module):
+    if _any_call(exported.graph_module, _mutates):
         refuse_parameter_writes(exported.graph_module, exported.graph_signature.inputs_to_parameters)
+    if _any_call(exported.graph_module, lambda call: _mutates(call) or _is_of_vmap(call)):
         exported = _quietly(lambda: exported.run_decompositions({}))
     return _program(model, twin, exported, loss, notes)
 
@@ -105,7 +106,7 @@ def _fake_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode
             fix="keep locks, files and process handles out of the module's attributes",
         ) from error
     for module in copied.modules():
-        _switch_off_caches(module)
+        switch_off_caches(module)
     return copied
 
 
@@ -123,7 +124,7 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from (v for v in vars(module).values() if isinstance(v, torch.Tensor))
 
 
-def _switch_off_caches(module: nn.Module) -> None:
+def switch_off_caches(module: nn.Module) -> None:
     """A key-value cache and recomputation wrappers are of no use in a traced training step (the copy alone changes)."""
     config = getattr(module, "config", None)
     if config is not None and getattr(config, "use_cache", None):
@@ -167,15 +168,21 @@ def _quietly(run: Any) -> Any:
         logger.setLevel(level)
 
 
-def _mutates(graph_module: fx.GraphModule) -> bool:
-    """Whether any op writes into an argument; only then the (costly) functionalisation runs."""
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                schema = getattr(node.target, "_schema", None)
-                if node.op == "call_function" and schema is not None and schema.is_mutable:
-                    return True
-    return False
+def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) -> bool:
+    """Whether any call of the graph or of a region in it is such; only then the (costly) functionalisation runs."""
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return any(node.op == "call_function" and is_such(node) for graph in graphs for node in graph.nodes)
+
+
+def _mutates(call: fx.Node) -> bool:
+    """Whether the op writes into an argument."""
+    schema = getattr(call.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_of_vmap(call: fx.Node) -> bool:
+    """Where torch.vmap begins and ends; between, the export recorded ops on single rows."""
+    return "vmap" in getattr(call.target, "__name__", "")
 
 
 def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedProgram, loss: str,

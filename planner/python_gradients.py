@@ -7,7 +7,7 @@
     a Function's apply               noted, to be checked afterwards (planner.custom_gradients)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
-    saved_tensors_hooks, torch.func  PlanError: nothing of them would reach the captured graph
+    saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
 
 Names are replaced in PyTorch for the time of one export, on the exporting thread alone, and put back whatever happens.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import eager_transforms, vmap
+from torch._functorch import eager_transforms
 from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
@@ -33,8 +33,8 @@ from planner.gradient_hooks import HOOK_FIX
 
 _ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"
-_TRANSFORM = "the forward uses a transform of torch.func (vmap, grad, jvp …), which cannot be captured"
-_TRANSFORM_FIX = "write it out: vmap as batched operations, grad as torch.autograd.grad(…, create_graph=True)"
+_TRANSFORM = "the forward uses a transform of torch.func (grad, jvp …), which cannot be captured"
+_TRANSFORM_FIX = "write it out, as torch.autograd.grad(…, create_graph=True)"
 _DETACH_FIX = "write `x = x.detach()`"
 _WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
 
@@ -83,7 +83,6 @@ class PythonGradients:
         for owner, name in (
             (eager_transforms, "grad_increment_nesting"),
             (eager_transforms, "jvp_increment_nesting"),
-            (vmap, "vmap_increment_nesting"),
         ):
             yield owner, name, self._refusing(getattr(owner, name), _TRANSFORM, _TRANSFORM_FIX)
         yield saved_graph.saved_tensors_hooks, "__enter__", self._enter_saved(saved_graph.saved_tensors_hooks.__enter__)

@@ -1,6 +1,6 @@
 """The truth: the unmodified model in one process, trained by plain torch on the whole global batch.
 
-Nothing of the planner or of the passes takes part, so a difference to the engine is a difference to what the user's
+No decision of the planner and no pass takes part, so a difference to the engine is a difference to what the user's
 model computes alone.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.capture import switch_off_caches
 from planner.errors import PlanError
 from planner.spec import Spec
 from runtime.lr import learning_rate
@@ -23,6 +24,8 @@ class OneProcess:
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self.model = copy.deepcopy(model)
+        for module in self.model.modules():
+            switch_off_caches(module)  # for generation: with one, some models mask otherwise
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
