@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -146,6 +147,8 @@ def _run_rank(
     path.with_suffix(".part").replace(path)
     sys.stdout.flush()
     sys.stderr.flush()
+    # named semaphores (tqdm makes some) would be reported as leaked
+    multiprocessing.util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     # No interpreter shutdown: a process group that a failed rank left open may wait there for its peers.
     os._exit(0 if not outcome.failed else 2 if outcome.error else 1)
 
