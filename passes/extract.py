@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from planner.capture import Program
 from planner.collectives import runs_here
+from planner.program import Program
 from planner.stages import StageAssignment
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.batch_dims import wider
 from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.loss_terms import share_loss
+from planner.losses.batch_dims import wider
+from planner.losses.terms import share_loss
 from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.override_kinds import kinds_by_override
 from planner.placements import decide_placements
-from planner.rows import plan_of
+from planner.rows.tables import plan_of
 from planner.schedule import build_schedule
 from planner.source import PlanSource
 from planner.spec import Spec

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from planner.capture import Program
 from planner.flops import node_flops, value_bytes
 from planner.live_sets import anchors, live_values, recomputed_nodes
 from planner.module_calls import CONTAINER_SHARE, module_blocks
 from planner.periods import Flow, Run, find_runs, live_bytes
+from planner.program import Program
 from planner.structure import Group, Structure
 
 # Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.

@@ -3,7 +3,7 @@
 The caller's module is never touched: what is exported is a structural copy whose parameters, buffers and tensor
 attributes are fake (shapes without memory), so capture costs no memory whatever the size of the model.
 
-Leaves:  a graph of canonical ATen ops (planner.canonical) with parameters, buffers, constants and batch tensors as
+Leaves:  a graph of canonical ATen ops (planner.canonical.form) with parameters, buffers, constants and batch tensors as
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
 """
 
@@ -16,7 +16,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,46 +23,22 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
-from planner.call_sites import CallSites
-from planner.canonical import canonicalize, prune
+from planner.canonical.form import canonicalize, prune
 from planner.certain_draws import CertainDraws
-from planner.custom_gradients import check_custom_gradients
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
-from planner.errors import PlanError, Where
-from planner.gradient_hooks import refuse_gradient_hooks
+from planner.errors import PlanError
+from planner.gradients.call_sites import CallSites
+from planner.gradients.functions import check_custom_gradients
+from planner.gradients.hooks import refuse_gradient_hooks
+from planner.gradients.parameter_writes import refuse_parameter_writes
+from planner.gradients.python_side import PythonGradients
 from planner.outputs import find_loss, return_plain_structures, select_outputs
-from planner.parameter_writes import refuse_parameter_writes
-from planner.python_gradients import PythonGradients
+from planner.program import Program
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
     "have shapes but no values (no numpy, no lists of their elements)"
 )
-
-
-@dataclass
-class Program:
-    """A captured model. Names on the right are the user's own; placeholder names on the left are the graph's."""
-
-    graph: fx.GraphModule
-    parameters: dict[str, str]
-    aliases: dict[str, str]
-    buffers: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    inputs: dict[str, str]
-    outputs: dict[str, int]
-    loss: str
-    notes: list[str] = field(default_factory=list)
-    rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
-
-    def node(self, name: str) -> fx.Node:
-        return self._index()[name]
-
-    def _index(self) -> dict[str, fx.Node]:
-        index = self.__dict__.get("_nodes")
-        if index is None or len(index) != len(self.graph.graph.nodes):
-            index = self.__dict__["_nodes"] = {n.name: n for n in self.graph.graph.nodes}
-        return index
 
 
 def capture(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.capture import Program
 from planner.conversions import Conversion, conversion
 from planner.placements import Placements
+from planner.program import Program
 from planner.stages import StageAssignment
 from planner.types import I, Placement
 

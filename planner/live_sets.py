@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import networkx as nx
 from torch import fx
 
-from planner.capture import Program
 from planner.flops import is_random, node_flops
+from planner.program import Program
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.canonical import prune
-from planner.capture import Program
+from planner.canonical.form import prune
+from planner.program import Program
 from planner.source_lines import where_of
 
 aten = torch.ops.aten

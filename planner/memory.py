@@ -23,9 +23,9 @@ from math import ceil, prod
 import torch
 from torch import fx
 
-from planner.capture import Program
 from planner.flops import is_view, tensors_of
 from planner.plan_rows import MemoryRow
+from planner.program import Program
 from planner.stages import StageAssignment
 from planner.types import I, Placement
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from planner.errors import PlanError, Where
-
-if TYPE_CHECKING:
-    from planner.capture import Program
+from planner.program import Program
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from planner.blocks import Blocks
-from planner.capture import Program
+from planner.program import Program
 
 
 def is_meant(program: Program, fqn: str, pattern: str) -> bool:

@@ -11,10 +11,10 @@ from torch import fx
 
 from planner.blocks import Blocks
 from planner.candidates import Candidates
-from planner.capture import Program
 from planner.errors import PlanError
 from planner.flops import node_flops
 from planner.override_kinds import is_meant
+from planner.program import Program
 from planner.rules import Option
 from planner.solve import Costs, Edge, Weights, solve
 from planner.source_lines import where_of

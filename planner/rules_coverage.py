@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture import Program, capture
+from planner.capture import capture
 from planner.errors import PlanError
 from planner.model_ref import load_model
+from planner.program import Program
 from planner.rules import rule_of
 from planner.source_lines import where_of
 from planner.spec import Spec

@@ -17,10 +17,10 @@ from itertools import accumulate
 from torch import fx
 
 from planner.blocks import Blocks
-from planner.capture import Program
 from planner.errors import PlanError, Where
 from planner.flops import node_cost as default_cost
 from planner.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+from planner.program import Program
 
 
 @dataclass(frozen=True, slots=True)

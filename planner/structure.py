@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture import Program
 from planner.flops import tensors_of
+from planner.program import Program
 
 
 @dataclass(eq=False, slots=True)

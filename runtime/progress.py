@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-if TYPE_CHECKING:
-    from runtime.train import StepRow
+from runtime.report import StepRow
 
 
 class Progress:

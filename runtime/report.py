@@ -34,3 +34,16 @@ class StepReport:
     lr: float
     skipped: bool
     tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One line of the log. ``one_process_loss`` is the loss of the single process, where it runs beside."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    skipped: bool = False
+    one_process_loss: float | None = None

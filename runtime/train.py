@@ -24,7 +24,7 @@ from runtime.launch import launch
 from runtime.pretrained import check_pretrained
 from runtime.progress import Progress
 from runtime.reference import OneProcess
-from runtime.report import StepReport
+from runtime.report import StepReport, StepRow
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -39,19 +39,6 @@ class Job:
     num_steps: int
     compare: bool = False
     log: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One line of the log. ``one_process_loss`` is the loss of the single process, where it runs beside."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    skipped: bool = False
-    one_process_loss: float | None = None
 
 
 def train(job: Job, num_ranks: int | None = None, show_plan: Callable[[Any], None] | None = None) -> list[StepRow]:

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 OVER_RANKS = "over ranks"  # the op itself exchanges, for each row of a cut dim, its statistics
 SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
-EXCHANGES = {  # op → all-reduces of one number a row, in the forward and in the backward
+EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),
     aten.softmax.int: (2, 1),
     aten.log_softmax.int: (2, 1),

@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from passes.peephole import place_devices
 from planner.blocks import find_blocks
 from planner.candidates import Candidates
-from planner.capture import Program, capture
+from planner.capture import capture
 from planner.placements import _edges
+from planner.program import Program
 from planner.rules import Option
 from tests.passes.simulated_ranks import Op, check
 

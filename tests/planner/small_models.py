@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture import Program, capture
+from planner.capture import capture
+from planner.program import Program
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.blocks import Blocks, find_blocks
-from planner.capture import Program, capture
+from planner.capture import capture
+from planner.program import Program
 from tests.planner.small_models import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens
 
 

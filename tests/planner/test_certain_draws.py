@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from planner.capture import Program, capture
+from planner.capture import capture
+from planner.program import Program
 
 
 class LayerDrop(nn.Module):

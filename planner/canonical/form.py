@@ -1,7 +1,7 @@
 """Canonical form: many ATen spellings of one idea become one, so that the rule table stays small.
 
     linear(x, W, b), addmm, baddbmm      → the product, then an add      (a row-parallel bias is added after the sum)
-    view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (planner.rewrites_layout)
+    view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (planner.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
     wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.branches import join_branches
-from planner.decompose import written_out
-from planner.emit import Emit, aten, reshaped, table
+from planner.canonical.branches import join_branches
+from planner.canonical.decompose import written_out
+from planner.canonical.emit import Emit, aten, reshaped, table
+from planner.canonical.indexing import INDEXING
+from planner.canonical.layout import LAYOUT
+from planner.canonical.products import PRODUCTS
 from planner.errors import PlanError
-from planner.rewrites_indexing import INDEXING
-from planner.rewrites_layout import LAYOUT
-from planner.rewrites_products import PRODUCTS
 from planner.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")

@@ -3,8 +3,8 @@
     module.register_full_backward_hook, register_full_backward_pre_hook, register_backward_hook, and their global forms
     parameter.register_hook, parameter.register_post_accumulate_grad_hook
 
-Hooks that a forward sets on its tensors are met while it is exported (planner.python_gradients). Forward hooks are part
-of the forward, and so of what is captured.
+Hooks that a forward sets on its tensors are met while it is exported (planner.gradients.python_side). Forward hooks are
+part of the forward, and so of what is captured.
 """
 
 from __future__ import annotations

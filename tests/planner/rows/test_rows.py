@@ -11,8 +11,8 @@ import torch
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.divisibility import divisors, nearest_tp
-from planner.rows_diagnostics import ops_without_rule
-from planner.rows_optimizer import Held, whole_elements
+from planner.rows.diagnostics import ops_without_rule
+from planner.rows.optimizer import Held, whole_elements
 from planner.types import Placement, Segment
 from tests.planner.plannable import build, spec_of
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.capture import Program
 from planner.divisibility import nearest_tp
 from planner.errors import Where
 from planner.flops import node_cost, node_flops
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
-from planner.rows_attention import Site, weight_of
-from planner.rows_collectives import scalars_of_loss
-from planner.rows_places import Places, glob_of
-from planner.rows_reasons import Reasons, is_linear, is_loss, op_name, op_words
+from planner.program import Program
+from planner.rows.attention import Site, weight_of
+from planner.rows.collectives import scalars_of_loss
+from planner.rows.places import Places, glob_of
+from planner.rows.reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.rules import rule_of
 from planner.rules.contraction import holds_weight
 from planner.source import PlanSource

@@ -10,7 +10,7 @@ from torch import fx
 
 from planner.divisibility import nearest_words
 from planner.flops import node_flops
-from planner.rows_attention import Site, count, is_attention, is_overridden
+from planner.rows.attention import Site, count, is_attention, is_overridden
 from planner.rules import Option, rule_of
 from planner.rules.contraction import SEE_THROUGH, equation, holds_weight
 from planner.source import PlanSource

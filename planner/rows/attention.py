@@ -17,7 +17,7 @@ from torch import fx
 
 from planner.divisibility import nearest_tp, nearest_words
 from planner.errors import PlanError
-from planner.rows_places import Places, glob_of
+from planner.rows.places import Places, glob_of
 from planner.rules.contraction import equation, holds_weight
 from planner.source import PlanSource
 from planner.source_lines import module_of

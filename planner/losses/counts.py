@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture import Program
+from planner.program import Program
 
 aten = torch.ops.aten
 

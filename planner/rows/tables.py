@@ -6,13 +6,13 @@ from planner.collectives import sent_type
 from planner.frozen_plan import Plan
 from planner.memory import LocalSizes, memory_of_ranks
 from planner.plan_rows import BoundaryPlan, MemoryRow, MeshPlan, SchedulePlan, StagePlan
-from planner.rows_attention import attention_sites, check_attention
-from planner.rows_collectives import collective_rows
-from planner.rows_diagnostics import diagnostic_rows, summary_row
-from planner.rows_optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
-from planner.rows_parameters import parameter_rows
-from planner.rows_places import Places
-from planner.rows_reasons import Reasons
+from planner.rows.attention import attention_sites, check_attention
+from planner.rows.collectives import collective_rows
+from planner.rows.diagnostics import diagnostic_rows, summary_row
+from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
+from planner.rows.parameters import parameter_rows
+from planner.rows.places import Places
+from planner.rows.reasons import Reasons
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.source import PlanSource

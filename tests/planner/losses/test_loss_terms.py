@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.batch_dims import compare_captures, wider
-from planner.capture import Program, capture
-from planner.loss_terms import share_loss
+from planner.capture import capture
+from planner.losses.batch_dims import compare_captures, wider
+from planner.losses.terms import share_loss
+from planner.program import Program
 
 MICRO, LENGTH, NUM_MICROBATCHES = 2, 6, 4
 INPUTS = {name: torch.zeros(MICRO, LENGTH, dtype=torch.int64, device="meta") for name in ("ids", "labels")}

@@ -3,8 +3,8 @@
     x − x.mean(0)        statistics over the batch            z @ z.T              each sequence with each other
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
 
-Whether a dim holds the batch is known from two captures (planner.batch_dims). The second costs as much as the first, so
-it is asked for only where an op could do one of these; a reduction over the features, as of a norm, could not.
+Whether a dim holds the batch is known from two captures (planner.losses.batch_dims). The second costs as much as the
+first, so it is asked for only where an op could do one of these; a sum over the features, as of a norm, could not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from planner.batch_dims import BatchDims
-from planner.loss_counts import reduced_dims, reduces_batch
+from planner.losses.batch_dims import BatchDims
+from planner.losses.counts import reduced_dims, reduces_batch
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
          "topk", "flip", "roll", "slice", "split_with_sizes", "narrow"}  # fmt: skip

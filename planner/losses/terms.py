@@ -5,15 +5,16 @@ they hold different numbers of valid tokens. So what a model computes over its b
 the global batch, of n microbatches:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
-    mask.sum(), mask.mean()   → their value over the global batch, wherever they are read (planner.loss_counts)
-    8, where 8 is the batch   → 8 · n                                                      (planner.batch_dims)
+    mask.sum(), mask.mean()   → their value over the global batch, wherever they are read (planner.losses.counts)
+    8, where 8 is the batch   → 8 · n                                                      (planner.losses.batch_dims)
     sum over the batch        → itself: shares are sums
     mean over the batch       → itself / n     (equal sizes: exact)
     what reads no batch       → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts     → term by term
     anything else             → itself / n, and a warning that names the line
 
-What mixes the sequences of a batch before the loss (planner.batch_mixing) is told too: no share of a loss mends it.
+What mixes the sequences of a batch before the loss (planner.losses.batch_mixing) is told too: no share
+mends it.
 
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
@@ -26,11 +27,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.batch_dims import BatchDims, compare_captures, is_number
-from planner.batch_mixing import mixing_nodes
-from planner.capture import Program
 from planner.errors import PlanError
-from planner.loss_counts import AVERAGES, SUMS, Counts, LossTerms, ancestors, reduced_dims, reduces_batch
+from planner.losses.batch_dims import BatchDims, compare_captures, is_number
+from planner.losses.batch_mixing import mixing_nodes
+from planner.losses.counts import AVERAGES, SUMS, Counts, LossTerms, ancestors, reduced_dims, reduces_batch
+from planner.program import Program
 from planner.source_lines import where_of
 
 __all__ = ["LossTerms", "share_loss"]

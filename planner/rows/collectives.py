@@ -17,7 +17,7 @@ from torch import fx
 
 from planner.collectives import TypeChange, sent_type, type_changes
 from planner.plan_rows import CollectivePlan
-from planner.rows_places import Places
+from planner.rows.places import Places
 from planner.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.source import PlanSource
 

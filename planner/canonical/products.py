@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.emit import Emit, Rewrite, applied, aten, dim_of, named, shape_of, table, viewed
+from planner.canonical.emit import Emit, Rewrite, applied, aten, dim_of, named, shape_of, table, viewed
 
 UNREDUCED = 0
 

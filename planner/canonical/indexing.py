@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.emit import Emit, Rewrite, applied, aten, dim_of, reshaped, shape_of, table, viewed
+from planner.canonical.emit import Emit, Rewrite, applied, aten, dim_of, reshaped, shape_of, table, viewed
 
 
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture import Program, capture
+from planner.capture import capture
+from planner.program import Program
 
 HEADS, SIZE = 4, 6
 

@@ -4,7 +4,7 @@
     torch.inference_mode()           torch.no_grad(), which is recorded
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
-    a Function's apply               noted, to be checked afterwards (planner.custom_gradients)
+    a Function's apply               noted, to be checked afterwards (planner.gradients.functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
     saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
@@ -26,10 +26,10 @@ from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from planner.call_sites import CallSites, called_by_user
-from planner.custom_gradients import Application
 from planner.errors import PlanError
-from planner.gradient_hooks import HOOK_FIX
+from planner.gradients.call_sites import CallSites, called_by_user
+from planner.gradients.functions import Application
+from planner.gradients.hooks import HOOK_FIX
 
 _ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"

@@ -26,7 +26,7 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any) -> fx.Gra
     """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or rule_of(target) is not None or "batch_norm" in str(target):
-        return None  # batch norm is told by its name (planner.loss_terms)
+        return None  # batch norm is told by its name (planner.losses.terms)
     whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
     inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
     if whole is None or not any(n.meta["grad"] for n in inputs):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.emit import Emit, Rewrite, aten, dim_of, reshaped, shape_of, table
+from planner.canonical.emit import Emit, Rewrite, aten, dim_of, reshaped, shape_of, table
 
 
 def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

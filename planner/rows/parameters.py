@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from planner.plan_rows import ParameterPlan
-from planner.rows_places import Places
-from planner.rows_reasons import Reasons
+from planner.rows.places import Places
+from planner.rows.reasons import Reasons
 from planner.source import PlanSource
 from planner.spec import Spec
 

@@ -1,0 +1,1 @@
+"""What changes gradients outside of the ops of a forward: kept, or refused with the user's line."""
