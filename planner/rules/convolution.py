@@ -66,8 +66,8 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
     cuts = {c.moved(0) for n in (x, site.node) for c in site.candidates(n) if c.dim == channel}
     cuts |= {c for c in site.candidates(weight) if c.dim == 0} | _even(site, weight, 0)
     for cut in sorted(cuts):
-        plain = len(cut.segments) == 1 and site.divides(groups)
-        if not cut.padding and not cut.has_whole_segment and (groups == size or plain):
+        plain = len(cut.segments) == 1 and not cut.has_whole_segment and site.divides(groups)
+        if not cut.padding and (groups == size or plain):
             yield site.option(cut.moved(channel), {x: cut.moved(channel), weight: cut}, "groups")
 
 

@@ -91,6 +91,31 @@ class MatmulAttention(nn.Module):
         return self.o((torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2))
 
 
+class StateSpace(nn.Module):
+    """A selective scan by heads; its reading and writing vectors are shared by all heads, and a convolution runs over
+    the heads' values and over both of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [WIDTH, WIDTH + 2 * SIZE, HEADS]
+        self.into, self.out = nn.Linear(WIDTH, sum(self.sizes)), nn.Linear(WIDTH, WIDTH)
+        mixed = WIDTH + 2 * SIZE
+        self.conv = nn.Conv1d(mixed, mixed, 3, padding=2, groups=mixed)
+        self.decay = nn.Parameter(torch.zeros(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        gate, mixed, rate = self.into(x).split(self.sizes, -1)
+        mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
+        values, write, read = mixed.split([WIDTH, SIZE, SIZE], -1)
+        step = F.softplus(rate)
+        past = (-torch.exp(self.decay) * step).cumsum(1)  # [batch, length, heads]
+        kept = (past[:, :, None] - past[:, None]).exp() * x.new_ones(length, length).tril()[..., None]
+        seen = torch.einsum("btn,bsn,btsh,bsh->bhts", read, write, kept, step)
+        y = torch.einsum("bhts,bshd->bthd", seen, values.view(batch, length, HEADS, SIZE))
+        return self.out(y.flatten(2) * F.silu(gate))
+
+
 class MLP(nn.Module):
     def __init__(self, gated: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -294,6 +319,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "normed-keys": lambda: own(lambda: stack(4, partial(Block, NORMED, RMSNorm, gated=True))),
     "norm-a-head": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="apart"), RMSNorm))),
     "norm-of-heads": lambda: own(lambda: stack(4, partial(Block, partial(MatmulAttention, normed="together")))),
+    "state-space": lambda: own(lambda: stack(4, partial(Block, StateSpace, RMSNorm, gated=True))),
     "skips": lambda: own(lambda: stack(4, Block), run=with_skips),
     "stopped-gradients": lambda: own(lambda: stack(4, Block), run=with_stops),
     "checkpoints": lambda: own(lambda: stack(4, Block), run=with_checkpoints),
