@@ -46,14 +46,15 @@ def conversion(before: Placement, after: Placement, *, grad: bool, parameter: bo
     if before == after:
         return Conversion("")
     found = TABLE.get((before.kind, after.kind))
-    if found is None or not _even(before, after):
+    if found is None or not _possible(before, after, grad):
         return None
     if parameter and (found.forward or found.name == "slice"):
         return None
     return found if grad else Conversion(found.name, found.forward, "")
 
 
-def _even(before: Placement, after: Placement) -> bool:
-    """Collectives move evenly cut dims alone; whole segments have no one owner."""
+def _possible(before: Placement, after: Placement, grad: bool) -> bool:
+    """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing."""
     cut = before if before.is_sharded else after
-    return not (cut.has_whole_segment or cut.padding)
+    only_taken = after.is_sharded and (before.kind == "R" or (before.kind == "I" and not grad))
+    return not cut.padding and (only_taken or not cut.has_whole_segment)

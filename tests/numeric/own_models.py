@@ -102,10 +102,11 @@ class StateSpace(nn.Module):
         mixed = WIDTH + 2 * SIZE
         self.conv = nn.Conv1d(mixed, mixed, 3, padding=2, groups=mixed)
         self.decay = nn.Parameter(torch.zeros(HEADS))
+        self.register_buffer("scales", torch.linspace(0.5, 1.5, sum(self.sizes)))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        gate, mixed, rate = self.into(x).split(self.sizes, -1)
+        gate, mixed, rate = (self.into(x) * self.scales).split(self.sizes, -1)
         mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
         values, write, read = mixed.split([WIDTH, SIZE, SIZE], -1)
         step = F.softplus(rate)

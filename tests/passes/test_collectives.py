@@ -39,18 +39,19 @@ def run(
     return on_threads(tp, rank_of)
 
 
-def cuts(tp: int) -> list[Placement]:
-    """Even cuts of SHAPE, some of several segments."""
+def cuts(tp: int, *, whole_segments: bool = False) -> list[Placement]:
+    """Cuts of SHAPE, some of several segments; where asked for, some of these are whole on each rank."""
     random = Random(tp)
     found = [random_cut(random, SHAPE, tp) for _ in range(12)]
     whole = [Placement("V", d, (Segment(n),)) for d, n in enumerate(SHAPE) if n % tp == 0]
-    return whole + [c for c in found if c is not None and not c.padding and not c.has_whole_segment]
+    return whole + [c for c in found if c is not None and not c.padding and c.has_whole_segment <= whole_segments]
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), TABLE, ids=lambda kind: kind)
 def test_a_conversion_carries_value_and_gradient_from_type_to_type(before, after, tp):
-    for cut in cuts(tp) if "V" in (before, after) else [None]:
+    only_taken = (before, after) == ("R", "V")
+    for cut in cuts(tp, whole_segments=only_taken) if "V" in (before, after) else [None]:
         source, target = KINDS.get(before, cut), KINDS.get(after, cut)
         how = conversion(source, target, grad=True, parameter=False)
         assert how is not None
@@ -95,6 +96,15 @@ def test_collectives_leave_their_input_as_it_was():
 )
 def test_uneven_cuts_are_never_converted(before, after):
     assert conversion(before, after, grad=True, parameter=False) is None
+
+
+def test_a_part_with_whole_segments_is_taken_where_no_gradient_must_be_gathered():
+    cut = Placement("V", 0, (Segment(4), Segment(1, sharded=False)))
+    assert conversion(I, cut, grad=True, parameter=False) is None
+    for before, grad in ((R, True), (R, False), (I, False)):
+        how = conversion(before, cut, grad=grad, parameter=False)
+        assert how is not None
+        assert not how.forward + how.backward
 
 
 def test_a_parameter_is_never_gathered_or_sliced():
