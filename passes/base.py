@@ -17,6 +17,11 @@ from torch import fx, nn
 from planner.types import Placement
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in float32 where it is of half precision: sums over ranks are taken in no less."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class AxisHandle:
     """One mesh axis as a lowered graph sees it: size and rank are known, the runtime binds the process group.
 

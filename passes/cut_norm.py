@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.base import AxisHandle
+from passes.base import AxisHandle, widened
 from passes.collectives import g_f
 
 Tensor = torch.Tensor
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 def cut_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: AxisHandle,
                    size: int) -> Tensor:
     """x [.., n/tp] of this rank, n = ``size`` features in all: this rank's part of ``layer_norm``."""
-    wide = _wide(x)
+    wide = widened(x)
     centered = wide - _mean(wide, axis, size)
     normed = (centered * torch.rsqrt(_mean(centered.square(), axis, size) + eps)).to(x.dtype)
     return _scaled(normed, weight, bias)
@@ -27,7 +27,7 @@ def cut_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 def cut_rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, axis: AxisHandle, size: int) -> Tensor:
     """x [.., n/tp] of this rank, n = ``size`` features in all: this rank's part of ``rms_norm``."""
-    wide = _wide(x)
+    wide = widened(x)
     smallest = torch.finfo(x.dtype).eps if eps is None else eps
     normed = (wide * torch.rsqrt(_mean(wide.square(), axis, size) + smallest)).to(x.dtype)
     return _scaled(normed, weight, None)
@@ -40,7 +40,3 @@ def _mean(x: Tensor, axis: AxisHandle, size: int) -> Tensor:
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     scaled = x if weight is None else x * weight
     return scaled if bias is None else scaled + bias
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes.base import AxisHandle
+from passes.base import AxisHandle, widened
 from passes.collectives import all_reduce, f
 
 Tensor = torch.Tensor
@@ -27,14 +27,14 @@ def cut_logsumexp(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle, s
 
 def cut_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
     """This rank's part of ``log_softmax(x, dim)``."""
-    wide = _wide(x if dtype is None else x.to(dtype))
+    wide = widened(x if dtype is None else x.to(dtype))
     total = f(_LogSumExp.apply(wide, dim % x.dim(), axis, size), axis)
     return (wide - total).to(dtype or x.dtype)
 
 
 def cut_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
     """This rank's part of ``softmax(x, dim)``."""
-    wide = _wide(x if dtype is None else x.to(dtype))
+    wide = widened(x if dtype is None else x.to(dtype))
     return cut_log_softmax(wide, dim, None, axis, size).exp().to(dtype or x.dtype)
 
 
@@ -50,10 +50,6 @@ def cut_gather(x: Tensor, dim: int, index: Tensor, axis: AxisHandle, size: int) 
     return x.gather(dim, local.clamp(0, x.shape[dim] - 1)).masked_fill(~mine, 0.0)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 class _LogSumExp(torch.autograd.Function):
     """[.., n/tp, ..] → [.., 1, ..], the same on every rank; the gradient is this rank's part of the softmax."""
 
@@ -61,7 +57,7 @@ class _LogSumExp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, axis: AxisHandle, size: int) -> Tensor:
         columns = x.shape[dim]
         true_columns = max(0, min(columns, size - axis.rank * columns))
-        wide = _wide(x)
+        wide = widened(x)
         z = wide.narrow(dim, 0, true_columns)
         lowest = torch.full_like(wide.narrow(dim, 0, 1), torch.finfo(wide.dtype).min)
         top = z.amax(dim, keepdim=True) if true_columns else lowest

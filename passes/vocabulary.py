@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from passes.base import AxisHandle
+from passes.base import AxisHandle, widened
 from passes.collectives import all_reduce
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         columns = logits.shape[1]
         start = axis.rank * columns
         true_columns = max(0, min(columns, vocabulary - start))
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        wide = widened(logits)
         z = wide[:, :true_columns]
         top = z.amax(1) if true_columns else torch.full_like(wide[:, 0], -torch.inf)
         top = all_reduce(top, axis, "forward", dist.ReduceOp.MAX, owned=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
+from planner.canonical.emit import named
 from planner.losses.batch_dims import BatchDims
 from planner.losses.counts import reduced_dims, reduces_batch
 
@@ -61,9 +62,7 @@ def _is_batched(node: fx.Node) -> bool:
 
 def _dims_along(node: fx.Node) -> frozenset[int]:
     """The dims that an op runs along."""
-    schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= dict(zip([a.name for a in schema], node.args, strict=False)) | dict(node.kwargs)
+    given = named(node, list(node.args), dict(node.kwargs))
     dims = given.get("dim", given.get("dims", 0))
     ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
     return frozenset(int(d) % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from planner.program import Program
+from planner.rules.reduction import reduced_dims as dims_of_reduction
 
 aten = torch.ops.aten
 
@@ -108,13 +109,7 @@ def reduces_batch(node: fx.Node) -> bool:
 
 def reduced_dims(node: fx.Node) -> frozenset[int]:
     """The dims that a reduction runs over."""
-    ndim = node.all_input_nodes[0].meta["val"].dim()
-    names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    dims = given.get("dim")
-    if dims is None or dims == []:
-        return frozenset(range(ndim))
-    return frozenset(d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+    return frozenset(dims_of_reduction(node, node.all_input_nodes[0].meta["val"].dim()))
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
