@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import fx
@@ -215,7 +214,3 @@ def _is_style(placement: Placement, style: str, candidates: Candidates, name: st
     transposed = any(str(u.target).startswith("aten.mm") for u in node.users)
     dims = {"column": 1 if transposed else 0, "row": 0 if transposed else 1, "vocab": 0}
     return placement.is_sharded and placement.dim == dims.get(style, placement.dim)
-
-
-def num_elements(shape: tuple[int, ...]) -> int:
-    return prod(shape)
