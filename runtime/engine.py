@@ -97,10 +97,14 @@ class Engine:
             release()
         self.layout = self._batch_layout()
         self.optimizer = self._make_optimizer()
-        order = tuple(Action(*action) for action in self.plan.schedule.orders[groups.pp_rank])
-        transport = Transport(groups, mesh.pp * mesh.vpp)
+        orders = [tuple(Action(*action) for action in order) for order in self.plan.schedule.orders]
+        transport = Transport(groups, mesh.pp * mesh.vpp, orders)
         self.executor = Executor(
-            self.program.stages, order, transport, self.program.random, before_backward=self._before_backward
+            self.program.stages,
+            orders[groups.pp_rank],
+            transport,
+            self.program.random,
+            before_backward=self._before_backward,
         )
         self.loss_scale = LossScale.of(self.spec.precision)
         if self.program.count_module is not None:

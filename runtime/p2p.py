@@ -3,11 +3,17 @@
 Boundary i lies between stage i and stage i + 1. A message is all tensors of one boundary for one microbatch in one
 direction: "F" carries values down, "B" gradients up. Receives are posted ahead of their use, so that gloo and NCCL fill
 the buffer while the rank computes. Stages on the same rank hand their tensors over directly.
+
+No send is waited for inside a step: with a large interleaved group both neighbours send many messages before either
+receives the first of them, and would wait for each other. A sent buffer is freed when it is known to be taken over:
+
+    the backend says so (NCCL), or
+    a message comes from the rank that took it, sent by an action at or after the one that used it     (gloo never says)
 """
+
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.base import Boundary
+from planner.schedule import Order
 from runtime.groups import Groups
-
-MAX_SENDS_IN_FLIGHT = 4  # messages a direction whose buffers are still held; more wait for the oldest
 
 
 class Message(NamedTuple):
@@ -37,18 +42,43 @@ class Message(NamedTuple):
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
 
+class _Transfer(NamedTuple):
+    """Buffers that are under way, and the works that tell their end."""
+
+    buffers: list[Tensor]
+    works: list[Any]
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 class Transport:
     """Exchanges messages with the neighbouring stages.
 
     Owns: the receive buffers posted ahead, the send buffers not yet taken over, and messages handed over on this rank.
     """
 
-    def __init__(self, groups: Groups, num_stages: int) -> None:
+    def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:
+        """``orders``: the actions of every pp rank; without them no message tells how far its sender has come."""
         self.groups = groups
         self.num_stages = num_stages
-        self._posted: dict[Message, tuple[list[Tensor], list[Any]]] = {}
+        self._positions = {
+            (action.kind, action.microbatch, action.chunk * len(orders) + rank): position
+            for rank, order in enumerate(orders)
+            for position, action in enumerate(order)
+        }
+        self._posted: dict[Message, _Transfer] = {}
         self._handed: dict[Message, list[Tensor]] = {}
-        self._sending: dict[str, deque[tuple[list[Tensor], list[Any]]]] = {"F": deque(), "B": deque()}
+        self._sending: dict[Message, _Transfer] = {}
+
+    @property
+    def num_sending(self) -> int:
+        """Messages whose buffers are still held."""
+        return len(self._sending)
 
     def post(self, message: Message, boundaries: Sequence[Boundary]) -> None:
         """Start receiving ``message`` into fresh buffers; nothing happens if it is posted already or stays here."""
@@ -62,26 +92,24 @@ class Transport:
             dist.irecv(buffer, source, group=self._group(message), tag=self._tag(message, index, len(buffers)))
             for index, buffer in enumerate(buffers)
         ]
-        self._posted[message] = (buffers, works)
+        self._posted[message] = _Transfer(buffers, works)
 
     def receive(self, message: Message, boundaries: Sequence[Boundary]) -> list[Tensor]:
         """The tensors of ``message``, once they are in: for "F" all values, for "B" the gradients of those with one."""
         if self._is_local(message):
             return self._handed.pop(message)
         self.post(message, boundaries)
-        buffers, works = self._posted.pop(message)
-        for work in works:
-            work.wait()
-        return buffers
+        transfer = self._posted.pop(message)
+        transfer.wait()
+        self._free_what_was_used_before(message)
+        return transfer.buffers
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start sending; the buffers are held here until they are taken over."""
         if self._is_local(message):
             self._handed[message] = [tensor.detach() for tensor in tensors]
             return
-        sending = self._sending[message.kind]
-        while len(sending) >= MAX_SENDS_IN_FLIGHT:
-            _finish(sending.popleft())
+        self._sending = {sent: transfer for sent, transfer in self._sending.items() if not transfer.is_done()}
         # gloo and NCCL read the memory as it lies: a transposed view would arrive scrambled.
         buffers = [tensor.detach().contiguous() for tensor in tensors]
         target = self.groups.rank_of_stage(message.receiver)
@@ -89,20 +117,29 @@ class Transport:
             dist.isend(buffer, target, group=self._group(message), tag=self._tag(message, index, len(buffers)))
             for index, buffer in enumerate(buffers)
         ]
-        sending.append((buffers, works))
+        self._sending[message] = _Transfer(buffers, works)
 
     def drain(self) -> None:
         """Wait until every send of this step is taken over."""
-        for sending in self._sending.values():
-            while sending:
-                _finish(sending.popleft())
+        while self._sending:
+            self._sending.pop(next(iter(self._sending))).wait()
         assert not self._posted, f"posted but never used: {list(self._posted)}"
         assert not self._handed, f"handed over but never used: {list(self._handed)}"
 
     def forget(self) -> None:
         """Drop everything after a failure, so that a later error is not about leftovers."""
-        self._posted, self._handed = {}, {}
-        self._sending = {"F": deque(), "B": deque()}
+        self._posted, self._handed, self._sending = {}, {}, {}
+
+    def _free_what_was_used_before(self, received: Message) -> None:
+        """Free the sends that the sender of ``received`` had used when it sent it: they are through, no wait blocks."""
+        pp = self.groups.mesh.pp
+        reached = self._positions.get((received.kind, received.microbatch, received.sender))
+        if reached is None:
+            return
+        for sent in list(self._sending):
+            used = self._positions[sent.kind, sent.microbatch, sent.receiver]
+            if sent.receiver % pp == received.sender % pp and used <= reached:
+                self._sending.pop(sent).wait()
 
     def _is_local(self, message: Message) -> bool:
         pp = self.groups.mesh.pp
@@ -121,8 +158,3 @@ class Transport:
 
 def _crossing(message: Message, boundaries: Sequence[Boundary]) -> list[Boundary]:
     return [b for b in boundaries if message.kind == "F" or b.requires_grad]
-
-
-def _finish(sending: tuple[list[Tensor], list[Any]]) -> None:
-    for work in sending[1]:
-        work.wait()

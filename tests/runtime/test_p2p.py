@@ -1,16 +1,23 @@
-"""Messages between stages: order, layout in memory, and receives that are posted ahead."""
+"""Messages between stages: order, layout in memory, receives that are posted ahead, sends that nothing waits for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from passes.base import Boundary
+from passes.base import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
+from planner.schedule import build_schedule
 from planner.types import I
+from runtime.executor import Executor, Step
 from runtime.groups import Groups, open_groups
 from runtime.launch import launch
-from runtime.p2p import MAX_SENDS_IN_FLIGHT, Message, Transport
+from runtime.p2p import Message, Transport
+
+NUM_MESSAGES = 12
 
 WIDE = Boundary("wide", (3, 4), torch.float64, True, I)
 KIND = Boundary("kind", (2,), torch.int64, False, I)
@@ -26,7 +33,7 @@ def values(microbatch: int) -> list[torch.Tensor]:
 def exchange() -> list[list]:
     """Two pp ranks: stage 0 sends many microbatches, stage 1 receives them in reverse and sends gradients back."""
     groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=60)
-    transport, count = Transport(groups, 2), 3 * MAX_SENDS_IN_FLIGHT
+    transport, count = Transport(groups, 2), NUM_MESSAGES
     received = []
     if groups.pp_rank == 0:
         for microbatch in range(count):
@@ -48,7 +55,7 @@ def exchange() -> list[list]:
 @pytest.mark.slow
 def test_tensors_of_every_kind_cross_and_only_those_with_gradients_come_back():
     gradients, arrived = launch(exchange, 2, timeout_seconds=60)
-    count = 3 * MAX_SENDS_IN_FLIGHT
+    count = NUM_MESSAGES
     assert arrived == [[t.tolist() for t in values(m)] for m in reversed(range(count))]
     assert gradients == [(values(m)[0] * 2).tolist() for m in range(count)]
 
@@ -60,3 +67,106 @@ def test_stages_of_one_rank_hand_their_tensors_over():
     arrived = transport.receive(Message("F", 0, 0), ALL)
     assert all(a.data_ptr() == s.data_ptr() for a, s in zip(arrived, sent, strict=True))
     transport.drain()
+
+
+NUM_ELEMENTS = 1 << 15  # 128 KiB a message, more than a socket takes without a reader
+SCHEDULES: dict[int, list[tuple[str, int, int, int | None]]] = {  # pp: (kind, microbatches, vpp, group size)
+    2: [
+        ("gpipe", 12, 1, None),
+        ("1f1b", 12, 1, None),
+        ("interleaved_1f1b", 16, 2, 2),
+        ("interleaved_1f1b", 16, 2, 16),  # stuck where a fifth send waited for the first
+        ("interleaved_1f1b", 15, 3, 9),
+        ("interleaved_1f1b", 24, 3, 24),
+    ],
+    4: [
+        ("gpipe", 9, 1, None),
+        ("1f1b", 9, 1, None),
+        ("interleaved_1f1b", 24, 2, 12),
+        ("interleaved_1f1b", 20, 3, 20),
+    ],
+}
+EDGE = Boundary("h", (NUM_ELEMENTS,), torch.float32, True, I)
+
+
+class Scale(nn.Module):
+    """One stage: x · weight, and the sum of it on the last stage."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.is_last = is_last
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x * self.weight).sum() if self.is_last else x * self.weight,)
+
+
+def stage(index: int, pp: int, vpp: int) -> StageModule:
+    first, last = index == 0, index == pp * vpp - 1
+    receives, sends, inputs = () if first else (EDGE,), () if last else (EDGE,), ("x",) if first else ()
+    module: Any = Scale(last)
+    return StageModule(index, index // pp, module, receives, sends, inputs, (), (), (), {}, last)
+
+
+def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
+    """Each schedule once: this rank's loss, its stages' gradients, and the most sends that were held at once."""
+    found = []
+    for kind, microbatches, vpp, group_size in SCHEDULES[pp]:
+        schedule = build_schedule(kind, pp, microbatches, vpp, group_size)
+        groups = open_groups(Mesh(pp=pp, vpp=vpp), {}, [], timeout_seconds=20)
+        stages = [stage(chunk * pp + groups.pp_rank, pp, vpp) for chunk in range(vpp)]
+        held: list[int] = []
+        transport = Transport(groups, pp * vpp, schedule.orders)
+        executor = Executor(
+            stages,
+            schedule.orders[groups.pp_rank],
+            transport,
+            RandomState(0, 0),
+            before_backward=lambda _, transport=transport, held=held: held.append(transport.num_sending),
+        )
+        batches = [{"x": torch.full((NUM_ELEMENTS,), m + 1.0)} for m in range(microbatches)]
+        loss = executor.run(Step(0, batches, 0, []))
+        gradients = [s.module.get_parameter("weight").grad for s in stages]
+        found.append((0.0 if loss is None else loss.item(), [g.item() for g in gradients if g is not None], held))
+        groups.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", SCHEDULES)
+def test_every_schedule_ends_whatever_the_size_of_its_groups(pp):
+    ranks = launch(run_schedules, pp, pp, timeout_seconds=90)
+    for index, (kind, microbatches, vpp, _) in enumerate(SCHEDULES[pp]):
+        total = 2.0 ** (pp * vpp) * NUM_ELEMENTS * microbatches * (microbatches + 1) / 2
+        assert sum(rank[index][0] for rank in ranks) == pytest.approx(total, rel=1e-6)
+        gradients = [gradient for rank in ranks for gradient in rank[index][1]]
+        assert gradients == pytest.approx([total / 2] * (pp * vpp), rel=1e-5)
+        if kind == "1f1b":  # a few messages are held, not one for each microbatch
+            assert max(max(rank[index][2]) for rank in ranks) <= 2 * pp
+
+
+@pytest.mark.slow
+def test_a_send_is_held_until_a_message_shows_that_it_was_used():
+    assert launch(count_held, 2, timeout_seconds=60)[0] == [3, 2, 1, 0]
+
+
+def count_held() -> list[int]:
+    """Rank 0's held sends: after three forwards, after the peer's first backward (which used one), second, and last."""
+    schedule = build_schedule("1f1b", 2, 3)
+    groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=60)
+    transport, held = Transport(groups, 2, schedule.orders), []
+    for microbatch in range(3):
+        if groups.pp_rank == 0:
+            transport.send(Message("F", 0, microbatch), values(microbatch))
+    if groups.pp_rank == 0:
+        held.append(transport.num_sending)
+    for microbatch in range(3):
+        if groups.pp_rank == 0:
+            transport.receive(Message("B", 0, microbatch), ALL)
+            held.append(transport.num_sending)
+        else:
+            transport.receive(Message("F", 0, microbatch), ALL)
+            transport.send(Message("B", 0, microbatch), values(microbatch)[:1])
+    transport.drain()
+    groups.close()
+    return held
