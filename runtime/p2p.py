@@ -11,7 +11,6 @@ receives the first of them, and would wait for each other. A sent buffer is free
     a message comes from the rank that took it, sent by an action at or after the one that used it     (gloo never says)
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence
