@@ -142,14 +142,14 @@ def groups_command(
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
     cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[int, typer.Option(help="Tensor parallel size of the experts.")] = 1,
+    etp: Annotated[int | None, typer.Option(help="Tensor parallel size of the experts; as --tp if not given.")] = None,
     order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
     format: Annotated[Format, typer.Option(help="How to print the groups.")] = Format.table,
 ) -> None:
     """Print which ranks talk to each other over each axis, for the dense layers and for the experts."""
     from planner.mesh import Mesh, all_groups
 
-    mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
+    mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=tp if etp is None else etp, order=order)
     groups = all_groups(mesh)
     if format is Format.json:
         write_text(json.dumps(groups))

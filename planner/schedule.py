@@ -208,12 +208,13 @@ def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int)
             what = f"{kind} schedule: {name} = {size}"
             raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
     _check_vpp(kind, pp, vpp)
-    if kind != "gpipe" and num_microbatches < pp:
+    if kind == "interleaved_1f1b" and num_microbatches < pp:
         raise PlanError(
-            f"{kind} over pp = {pp} stages needs at least {pp} microbatches to fill the pipeline, but there are "
-            f"{num_microbatches}",
+            f"{kind} over pp = {pp} ranks needs at least {pp} microbatches, since a rank begins its next chunk when a "
+            f"group has passed all ranks, but there are {num_microbatches}",
             where="batch.global",
-            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use gpipe",
+            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use 1f1b "
+            "with vpp: 1, which runs any number",
         )
     if kind == "interleaved_1f1b":
         _check_groups(pp, num_microbatches, group_size)

@@ -9,13 +9,14 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from planner.errors import PlanError, SpecError, Where
 from planner.mesh import Mesh
+from planner.spec_cluster import find_cluster
 from planner.spec_fields import (
     AUTO,
     Cursor,
@@ -62,6 +63,7 @@ class Spec:
     precision: PrecisionSpec = key(section(PrecisionSpec), factory=PrecisionSpec)
     cuda_graphs: CudaGraphsSpec = key(section(CudaGraphsSpec), factory=CudaGraphsSpec)
     recompute: str = key(choice("none", "full", "selective"), "none")
+    initial_weights: str = key(choice("broadcast", "require_equal"), "broadcast")
     seed: int = key(integer(0), 1234)
     cluster: str | None = key(text(optional=True), None)
     initialization: InitializationSpec = key(section(InitializationSpec), factory=InitializationSpec)
@@ -78,6 +80,7 @@ class Spec:
             return source
         value, locations = (source, {}) if isinstance(source, Mapping) else _read_file(source)
         spec = Spec(**read_section(Spec, Cursor(value, "", locations)), locations=locations)
+        spec = replace(spec, cluster=find_cluster(spec.cluster, spec.location("cluster")))
         for check in _CHECKS:
             check(spec)
         return spec

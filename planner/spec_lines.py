@@ -29,13 +29,13 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
-def read_yaml(path: Path) -> tuple[Any, dict[str, Where]]:
-    """The file's value and the place of each of its keys.
+def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
+    """The file's value and the place of each of its keys; ``what`` the file is, for the words of an error.
 
     Raises:
         SpecError: the file is missing or unreadable, is not valid YAML, or gives a key twice.
     """
-    text = _read_text(path)
+    text = _read_text(path, what)
     loader = _Loader("")
     try:
         loader = _Loader(text)
@@ -48,21 +48,21 @@ def read_yaml(path: Path) -> tuple[Any, dict[str, Where]]:
         loader.dispose()
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, what: str) -> str:
     fix = "give the path of a YAML file, or a dict"
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SpecError(f"there is no spec file {path}", where=str(path), fix=fix) from None
+        raise SpecError(f"there is no {what} file {path}", where=str(path), fix=fix) from None
     except IsADirectoryError:
-        raise SpecError(f"the spec {path} is a directory", where=str(path), fix=fix) from None
+        raise SpecError(f"the {what} {path} is a directory", where=str(path), fix=fix) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise SpecError(
-            "the spec is not UTF-8 text", where=Where(file=str(path), line=line), fix="save the file as UTF-8"
+            f"the {what} is not UTF-8 text", where=Where(file=str(path), line=line), fix="save the file as UTF-8"
         ) from None
     except OSError as error:
-        raise SpecError(f"cannot read the spec {path}: {error.strerror}", where=str(path), fix=fix) from None
+        raise SpecError(f"cannot read the {what} {path}: {error.strerror}", where=str(path), fix=fix) from None
 
 
 def _syntax_error(error: yaml.YAMLError, path: Path, text: str) -> SpecError:

@@ -34,7 +34,10 @@ DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool", *FLOATS)
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Sizes of the mesh axes; ``auto`` leaves one to the search. ``order``: the leftmost axis has stride 1."""
+    """Sizes of the mesh axes; ``auto`` leaves one to the search. ``order``: the leftmost axis has stride 1.
+
+    ``etp`` left out is tp: experts are cut like everything else.
+    """
 
     tp: int | str = key(integer(auto=True), 1)
     pp: int | str = key(integer(auto=True), 1)
@@ -42,8 +45,11 @@ class MeshSpec:
     vpp: int | str = key(integer(auto=True), 1)
     cp: int | str = key(integer(auto=True), 1)
     ep: int | str = key(integer(auto=True), 1)
-    etp: int | str = key(integer(auto=True), 1)
+    etp: int | str | None = key(integer(auto=True, optional=True), None)
     order: str = key(text(), DEFAULT_ORDER)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "etp", self.tp if self.etp is None else self.etp)
 
     @property
     def has_auto(self) -> bool:

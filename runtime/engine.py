@@ -62,9 +62,10 @@ class Engine:
         launched world is not the plan's, or plans or versions differ between ranks.
         """
         self.plan = plan
-        self.spec = Spec.load(plan.spec)
+        self.spec = Spec.load({**plan.spec, "cluster": None})  # the file was read when planning, and may lie elsewhere
         self.step_index = 0
         self._gradients_ready = False
+        self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
         self._open(torch.device(device) if device else None, timeout_seconds)
         try:
             self._build(program)
@@ -88,7 +89,6 @@ class Engine:
         self.program = program or lower(self.plan, groups.rank, groups.device)
         for name, axis in self.program.axes.items():
             axis.group = getattr(groups, name, None)
-        self._weights = weight_source(self.plan, self.spec)
         self._fresh = fill(self.program.stages, self._weights, mesh.tp, groups.tp_rank, groups.device)
         self._kept = keep(self.plan, self.program.stages, self._weights, groups.rank)
         self._weights.release()

@@ -70,7 +70,6 @@ def error_of(directory: Path, model: nn.Module, text: str) -> PlanError:
         ("[0.9, 0.95]", "[0.9]", "spec.yaml:4", "optimizer.betas must have 2 items", "2 items"),
         ("int64", "int", "spec.yaml:3", "inputs.input_ids.dtype", "did you mean 'int8'"),
         ("global: 8", "global: 9", "spec.yaml:2", "batch.global = 9 is not divisible by", "8 or 10"),
-        ("global: 8", "global: 2", "spec.yaml:2", "needs at least 2 microbatches", "or use gpipe"),
         ("pp: 2", "pp: 5", "spec.yaml:1", "pp 5 stages, but the model has only 4 blocks", "pp · vpp ≤ 4"),
         ("optimizer:", "pipeline: {split: [3, 2]}\noptimizer:", "spec.yaml:4", "adds up to 5", "add up to 4"),
         ("optimizer:", "pipeline: {split: [1, 1, 2]}\noptimizer:", "spec.yaml:4", "has 3 stages", "list 2 numbers"),

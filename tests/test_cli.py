@@ -44,6 +44,12 @@ def test_groups_as_json_has_dense_and_expert_tokens():
     assert groups["expert"]["ep"][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_etp_left_out_is_tp_in_groups():
+    layout = ("groups", "--world-size", 16, "--tp", 4, "--pp", 2, "--format", "json")
+    assert run(*layout).stdout == run(*layout, "--etp", 4).stdout
+    assert json.loads(run(*layout).stdout)["expert"]["tp"][0] == [0, 1, 2, 3]
+
+
 def test_groups_as_table_lists_every_rank_of_a_group():
     result = run("groups", "--world-size", 16, "--tp", 4, "--pp", 2)
     assert result.exit_code == 0
@@ -89,7 +95,7 @@ def test_help_shows_an_example(command):
         (["groups", "--world-size", 8, "--order", "tp-xp"], ["PlanError", "xp"]),
         (["groups", "--world-size", 0], ["PlanError"]),
         (["groups", "--world-size", "many"], ["--world-size"]),
-        (["schedule", "--pp", 4, "--microbatches", 2], ["needs at least 4 microbatches", "fix:"]),
+        (["schedule", "--pp", 4, "--microbatches", 2, "--vpp", 2], ["needs at least 4 microbatches", "fix:"]),
         (["schedule", "--pp", 2, "--microbatches", 4, "--kind", "zigzag"], ["unknown schedule `zigzag`"]),
         (["search", GPT, GPT_SPEC], ["not available yet"]),
         (["plan", GPT, "no_such.yaml"], ["no_such.yaml"]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.collectives import sent_type
 from planner.frozen_plan import Plan
 from planner.memory import LocalSizes, memory_of_ranks
-from planner.plan_rows import BoundaryPlan, MemoryRow, MeshPlan, SchedulePlan, StagePlan
+from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
 from planner.rows.attention import attention_sites, check_attention
 from planner.rows.collectives import collective_rows
 from planner.rows.diagnostics import diagnostic_rows, summary_row
@@ -37,10 +39,26 @@ def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
         schedule=SchedulePlan(schedule.kind, schedule.num_microbatches, orders, run.bubble_fraction, peaks),
         optimizer=optimizer_plan(spec, buffers),
         memory=memory_rows(spec, source, buffers, peaks),
-        diagnostics=diagnostic_rows(source, parameters, sites, reasons, places),
+        diagnostics=(
+            *schedule_warnings(schedule, run.bubble_fraction),
+            *diagnostic_rows(source, parameters, sites, reasons, places),
+        ),
         summary=summary_row(source, parameters),
         source=source,
     )
+
+
+def schedule_warnings(schedule: Schedule, bubble_fraction: float) -> Iterator[Diagnostic]:
+    """Fewer microbatches than ranks of the pipeline: it runs and is right, but some ranks have nothing to do meanwhile."""
+    if schedule.num_microbatches < schedule.pp:
+        count = schedule.num_microbatches
+        yield Diagnostic(
+            "warning",
+            f"{count} microbatch{'es do' if count > 1 else ' does'} not fill a pipeline of {schedule.pp} ranks: they "
+            f"wait {bubble_fraction:.0%} of the time (bubble)",
+            "batch.global",
+            f"use {schedule.pp} microbatches or more (batch.global of at least {schedule.pp} · micro · dp), or lower pp",
+        )
 
 
 def memory_rows(spec: Spec, source: PlanSource, buffers: tuple[Buffer, ...],

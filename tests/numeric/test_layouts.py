@@ -41,6 +41,15 @@ def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> Non
     assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": schedule}}, 8, micro)).wrong == []
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_sequences", [2, 3])
+def test_fewer_microbatches_than_stages_equal_one_process(lab: Lab, schedule: str, num_sequences: int) -> None:
+    case = Case("gpt", {"pp": 4}, {"pipeline": {"schedule": schedule}}, num_sequences, micro=1)
+    warnings = [row.what for row in lab.plan(case).diagnostics if row.level == "warning"]
+    assert [what for what in warnings if "not fill a pipeline of 4 ranks" in what and "(bubble)" in what]
+    assert lab.check(case).wrong == []
+
+
 @pytest.mark.parametrize("split", [[1, 3], [3, 1]])
 def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     case = Case("gpt", {"pp": 2, "dp": 2}, {"pipeline": {"split": split}})

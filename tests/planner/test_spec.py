@@ -56,7 +56,7 @@ def test_the_reference_spec_names_every_key_with_its_default():
     short = Spec.load({"mesh": {}, "batch": given["batch"], "inputs": given["inputs"]})
     assert spec == short
     assert [f.metadata["key"] or f.name for f in spec_fields(Spec)] == list(given)
-    for section in set(given) - {"inputs", "loss", "recompute", "seed", "cluster"}:
+    for section in set(given) - {"inputs", "loss", "recompute", "initial_weights", "seed", "cluster"}:
         assert given[section].keys() == spec.to_dict()[section].keys()
 
 
@@ -73,6 +73,45 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
     assert (spec.optimizer.eps, spec.optimizer.lr, spec.optimizer.schedule.steps) == (1e-8, 6e-5, 300_000)
     assert Spec.load({**MINIMAL, "optimizer": {"eps": "1e-8"}}).optimizer.eps == 1e-8
     assert yaml.safe_load("1e-8") == "1e-8"  # PyYAML's own loader is as it was
+
+
+@pytest.mark.parametrize(("mesh", "etp"), [("tp: 4", 4), ("tp: 4, etp: 1", 1), ("tp: auto, pp: 2", "auto")])
+def test_etp_left_out_is_tp(tmp_path, mesh, etp):
+    text = f"mesh: {{{mesh}}}\nbatch: {{global: 16, micro: 2}}\n"
+    spec = load(tmp_path, text)
+    assert spec.mesh.etp == spec.to_dict()["mesh"]["etp"] == etp
+    assert Spec.load(spec.to_dict()) == spec
+
+
+def test_a_cluster_file_is_looked_for_here_and_then_beside_the_spec(tmp_path, monkeypatch):
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for directory in (here, beside):
+        directory.mkdir()
+        (directory / "cluster.yaml").write_text("devices: 8\n")
+    monkeypatch.chdir(here)
+    assert load(beside, TWO_LINES + "cluster: cluster.yaml").cluster == "cluster.yaml"
+    (here / "cluster.yaml").unlink()
+    assert load(beside, TWO_LINES + "cluster: cluster.yaml").cluster == str(beside / "cluster.yaml")
+    assert load(here, TWO_LINES + f"cluster: {beside / 'cluster.yaml'}").cluster == str(beside / "cluster.yaml")
+
+
+def test_a_cluster_file_that_is_not_there_is_an_error_at_its_line(tmp_path):
+    message = error(tmp_path, TWO_LINES + "cluster: no-such-file.yaml\n").splitlines()
+    assert message[0].startswith("cluster: there is no file no-such-file.yaml (looked in . and ")
+    assert message[1:] == [
+        "  at:  spec.yaml:3",
+        "  fix: name a YAML file that describes the machines, or remove the key",
+    ]
+    with pytest.raises(SpecError, match="there is no file no-such-file.yaml"):
+        Spec.load({**MINIMAL, "cluster": "no-such-file.yaml"})
+
+
+@pytest.mark.parametrize(("content", "line"), [("gpu: [1\nb: 2\n", 2), ("- 1\n", 1), ("a: 1\na: 2\n", 2)])
+def test_a_cluster_file_that_is_not_valid_is_an_error_at_its_own_line(tmp_path, content, line):
+    (tmp_path / "cluster.yaml").write_text(content)
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, TWO_LINES + "cluster: cluster.yaml")
+    assert str(caught.value.where) == f"cluster.yaml:{line}"
 
 
 def test_an_input_like_another_takes_what_it_does_not_say(tmp_path):

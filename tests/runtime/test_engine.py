@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from planner.errors import PlanError
+from planner.frozen_plan import Plan
 from runtime.engine import Engine
 from runtime.launch import launch
 from runtime.reference import OneProcess
@@ -75,6 +76,15 @@ def test_one_rank_needs_no_launcher_and_equals_one_process():
 
 def test_without_clipping_the_update_is_that_of_plain_adamw():
     assert_equal([run_steps({"micro": 2, "clip": None})], clip=None)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
+    """Two ranks were not started: that would be the error of opening the groups."""
+    build_plan(build_model(), size=SIZE, micro=2, **layout).save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="a loaded plan holds no model") as caught:
+        Engine(Plan.load(tmp_path / "plan.json"))
+    assert caught.value.fix == "plan the model again"
 
 
 @pytest.mark.slow
