@@ -49,7 +49,7 @@ def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
 
 
 def schedule_warnings(schedule: Schedule, bubble_fraction: float) -> Iterator[Diagnostic]:
-    """Fewer microbatches than ranks of the pipeline: it runs and is right, but some ranks have nothing to do meanwhile."""
+    """Fewer microbatches than ranks of the pipeline: it runs and is right, but ranks wait more than they must."""
     if schedule.num_microbatches < schedule.pp:
         count = schedule.num_microbatches
         yield Diagnostic(
@@ -57,7 +57,7 @@ def schedule_warnings(schedule: Schedule, bubble_fraction: float) -> Iterator[Di
             f"{count} microbatch{'es do' if count > 1 else ' does'} not fill a pipeline of {schedule.pp} ranks: they "
             f"wait {bubble_fraction:.0%} of the time (bubble)",
             "batch.global",
-            f"use {schedule.pp} microbatches or more (batch.global of at least {schedule.pp} · micro · dp), or lower pp",
+            f"use {schedule.pp} microbatches or more (batch.global from {schedule.pp} · micro · dp), or lower pp",
         )
 
 

@@ -102,7 +102,7 @@ def test_a_cluster_file_that_is_not_there_is_an_error_at_its_line(tmp_path):
         "  at:  spec.yaml:3",
         "  fix: name a YAML file that describes the machines, or remove the key",
     ]
-    with pytest.raises(SpecError, match="there is no file no-such-file.yaml"):
+    with pytest.raises(SpecError, match=r"there is no file no-such-file\.yaml"):
         Spec.load({**MINIMAL, "cluster": "no-such-file.yaml"})
 
 
