@@ -7,7 +7,7 @@ or backward. What nobody asks for is never considered, so a block of 80 nodes ha
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
@@ -51,9 +51,22 @@ class Candidates:
                         queue.append(other)
                         queued.add(other.name)
 
+    def making(self, reader: fx.Node, position: int) -> list[fx.Node]:
+        """Every node that feeds an input of ``reader``: of a block's input, what comes before any of its copies."""
+        value = reader.all_input_nodes[position]
+        return self._producers.get(value.name, [value])
+
+    def reading(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+        """Who reads ``node``, and as which of its inputs."""
+        for reader in self._readers.get(node.name, ()):
+            for position in range(len(reader.all_input_nodes)):
+                if node in self.making(reader, position):
+                    yield reader, position
+
     def _siblings(self, node: fx.Node) -> list[fx.Node]:
         """The split, or the tensor, whose pieces' wishes are joined."""
-        return [p for p in node.all_input_nodes if p.op == "call_function"]
+        found = (n for position in range(len(node.all_input_nodes)) for n in self.making(node, position))
+        return [n for n in found if n.op == "call_function"]
 
     def _visit(self, node: fx.Node) -> list[fx.Node]:
         """Ask the rule of ``node``; returns the nodes whose cuts grew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -12,7 +12,8 @@ from planner.blocks import Blocks
 from planner.candidates import Candidates
 from planner.errors import PlanError
 from planner.flops import node_flops
-from planner.override_kinds import is_meant
+from planner.override_kinds import asked_of
+from planner.override_styles import Overrides
 from planner.program import Program
 from planner.rules import Option
 from planner.solve import Costs, Edge, Weights, solve
@@ -22,11 +23,15 @@ from planner.types import Placement, Segment
 
 @dataclass(frozen=True)
 class Placements:
-    """The chosen option of every node (parameters included), by node name."""
+    """The chosen option of every node (parameters included), by node name.
+
+    ``origins``: "solver", or the override that decided. ``styles``: what that asked for, of the parameters it decided.
+    """
 
     tp: int
     options: dict[str, Option]
     origins: dict[str, str]
+    styles: dict[str, str] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Placement:
         """The type of the value that ``node`` makes."""
@@ -61,14 +66,17 @@ def decide_placements(
         candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
-    origins = _constrain(program, candidates, overrides or {})
+    asked = asked_of(program, overrides or {}) if tp > 1 else {}
+    wishes = Overrides(program, candidates, asked, costs.of_weights)
+    wishes.constrain()
     _keep_features_whole(program, blocks, rep, candidates)
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
     options = solve(candidates, costs, edges, weights)
-    return Placements(
-        tp, {n.name: options[rep[n.name]] for n in nodes}, {n.name: origins.get(rep[n.name], "solver") for n in nodes}
-    )
+    wishes.check(options)
+    origins = {n.name: f"override {asked[n.name].pattern}" if n.name in asked else "solver" for n in nodes}
+    styles = {name: wish.style for name, wish in asked.items()}
+    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, origins, styles)
 
 
 def _edges(
@@ -176,41 +184,3 @@ def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int
             fix="set tensor_parallel.sequence_parallel: false",
         )
     return cuts
-
-
-def _constrain(program: Program, candidates: Candidates, overrides: dict[str, str]) -> dict[str, str]:
-    """Leave to each overridden parameter only the options of the style asked for; says where each came from."""
-    origins: dict[str, str] = {}
-    for pattern, style in overrides.items():
-        hits = [n for n, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
-        if not hits:
-            names = sorted({f.rpartition(".")[0] for f in program.parameters.values()})
-            raise PlanError(
-                f"tensor_parallel.overrides: `{pattern}` matches no parameter",
-                where="tensor_parallel.overrides",
-                fix=f"use a glob over dotted names such as {names[0]}",
-            )
-        for name in hits:
-            if name not in candidates.options:
-                continue
-            kept = [o for o in candidates.options[name] if _is_style(o.out, style, candidates, name)]
-            if not kept:
-                raise PlanError(
-                    f"tensor_parallel.overrides: `{program.parameters[name]}` cannot be {style}",
-                    where="tensor_parallel.overrides",
-                    fix="choose another style, or replicate",
-                )
-            candidates.options[name] = kept
-            origins[name] = f"override {pattern}"
-    return origins
-
-
-def _is_style(placement: Placement, style: str, candidates: Candidates, name: str) -> bool:
-    if style == "replicate":
-        return not placement.is_sharded
-    node = next(n for n in candidates.nodes if n.name == name)
-    if len(node.meta["val"].shape) == 1:
-        return True
-    transposed = any(str(u.target).startswith("aten.mm") for u in node.users)
-    dims = {"column": 1 if transposed else 0, "row": 0 if transposed else 1, "vocab": 0}
-    return placement.is_sharded and placement.dim == dims.get(style, placement.dim)

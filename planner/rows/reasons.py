@@ -51,6 +51,9 @@ class Reasons:
         if not placement.is_sharded:
             return "replicate", self._why_whole(node, placement)
         style, why = self._why_cut(node, placement)
+        asked = self.source.placements.styles.get(node.name)
+        if asked is not None and (node.meta["val"].dim() > 1 or style == asked):
+            style, why = asked, f"override: {asked}"
         return style, why + _segments(placement, self.tp)
 
     def _readers_words(self, node: fx.Node) -> str:
@@ -74,7 +77,7 @@ class Reasons:
     # ---- whole
 
     def _why_whole(self, node: fx.Node, placement: Placement) -> str:
-        if self.source.placements.origins[node.name].startswith("override"):
+        if self.source.placements.styles.get(node.name) == "replicate":
             return "override: replicate"
         partial = f"; {SUMMED}" if placement.kind == "R" else ""
         words = self._readers_words(node)

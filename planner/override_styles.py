@@ -1,0 +1,159 @@
+"""Which styles a parameter can take, read off what its readers admit; and the options that an override leaves it.
+
+    column    cut along the features that it makes           vocab   its rows of a vocabulary are cut
+    row       cut along the features that it sums over       expert  whole matrices of a stack go to ranks
+    replicate whole on every rank
+
+A vector has one dim: it is cut as the features that it meets, where those are cut. Beside a matrix of its own module
+that is overridden too it follows that matrix, as a bias does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from planner.candidates import Candidates
+from planner.divisibility import nearest_words
+from planner.errors import PlanError
+from planner.flops import node_flops
+from planner.override_kinds import Asked
+from planner.program import Program
+from planner.rules import Option, rule_of
+from planner.rules.contraction import contraction, grouped
+from planner.types import Placement
+
+aten = torch.ops.aten
+OF_RULE = {"row": "row", "vocabulary": "vocab"}
+LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
+_MAX_WALK = 100
+
+
+class Overrides:
+    """Owns what was asked of the parameters under discussion. ``of_weights``: calls that read parameters alone."""
+
+    def __init__(self, program: Program, candidates: Candidates, asked: Mapping[str, Asked],
+                 of_weights: frozenset[str]) -> None:
+        self.program, self.candidates, self.of_weights = program, candidates, of_weights
+        known = {node.name: node for node in candidates.nodes}
+        self.asked = {name: wish for name, wish in asked.items() if name in known and known[name].users}
+        self.followed = {(wish.pattern, self._module(name)) for name, wish in self.asked.items()
+                         if not self._is_vector(program.node(name))}
+        unread = {wish for name, wish in asked.items() if name not in self.asked and not program.node(name).users}
+        for wish in unread - {asked[name] for name in asked if program.node(name).users}:
+            if wish.style != "replicate":
+                self._refuse(next(n for n in asked if asked[n] == wish), wish, "it does not reach the loss", set())
+
+    def constrain(self) -> None:
+        """Leave to each parameter the options of the style asked for. Raises PlanError where there are none."""
+        for name, wish in self.asked.items():
+            node, options = self.program.node(name), self.candidates.options[name]
+            kept = [o for o in options if self._fits(node, o, wish)]
+            if not kept:
+                cuts = [o.out for o in options if o.out.is_sharded and not self._is_detour(node, o.out)]
+                possible = {s for cut in cuts for s in self._styles(node, cut)}
+                self._refuse(name, wish, self._obstacle(node, wish.style), possible)
+            self.candidates.options[name] = kept
+
+    def check(self, options: Mapping[str, Option]) -> None:
+        """Raises PlanError where a vector was cut, and features that are whole had to be cut to meet it."""
+        for name, wish in self.asked.items():
+            node = self.program.node(name)
+            if self._is_vector(node) and options[name].out.is_sharded and not self._follows(name, wish):
+                for reader, position in self.candidates.reading(node):
+                    others = [i for i in range(len(reader.all_input_nodes)) if i != position]
+                    if any(self._is_torn(options, reader, i) for i in others):
+                        self._refuse(name, wish, "the features that it meets are whole", set())
+
+    def _is_torn(self, options: Mapping[str, Option], reader: fx.Node, position: int) -> bool:
+        wanted = options[reader.name].args[position]
+        made = [n for n in self.candidates.making(reader, position) if n.name not in self.program.parameters]
+        return wanted.is_sharded and any(not options[n.name].out.is_sharded for n in made if n.meta.get("grad"))
+
+    def _fits(self, node: fx.Node, option: Option, wish: Asked) -> bool:
+        if wish.style == "replicate":
+            return not option.out.is_sharded
+        if self._is_vector(node) and self._follows(node.name, wish):
+            return True
+        return option.out.is_sharded and wish.style in self._styles(node, option.out)
+
+    def _follows(self, name: str, wish: Asked) -> bool:
+        return (wish.pattern, self._module(name)) in self.followed
+
+    def _styles(self, node: fx.Node, cut: Placement) -> Iterator[str]:
+        """What a user calls the cut, by what the readers do with it; through reshapes and the like of weights alone."""
+        for reader, position in self.candidates.reading(node):
+            for option in self.candidates.options[reader.name]:
+                if option.args[position] != cut:
+                    continue
+                if reader.name in self.of_weights and option.out.is_sharded:
+                    yield from self._styles(reader, option.out)
+                    continue
+                if _is_of_stack(node, option, reader, cut):
+                    yield "expert"
+                if not _is_of_stack(node, option, reader, cut) or _is_alone(option, position):
+                    yield OF_RULE.get(option.rule, "column")
+                if option.rule == "column" and _meets_a_loss(reader):
+                    yield "vocab"
+
+    def _is_detour(self, node: fx.Node, cut: Placement) -> bool:
+        """Whether all that reads such a part are statistics over cut features, as of a norm."""
+        reading, options = self.candidates.reading(node), self.candidates.options
+        return all(o.detour for reader, i in reading for o in options[reader.name] if o.args[i] == cut)
+
+    def _obstacle(self, node: fx.Node, style: str) -> str:
+        shape = [int(n) for n in node.meta["val"].shape]
+        if self._is_vector(node) and style in ("row", "expert"):
+            return "it is a vector"
+        if style == "vocab" and not any(r.target is aten.embedding.default or _meets_a_loss(r) for r in node.users):
+            return "it is no table of a vocabulary"
+        uneven = [d for d, n in enumerate(shape) if n % self.candidates.tp]
+        if style == "expert" and len(shape) < 3:
+            return "it is no stack of matrices"
+        if uneven:
+            dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
+            nearest = nearest_words([shape[d] for d in uneven], self.candidates.tp)
+            return f"{dims} not divisible by tp = {self.candidates.tp}, {nearest}"
+        return "nothing that reads it can compute on such a part"
+
+    def _refuse(self, name: str, wish: Asked, why: str, possible: set[str]) -> None:
+        styles = ", ".join(sorted(possible | {"replicate"}))
+        raise PlanError(
+            f"tensor_parallel.overrides: {self.program.parameters[name]} cannot be {wish.style}: {why}",
+            where=wish.path,
+            fix=f"it can be {styles}; or leave it out, and the solver decides",
+        )
+
+    def _module(self, name: str) -> str:
+        return self.program.parameters[name].rpartition(".")[0]
+
+    @staticmethod
+    def _is_vector(node: fx.Node) -> bool:
+        return len(node.meta["val"].shape) < 2
+
+
+def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placement) -> bool:
+    """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
+    is_product = rule_of(product.target) in (contraction, grouped)
+    return is_product and option.rule == "column" and cut.dim == 0 and weight.meta["val"].dim() > 2
+
+
+def _is_alone(option: Option, position: int) -> bool:
+    """Whether what meets the weight is whole, as in a column-parallel product; not tokens of each expert."""
+    return not any(t.is_sharded for i, t in enumerate(option.args) if i != position)
+
+
+def _meets_a_loss(product: fx.Node) -> bool:
+    """Whether the result of ``product`` are the logits of a loss: read by it before any other product."""
+    stack, seen = [product], {product}
+    while stack and len(seen) < _MAX_WALK:
+        node = stack.pop()
+        if node.target in LOSSES:
+            return True
+        if node is product or not node_flops(node):
+            new = [u for u in node.users if u not in seen]
+            seen.update(new)
+            stack.extend(new)
+    return False
