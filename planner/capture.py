@@ -1,7 +1,8 @@
 """Capture: an unmodified nn.Module becomes one flat ATen graph at microbatch shape, by torch.export.
 
-The caller's module is never touched: what is exported is a structural copy whose parameters, buffers and tensor
-attributes are fake (shapes without memory), so capture costs no memory whatever the size of the model.
+What is exported is the caller's module itself, never a copy: its parameters and buffers are exchanged for fake ones
+(shapes without memory, planner.exchange) while its forward is traced, and put back. So capture costs no memory whatever
+the size of the model, and what only the original knows (closures, patched forwards, hooks) is captured too.
 
 Leaves:  a graph of canonical ATen ops (planner.canonical.form) with parameters, buffers, constants and batch tensors as
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
@@ -9,31 +10,33 @@ Leaves:  a graph of canonical ATen ops (planner.canonical.form) with parameters,
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from planner.canonical.form import canonicalize, prune
 from planner.certain_draws import CertainDraws
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
-from planner.errors import PlanError
+from planner.errors import PlanError, Where
+from planner.exchange import Exchange, fake, refuse_shared_memory
+from planner.forward_watch import ForwardWatch
 from planner.gradients.call_sites import CallSites
 from planner.gradients.functions import check_custom_gradients
 from planner.gradients.hooks import refuse_gradient_hooks
 from planner.gradients.parameter_writes import refuse_parameter_writes
 from planner.gradients.python_side import PythonGradients
-from planner.outputs import find_loss, return_plain_structures, select_outputs
+from planner.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
+from planner.outputs import find_loss, select_outputs
 from planner.program import Program
+from planner.source_lines import where_of
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
@@ -47,70 +50,85 @@ def capture(
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
     ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
-    model cannot be traced, naming the user's line, and where no output is a loss.
+    model cannot be traced or would not train as traced, naming the user's line, and where no output is a loss.
     """
     refuse_gradient_hooks(model)
+    refuse_shared_memory(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _fake_twin(model, dtype, mode)
-    return_plain_structures(twin)
+    exchange = Exchange(model, dtype, mode)
     # a tensor of its own for each input: one tensor given twice would be captured as one input
-    kwargs = {name: _fake(tensor, dtype, mode) for name, tensor in inputs.items()}
-    watch = PythonGradients(twin)
-    with watch.watched():
-        exported = _export(twin, kwargs)
-    notes = [*watch.notes, *check_custom_gradients(watch.applications, mode)]
+    kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
+    with exchange.made(), caches_off(model):
+        exported, notes = _traced(model, kwargs, exchange, mode)
+        held = held_tensors(exported.constants, model, exchange, lambda name: _reader_of(exported, name))
+        constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
+        exported = _functional(exported, held)
+    return _program(model, exported, constants, held, loss, notes)
+
+
+def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
+            ) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """The export, and notes for the user; made twice where the forward left behind what a next one may read."""
+    watch, gradients = ForwardWatch(model, exchange, mode), PythonGradients(model)
+    with watch.installed():
+        with gradients.watched():
+            exported = _export(model, kwargs, watch)
+        notes = [*gradients.notes, *check_custom_gradients(gradients.applications, mode)]
+        if watch.doubts:
+            with watch.moved_on(), PythonGradients(model).watched():
+                watch.settle(exported, lambda: _export(model, kwargs, watch))
+    return exported, [*notes, *watch.notes]
+
+
+@contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Without key-value caches and wrappers of recomputation, which are of no use in a traced training step."""
+    changed: list[tuple[Any, str]] = []
+    try:
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            for owner, name in ((config, "use_cache"), (module, "gradient_checkpointing")):
+                if getattr(owner, name, None) is True:
+                    setattr(owner, name, False)
+                    changed.append((owner, name))
+        yield
+    finally:
+        for owner, name in changed:
+            setattr(owner, name, True)
+
+
+def _constant(value: Any, exchange: Exchange) -> Any:
+    """The value of a lifted constant; one of the model's that stands on meta has none."""
+    owner = exchange.original(value) if isinstance(value, torch.Tensor) else None
+    if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
+    """Where the forward reads a lifted constant."""
+    for spec in exported.graph_signature.input_specs:
+        if spec.target == constant:
+            holder = next(n for n in exported.graph.nodes if n.name == spec.arg.name)
+            return where_of(next(iter(holder.users), holder))
+    return Where()
+
+
+def _functional(exported: torch.export.ExportedProgram, held: Mapping[str, Held]) -> torch.export.ExportedProgram:
+    """Without ops that write into their arguments, and without regions of vmap."""
     if _any_call(exported.graph_module, _mutates):
-        refuse_parameter_writes(exported.graph_module, exported.graph_signature.inputs_to_parameters)
+        signature = exported.graph_signature
+        parameters = dict(signature.inputs_to_parameters)
+        parameters |= {s.arg.name: held[s.target].fqn for s in signature.input_specs if s.target in held}
+        refuse_parameter_writes(exported.graph_module, parameters)
     if _any_call(exported.graph_module, lambda call: _mutates(call) or _is_of_vmap(call)):
         exported = _quietly(lambda: exported.run_decompositions({}))
-    return _program(model, twin, exported, loss, notes)
+    return exported
 
 
-def _fake_twin(model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the module tree whose tensors have shapes but no memory; shared tensors stay shared."""
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_of(model):
-        empty = _fake(tensor, dtype, mode)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
     try:
-        copied = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise PlanError(
-            f"the model cannot be copied for capture: {error}",
-            where=type(model).__name__,
-            fix="keep locks, files and process handles out of the module's attributes",
-        ) from error
-    for module in copied.modules():
-        switch_off_caches(module)
-    return copied
-
-
-def _fake(tensor: torch.Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> torch.Tensor:
-    """A new tensor of this shape. On the CPU, not on meta: constants that a forward makes keep their values."""
-    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
-
-
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (v for v in vars(module).values() if isinstance(v, torch.Tensor))
-
-
-def switch_off_caches(module: nn.Module) -> None:
-    """A key-value cache and recomputation wrappers are of no use in a traced training step (the copy alone changes)."""
-    config = getattr(module, "config", None)
-    if config is not None and getattr(config, "use_cache", None):
-        config.use_cache = False
-    if getattr(module, "gradient_checkpointing", None) is True:
-        module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
-
-
-def _export(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    try:
-        with CertainDraws():
+        with CertainDraws(watch.check):
             return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
     except PlanError:
         raise
@@ -160,28 +178,32 @@ def _is_of_vmap(call: fx.Node) -> bool:
     return "vmap" in getattr(call.target, "__name__", "")
 
 
-def _program(model: nn.Module, twin: nn.Module, exported: torch.export.ExportedProgram, loss: str,
-             notes: list[str]) -> Program:
-    fqns, aliases = _parameter_names(model, twin)
+def _program(model: nn.Module, exported: torch.export.ExportedProgram, constants: Mapping[str, Any],
+             held: Mapping[str, Held], loss: str, notes: list[str]) -> Program:
+    fqns, aliases = _parameter_names(model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
-    constants = _constant_values(model, exported)
+    in_place: dict[str, Held] = {}
     for spec in exported.graph_signature.input_specs:
-        name = spec.arg.name
+        name, target = spec.arg.name, spec.target or ""
         if spec.kind is InputKind.PARAMETER:
-            program.parameters[name] = fqns[spec.target or ""]
+            program.parameters[name] = fqns[target]
         elif spec.kind is InputKind.BUFFER:
-            program.buffers[name] = spec.target or ""
+            program.buffers[name] = target
         elif spec.kind is InputKind.USER_INPUT:
             program.inputs[name] = name
+        elif target in held:
+            in_place[name] = held[target]
         else:
-            program.constants[name] = constants.get(spec.target or "", torch.empty(0))
+            program.constants[name] = constants.get(target, torch.empty(0))
     refuse_dynamic_shapes(exported.graph_module)
     outputs = select_outputs(exported, program)
-    program.graph = canonicalize(exported.graph_module, outputs, program.constants)
+    put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
+    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = find_loss(program, loss)
     _keep_only_the_loss(program)
+    refuse_unknown_values(program.graph.graph, program.constants)
     return program
 
 
@@ -207,23 +229,10 @@ def _keep_only_the_loss(program: Program) -> None:
     refuse_numbers_from_tensors(program.graph)
 
 
-def _parameter_names(model: nn.Module, twin: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+def _parameter_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Every dotted name → the first name of the same tensor, and the aliases alone."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names[fqn] = first.setdefault(id(parameter), fqn)
     return names, {fqn: name for fqn, name in names.items() if fqn != name}
-
-
-def _constant_values(model: nn.Module, exported: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Lifted constants by name; one that is a tensor attribute of the user's module takes its real value there."""
-    values = {}
-    for name, value in exported.constants.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        path, _, attribute = name.rpartition(".")
-        with contextlib.suppress(AttributeError):
-            value = getattr(model.get_submodule(path), attribute)
-        values[name] = value
-    return values

@@ -17,18 +17,27 @@ COMPARES = ("lt", "le", "gt", "ge")
 
 
 class CertainDraws(TorchFunctionMode):
-    """While it is entered, a certain comparison of one drawn number is a constant tensor, of which a branch may ask."""
+    """While it is entered, a certain comparison of one drawn number is a constant tensor, of which a branch may ask.
+
+    ``check`` is called with the arguments of every torch function.
+    """
+
+    def __init__(self, check: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self._check = check
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self._check is not None:
+            self._check(args, kwargs)
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if _draws(name, args, kwargs) and isinstance(result, Tensor) and result.numel() == 1:
             result._drawn_at_version = result._version  # pyright: ignore[reportAttributeAccessIssue]
         elif name in COMPARES and len(args) == 2 and _is_drawn(args[0]) and isinstance(args[1], (int, float)):
-            answer = _answer(name, args[1])
+            answer = certain_answer(name, args[1])
             if answer is not None:
                 return torch.tensor(answer, device=args[0].device).reshape(result.shape)
         return result
@@ -43,7 +52,7 @@ def _is_drawn(x: Any) -> bool:
     return isinstance(x, Tensor) and getattr(x, "_drawn_at_version", None) == x._version
 
 
-def _answer(name: str, bound: float) -> bool | None:
+def certain_answer(name: str, bound: float) -> bool | None:
     """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None where it depends on the draw."""
     if bound >= 1 or bound < 0:
         return (name in ("lt", "le")) == (bound >= 1)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
@@ -22,12 +21,8 @@ from planner.program import Program
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
-def return_plain_structures(twin: nn.Module) -> None:
-    """The last forward hook of the (copied) model: what it returns is made of tuples, lists and dicts alone."""
-    twin.register_forward_hook(lambda module, args, output: _top(output))
-
-
-def _top(output: Any) -> Any:
+def plain_structure(output: Any) -> Any:
+    """What a forward returns, as tuples, lists and dicts alone. Raises PlanError where no tensor is found in it."""
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(

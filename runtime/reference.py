@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.capture import switch_off_caches
+from planner.capture import caches_off
 from planner.errors import PlanError
 from planner.spec import Spec
 from runtime.lr import learning_rate
@@ -24,8 +24,6 @@ class OneProcess:
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self.model = copy.deepcopy(model)
-        for module in self.model.modules():
-            switch_off_caches(module)  # for generation: with one, some models mask otherwise
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
@@ -37,7 +35,8 @@ class OneProcess:
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of the global batch; gradients are left in ``.grad``."""
         self.optimizer.zero_grad()
-        loss = loss_of(self.model(**batch), self.spec.loss)
+        with caches_off(self.model):  # they are for generation: with one, some models mask otherwise
+            loss = loss_of(self.model(**batch), self.spec.loss)
         loss.backward()
         return loss.item()
 

@@ -13,7 +13,7 @@ Leaves:  one flat graph of functional ops whose output is the tuple of the tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +32,16 @@ KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
-                 constants: Mapping[str, torch.Tensor] | None = None) -> fx.GraphModule:
+                 constants: Mapping[str, torch.Tensor] | None = None, unread: Iterable[str] = ()) -> fx.GraphModule:
     """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
 
-    ``constants``: placeholder name → value, for indices that are written as a slice.
+    ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
+    nothing reads, left out.
     """
     writer = _Writer(constants or {})
     env: dict[fx.Node, Any] = {}
     for node in source.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and node.name not in unread:
             env[node] = writer.placeholder(node)
     writer.copy_body(source, env)
     by_name = {node.name: node for node in source.graph.nodes}

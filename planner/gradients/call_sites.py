@@ -53,6 +53,10 @@ def _first_argument(frame: FrameType) -> object:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def called_by_user() -> bool:
-    """Whether the function that asks was called from a line of the user's, not from within PyTorch."""
-    return not is_foreign_frame(sys._getframe(2).f_code.co_filename)
+def called_by_user(also: str = "") -> bool:
+    """Whether the function that asks was called from a line of the user's, not from within PyTorch.
+
+    ``also``: the end of the name of a file of PyTorch's that counts as the user's.
+    """
+    file = sys._getframe(2).f_code.co_filename
+    return not is_foreign_frame(file) or bool(also and file.endswith(also))

@@ -65,8 +65,9 @@ class PythonGradients:
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         # Below Function.apply, which a model may have taken hold of long before: `act = MyFunction.apply`.
         yield _SingleLevelFunction, "apply", classmethod(self._apply)
-        yield torch.inference_mode, "__enter__", self._enter_inference
-        yield torch.inference_mode, "__exit__", self._leave_inference
+        enter, leave = self._inference()
+        yield torch.inference_mode, "__enter__", enter
+        yield torch.inference_mode, "__exit__", leave
         yield torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward)
         yield Tensor, "data", property(self._data, self._set_data)
         yield Tensor, "grad", property(self._grad, self._grad_slot.__set__, self._grad_slot.__delete__)
@@ -132,14 +133,19 @@ class PythonGradients:
 
     # ---- modes
 
-    @staticmethod
-    def _enter_inference(mode: Any) -> None:
-        mode._recorded = torch.no_grad() if mode.mode else torch.enable_grad()
-        mode._recorded.__enter__()
+    def _inference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """In the place of its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
+        enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
-    @staticmethod
-    def _leave_inference(mode: Any, *error: Any) -> None:
-        mode._recorded.__exit__(*error)
+        def recorded_enter(mode: Any) -> Any:
+            of_user = called_by_user(also="_contextlib.py")  # that calls a decorated function
+            mode._recorded = (torch.no_grad() if mode.mode else torch.enable_grad()) if of_user else None
+            return mode._recorded.__enter__() if of_user else enter(mode)
+
+        def recorded_leave(mode: Any, *error: Any) -> Any:
+            return leave(mode, *error) if mode._recorded is None else mode._recorded.__exit__(*error)
+
+        return recorded_enter, recorded_leave
 
     def _enter_saved(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(hooks: Any) -> Any:

@@ -1,0 +1,138 @@
+"""For the time of one capture, the model's tensors have shapes but no memory, and then their values again.
+
+    p ⇄ fake      the Python object stays: whoever holds it (a module, a closure, a partial) sees the fake one meanwhile
+
+So the user's model itself is exported, not a copy of it: what a copy would leave behind (weights held by a closure, a
+patched forward, a hook) is captured like the rest, and nothing has to be copyable. Exchanged are parameters, buffers,
+and plain tensor attributes that are not on the CPU; a plain attribute with values stays, a constant of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.errors import PlanError
+
+_CONTAINERS = (list, tuple, dict)
+
+
+class Exchange:
+    """Owns the pairs (object of the model, stand-in that holds its values meanwhile)."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> None:
+        self._tensors = list(_unique([*model.parameters(), *model.buffers()]))
+        self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
+        self._dtype, self._mode = dtype, mode
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
+        try:
+            for tensor in self._tensors:
+                self._exchange(tensor, self._stand_in(tensor))
+            for tensor in self._plain:
+                self._exchange(tensor, fake(tensor, None, self._mode) if tensor.is_meta else tensor.detach().cpu())
+            yield
+        finally:
+            while self._pairs:
+                swap(*self._pairs[-1])
+                self._pairs.pop()
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        empty = fake(tensor, self._dtype, self._mode)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+            empty.__dict__.update(vars(tensor))
+        return empty
+
+    def _exchange(self, tensor: Tensor, stand_in: Tensor) -> None:
+        swap(tensor, stand_in)
+        self._pairs.append((tensor, stand_in))
+
+    def original(self, value: Tensor) -> Tensor | None:
+        """While exchanged: the model's tensor (its object) whose memory ``value`` sees, whole or in part."""
+        memory = storage_of(value)
+        for tensor, held in self._pairs:
+            if memory in (storage_of(tensor), storage_of(held)):
+                return tensor
+        return None
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """While exchanged: the tensor that holds the values of the model's ``tensor``; itself where it stayed."""
+        return next((held for own, held in self._pairs if own is tensor), tensor)
+
+
+def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Tensor:
+    """A new tensor of this shape without memory. On the CPU, not on meta: constants of a forward keep their values."""
+    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
+
+
+def swap(a: Tensor, b: Tensor) -> None:
+    """Exchange what two Python objects are: class, attributes and tensor.
+
+    As torch.utils.swap_tensors, which refuses tensors that something refers to weakly or that a graph of autograd
+    holds: here both are put back before anyone looks.
+    """
+    classes, attributes = (a.__class__, b.__class__), (a.__dict__, b.__dict__)
+    torch._C._swap_tensor_impl(a, b)
+    b.__class__, a.__class__ = classes
+    b.__dict__, a.__dict__ = attributes
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that are attributes of modules, or stand in lists and dicts there: neither parameters nor buffers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors_in(value, 3)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _CONTAINERS) and depth:
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(inner, depth - 1)
+
+
+def _unique(tensors: Any) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise PlanError where two trainable parameters lie on the same memory: an update of one would be one of both."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        is_plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if parameter.requires_grad and parameter.numel() and is_plain:
+            start = parameter.storage_offset()
+            last = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+            spans.setdefault(storage_of(parameter), []).append((start, start + last, name))
+    for held in spans.values():
+        held.sort()
+        for (_, stop, first), (start, _, second) in pairwise(held):
+            if start <= stop:
+                raise PlanError(
+                    f"the parameters {first} and {second} are two, but share memory: an update of one changes both",
+                    where=second.rpartition(".")[0],
+                    fix="tie them as one parameter (`b.weight = a.weight`), or give each memory of its own",
+                )
