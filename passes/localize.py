@@ -153,7 +153,7 @@ def _cross_entropy(scene: _Scene) -> None:
     names = ("logits", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     given: dict[str, Any] = dict(zip(names, scene.node.args, strict=False)) | dict(scene.node.kwargs)
     logits = given["logits"]
-    options = {k: given[k] for k in names[3:] if k in given}
+    options = {k: given[k] for k in names[2:] if given.get(k) is not None}
     scene.become(vocabulary_cross_entropy, (logits, given["target"], AXIS, int(logits.meta["val"].shape[1])), options)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.canonical.emit import Emit, Rewrite, applied, aten, dim_of, named, shape_of, table, viewed
+from planner.canonical.emit import Emit, Rewrite, applied, aten, dim_of, named, reshaped, shape_of, table, viewed
 
 UNREDUCED = 0
 
@@ -126,7 +126,13 @@ def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
     if logits is None or given["target"].meta["val"].is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
     reduced = (given["weight"], given["reduction"], given["ignore_index"])
-    return emit(aten.cross_entropy_loss.default, (logits, given["target"], *reduced), {}, node.meta["val"])
+    target, val = given["target"], node.meta["val"]
+    ndim = len(shape_of(logits))
+    if ndim > 2:  # [b, classes, d ..]: as rows [tokens, classes]
+        last = applied(emit, aten.permute.default, logits, [0, *range(2, ndim), 1])
+        logits, target = viewed(emit, last, [-1, shape_of(last)[-1]]), viewed(emit, target, [-1])
+    loss = emit(aten.cross_entropy_loss.default, (logits, target, *reduced), {}, val.reshape(-1) if val.dim() else val)
+    return reshaped(emit, loss, val)
 
 
 def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:

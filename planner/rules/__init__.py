@@ -10,7 +10,7 @@ import torch
 from planner.rules.attention import attention
 from planner.rules.base import Option, Rule, Site
 from planner.rules.contraction import contraction, grouped
-from planner.rules.convolution import convolution, group_norm, spatial
+from planner.rules.convolution import batch_norm, convolution, group_norm, spatial
 from planner.rules.embedding import embedding
 from planner.rules.indexing import (
     complex_view,
@@ -74,6 +74,8 @@ RULES: dict[Any, Rule] = {
     **_ops(complex_view, "view_as_complex view_as_real"),
     **_ops(convolution, "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"),
     **_ops(group_norm, "group_norm"),
+    **_ops(batch_norm, "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
+                       "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats"),
     **_ops(spatial, "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
                     "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
                     "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "

@@ -5,10 +5,12 @@
                   groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
     pooling …     channels cut; the spatial dims are whole
     group_norm    channels cut by whole groups
+    batch_norm    channels cut: each has statistics of its own, held or taken from the batch
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -33,7 +35,6 @@ def convolution(site: Site) -> Iterator[Option]:
     if given["groups"] == 1:
         yield from _columns(site, x, weight, channel)
         yield from _rows(site, x, weight, channel)
-        yield site.partial([x])
     else:
         yield from _groups(site, x, weight, channel, given["groups"])
 
@@ -93,3 +94,18 @@ def group_norm(site: Site) -> Iterator[Option]:
             yield site.option(cut, {x: cut}, "norm")
         elif cut.dim == 1 and len(cut.segments) == 1 and site.divides(groups) and not cut.padding:
             yield site.option(cut, {x: cut} | dict.fromkeys(others, Placement("V", 0, (Segment(size),))), "groups")
+
+
+def batch_norm(site: Site) -> Iterator[Option]:
+    """batch_norm(x [b, channels, ..], weight, bias, mean, variance, ..), instance_norm: all cut by channels alike.
+
+    Of a tuple the statistics are cut on another dim than the result: where they are read, all is whole.
+    """
+    x = site.inputs[0]
+    if any(user.target is operator.getitem and user.args[1] for user in site.node.users) or len(site.shape(x)) < 2:
+        return
+    others = site.inputs[1:]
+    cuts = {c for n in (x, site.node) for c in site.candidates(n) if c.dim == 1}
+    cuts |= {c.moved(1) for n in others for c in site.candidates(n) if c.dim == 0}
+    for cut in sorted(c for c in cuts if not c.padding and not c.has_whole_segment):
+        yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, "channels")

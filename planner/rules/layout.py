@@ -130,6 +130,7 @@ def cat(site: Site) -> Iterator[Option]:
     operands = arguments[0]
     if len(set(operands)) == len(operands):
         yield from _cat_along(site, list(operands), dim)
+    yield from _cat_wanted(site, list(operands), dim)
     yield site.partial(site.inputs)
 
 
@@ -141,6 +142,15 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
                 for c, n in zip(choices, operands, strict=True)]
         segments = tuple(s for c in cuts for s in c.segments)
         yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), "cat")
+
+
+def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
+    """A cut of the result that falls on whole operands: each is cut as its own segments (biases put together)."""
+    sizes = [site.shape(n)[dim] for n in operands]
+    for cut in site.candidates():
+        pieces = pieces_of(cut, sizes) if cut.dim == dim else None
+        if pieces is not None and all(pieces[operands.index(n)] == p for n, p in zip(operands, pieces, strict=True)):
+            yield site.option(cut, dict(zip(operands, pieces, strict=True)), "cat")
 
 
 def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:

@@ -20,7 +20,8 @@ def cross_entropy(site: Site) -> Iterator[Option]:
     assert isinstance(logits, fx.Node)
     assert isinstance(target, fx.Node)
     shape = site.shape(logits)
-    if len(shape) != 2 or len(site.inputs) != 2 or len(site.shape(target)) != 1:
+    weights = [n for n in site.inputs if n not in (logits, target)]  # one for each class, whole on every rank
+    if len(shape) != 2 or len(site.shape(target)) != 1 or any(site.grad(n) for n in weights):
         return
     cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
     for cut in sorted(cuts | set(vocabulary_cuts(site, shape[1], 1))):
