@@ -1,4 +1,4 @@
-"""Is attention cut over tp? Found by structure: products of two activations, and what feeds them.
+"""Is attention cut over tp? Found by structure: products of two activations around a softmax, and what feeds them.
 
 An attention site is one kind of such products in one module: sdpa, or the two products written by hand. Its heads are
 the dims that both operands and the result share, the batch aside. Where heads do not divide by tp the solver leaves a
@@ -18,6 +18,7 @@ from torch import fx
 from planner.divisibility import nearest_tp, nearest_words
 from planner.errors import PlanError
 from planner.rows.places import Places, glob_of
+from planner.rows.scores import PRODUCTS, has_scores, is_product_of_activations
 from planner.rules.contraction import equation, holds_weight
 from planner.source import PlanSource
 from planner.source_lines import module_of
@@ -87,17 +88,12 @@ def _site(source: PlanSource, nodes: list[fx.Node]) -> Site:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """A product of activations that both carry a gradient."""
+    """The fused op, or one of the two products on both sides of a softmax over scores."""
     if node.op != "call_function" or not node.meta.get("grad"):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
         return True
-    if node.target not in _PRODUCTS:
-        return False
-    return len(_operands(node)) > 1 and all(n.meta.get("grad") and not holds_weight(n) for n in _operands(node))
-
-
-_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
+    return is_product_of_activations(node) and has_scores(node)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -151,7 +147,7 @@ def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
 
 def equation_like(node: fx.Node) -> bool:
     """Whether the node is a product that contracts, of any spelling."""
-    return node.target in {*_PRODUCTS, aten.linear.default, aten.mm.default}
+    return node.target in {*PRODUCTS, aten.linear.default, aten.mm.default}
 
 
 def weight_of(node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_p
 from planner.rows.parameters import parameter_rows
 from planner.rows.places import Places
 from planner.rows.reasons import Reasons
+from planner.rows.uncut import check_something_is_cut
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.source import PlanSource
@@ -22,9 +23,10 @@ from planner.spec import Spec
 
 
 def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
-    """The frozen Plan of all decisions. Raises PlanError where tp divides no attention of the model."""
+    """The frozen Plan of all decisions. Raises PlanError where tp divides no attention of the model, or nothing."""
     places, sites = Places(source), attention_sites(source)
     check_attention(source, sites, places)
+    check_something_is_cut(source, sites, spec.tensor_parallel.vocabulary_multiple)
     reasons, buffers = Reasons(source, sites), buffers_of(spec, source)
     run = simulate(schedule)
     orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)

@@ -251,3 +251,63 @@ LOOPS: dict[str, Callable[[], nn.Module]] = {
     "summed": SummedHeads,
     "stacked heads": StackedHeads,
 }
+
+
+# ---- products of activations that are no attention
+
+
+class Mixing(nn.Module):
+    """``way(q, k, v)`` over three projections [b, s, w] of what comes in; gives [b, s, w]."""
+
+    def __init__(self, way: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.parts, self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.way(*(part(x) for part in self.parts)))
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = heads_of(q).softmax(-1), heads_of(k).softmax(-2), heads_of(v)
+    return (q @ (k.mT @ v)).transpose(1, 2).flatten(2)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (heads_of(q) @ heads_of(k).mT @ heads_of(v)).transpose(1, 2).flatten(2)
+
+
+def mixing_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bsw,btw,btv->bsv", q, k.sigmoid(), v)
+
+
+def covariance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    centred = k - k.mean(1, keepdim=True)
+    return q + v @ (centred.mT @ centred)
+
+
+def similarity(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v * (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).log_softmax(-1).diagonal(dim1=1, dim2=2)[..., None]
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A state-space layer written as a product with decays over the past."""
+    decay = F.logsigmoid(heads_of(k).mean(-1)).cumsum(-1)
+    past = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+    return (past @ heads_of(v) * heads_of(q)).transpose(1, 2).flatten(2)
+
+
+NO_ATTENTION = {f.__name__: f for f in (linear_attention, grouped, mixing_einsum, covariance, similarity, scan)}
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((heads_of(q) @ heads_of(k).mT).softmax(-1) @ heads_of(v)).transpose(1, 2).flatten(2)
+
+
+def by_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raised = torch.einsum("bhsd,bhtd->bhst", heads_of(q), heads_of(k)).exp()
+    weights = raised / raised.sum(-1, keepdim=True)
+    return torch.einsum("bhst,bhtd->bshd", weights, heads_of(v)).flatten(2)
+
+
+ATTENTION = {f.__name__: f for f in (by_hand, by_exponentials, attend)}

@@ -6,15 +6,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.passes.simulated_model import assert_equals_one_process, num_collectives
+from planner import Plan, PlanError
+from tests.passes.simulated_model import assert_equals_one_process, num_collectives, planned
 from tests.planner.needless import (
+    ATTENTION,
     LOSSES,
+    NO_ATTENTION,
     ConvolutionModule,
     JoinedBiases,
     JoinedBiasesOfFive,
     Layered,
+    Mixing,
     Mlp,
     batch,
 )
@@ -42,3 +47,57 @@ def test_a_loss_over_classes_leaves_the_head_cut(name):
     assert made.summary.flops_sharded_fraction == 1.0
     assert num_collectives(made) == OUTSIDE + 2 * 2
     assert [p.style for p in made.parameters if p.name == "head.weight"] == ["vocab"]
+
+
+def warnings_of(made: Plan) -> str:
+    return "; ".join(d.what for d in made.diagnostics if d.level == "warning")
+
+
+class Three(nn.Module):
+    """What ``way`` makes beside an MLP that tp 3 divides; its own 4 heads it does not."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.mixing, self.up, self.down = Mixing(way), nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x + self.mixing(x))))
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_products_of_activations_without_scores_are_not_called_attention(name):
+    assert "attention" not in warnings_of(planned(lambda: Layered(lambda: Three(NO_ATTENTION[name])), batch(), 3))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_heads_around_a_softmax_are(name):
+    with pytest.raises(PlanError, match="attention: 4 query heads not divisible by tp = 3"):
+        planned(lambda: Layered(lambda: Three(ATTENTION[name])), batch(), 3)
+
+
+class Vectors(nn.Module):
+    """No matrix at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return ((ids.double().unsqueeze(-1) * self.scale).sum(-1) - labels).square().mean()
+
+
+@pytest.mark.parametrize(("make", "tp", "fix"), [
+    (lambda: Layered(Mlp), 1_000_000_007, "choose tp from {1, 64}"),
+    (lambda: Layered(Mlp), 3, "choose tp from {1, 2, 4}"),
+    (Vectors, 2, "set mesh.tp: 1"),
+])
+def test_a_tp_that_cuts_nothing_is_an_error_with_one_that_does(make, tp, fix):
+    with pytest.raises(PlanError, match=f"tp = {tp} cuts nothing") as caught:
+        planned(make, batch(), tp)
+    assert str(caught.value).endswith(f"fix: {fix}")
+    assert "at:  mesh.tp" in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "tp"), [(lambda: Layered(Mlp), 3), (Vectors, 2)])
+def test_overrides_may_ask_for_just_that(make, tp):
+    assert {p.style for p in planned(make, batch(), tp, {"*": "replicate"}).parameters} == {"replicate"}

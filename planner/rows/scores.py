@@ -1,0 +1,68 @@
+"""Which products of activations are attention: those with a softmax over scores between them.
+
+    scores = q @ kᵀ  →  scale, mask, bias  →  softmax  →  dropout, casts  →  @ v
+
+Grouped products, covariances, similarities for a loss, linear attention and state-space mixing are products of two
+activations as well, and none of attention: they have no scores whose heads must stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import fx
+
+from planner.flops import node_flops
+from planner.rules.contraction import holds_weight
+
+aten = torch.ops.aten
+PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
+SOFTMAXES = {aten.softmax.int, aten._softmax.default, getattr(aten, "_safe_softmax", aten._softmax).default,
+             aten.exp.default}  # exp: a softmax written by hand
+_MAX_WALK = 400
+
+
+def is_product_of_activations(node: fx.Node) -> bool:
+    """A product whose operands all carry a gradient and are no weights."""
+    operands = node.all_input_nodes
+    return node.op == "call_function" and node.target in PRODUCTS and len(operands) > 1 \
+        and all(n.meta.get("grad") and not holds_weight(n) for n in operands)
+
+
+def has_scores(product: fx.Node) -> bool:
+    """Whether a product of activations makes scores that a softmax turns into the factors of another, or reads such."""
+    if "has_scores" not in product.meta:
+        ahead = _softmaxes(product, _readers)
+        behind = _softmaxes(product, _operands)
+        product.meta["has_scores"] = any(_meets_product(s, _readers) for s in ahead) \
+            or any(_meets_product(s, _operands) for s in behind)
+    return product.meta["has_scores"]
+
+
+def _softmaxes(product: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    return [n for n in _up_to_products(product, step) if n.target in SOFTMAXES]
+
+
+def _meets_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+    return any(is_product_of_activations(n) for n in _up_to_products(softmax, step))
+
+
+def _up_to_products(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """What follows ``start`` by ``step``, through everything but products; these come too."""
+    stack, seen = [start], {start}
+    while stack and len(seen) < _MAX_WALK:
+        for node in step(stack.pop()):
+            if node not in seen and node.op == "call_function" and node.meta.get("grad"):
+                seen.add(node)
+                yield node
+                if not node_flops(node):
+                    stack.append(node)
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    return node.users
+
+
+def _operands(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
