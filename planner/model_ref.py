@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import random
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,9 +43,17 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -
     name, colon, attribute = reference.rpartition(":")
     if not colon or not name or not attribute:
         raise PlanError(f"MODEL {reference!r} is not understood", fix=f"write {FORMS}")
+    seed_generators(seed)  # before the import: a file may build its model right there
     source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     return _call(_attribute(source, attribute, reference), reference)
+
+
+def seed_generators(seed: int) -> None:
+    """Torch's generators, Python's and NumPy's: a constructor may draw from any of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 def pretrained_directory(reference: str) -> Path | None:
@@ -166,7 +176,7 @@ def _hugging_face(path: Path, materialize: bool, seed: int) -> nn.Module:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
     config = _read_config(path)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     if materialize and path.is_dir() and list(path.glob("*.safetensors")):
         build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(path)  # noqa: E731
     else:

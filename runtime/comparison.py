@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isnan
@@ -17,20 +17,32 @@ NOISE = 8.0  # rounding errors of the model's largest gradient that any gradient
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences: ``loss`` and ``gradient`` relative, ``parameter`` absolute after a few updates."""
+    """Allowed differences: ``loss`` and ``gradient`` relative, ``parameter`` absolute after ``num_updates`` updates.
+
+    A parameter's own rounding comes on top: see ``rounding``.
+    """
 
     dtype: torch.dtype
     loss: float
     gradient: float
     parameter: float
+    num_updates: int = 1
 
     @classmethod
-    def of(cls, dtype: torch.dtype, lr: float, given: float | None = None) -> Tolerance:
+    def of(cls, dtype: torch.dtype, lr: float, given: float | None = None, *, num_updates: int = 1) -> Tolerance:
         """By the lowest precision that a model computes in; ``given`` replaces those of loss and gradients."""
         table = {torch.float64: (1e-10, 1e-8, 1e-4), torch.float32: (2e-6, 5e-5, 0.2)}
-        loss, gradient, updates = table.get(dtype, (2e-2, 1e-1, 2.0))
-        # AdamW moves an element by about lr whatever its gradient's size: a noisy sign is worth 2·lr, not less.
-        return cls(dtype, given or loss, given or gradient, updates * lr)
+        # AdamW moves an element by about lr whatever its gradient's size: a noisy sign is worth 2·lr an update.
+        loss, gradient, updates = table.get(dtype, (2e-2, 1e-1, 2.0 * num_updates))
+        return cls(dtype, given or loss, given or gradient, updates * lr, num_updates)
+
+    def rounding(self, truth: Tensor) -> Tensor:
+        """What the dtype of a stored parameter adds, by element: up to one step between neighbours, eps·|x|, an update.
+
+        In bfloat16 that is more than the update itself. One process rounds at each update; the engine updates float32
+        main weights and rounds once.
+        """
+        return truth.detach().double().abs() * (torch.finfo(truth.dtype).eps * self.num_updates)
 
     def gradient_floor(self, largest: float) -> float:
         """Below this size a gradient is rounding noise of the model's ``largest`` (as of a key's bias in attention)."""
@@ -52,7 +64,7 @@ class Row:
 
     @property
     def severity(self) -> float:
-        return self.difference / self.allowed
+        return self.difference / max(self.allowed, 1e-300)
 
     def __str__(self) -> str:
         missing = "is missing or not finite" if self.difference == inf else f"differs by {self.difference:.2e}"
@@ -67,17 +79,42 @@ def compare_values(kind: str, found: Sequence[float], truth: Sequence[float], al
     ]
 
 
-def compare_tensors(
-    kind: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Tolerance
+def compare_gradients(
+    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance
 ) -> list[Row]:
-    """The largest difference of each tensor: for gradients relative to its own largest element, else absolute."""
-    if kind == "parameter":
-        return [Row(kind, n, _distance(found.get(n), t), allowed.parameter) for n, t in truth.items()]
-    floor = allowed.gradient_floor(max((_largest(t) for t in truth.values()), default=0.0))
-    return [
-        Row(kind, n, _distance(found.get(n), t) / max(_largest(t), floor, 1e-300), allowed.gradient)
-        for n, t in truth.items()
-    ]
+    """The largest difference of each gradient, relative to its own largest element.
+
+    A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
+    ``truth`` (the loss does not depend on it) stands for zeros.
+    """
+    floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
+    rows = []
+    for name in dict.fromkeys((*truth, *found)):
+        true, mine = truth.get(name), found.get(name)
+        if true is None and mine is not None:
+            true = torch.zeros_like(mine)
+        if true is not None:
+            size = max(_largest(true), floor, 1e-300)
+            rows.append(Row("gradient", name, _distance(mine, true) / size, allowed.gradient))
+    return rows
+
+
+def compare_parameters(
+    found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Tolerance, still: Container[str] = ()
+) -> list[Row]:
+    """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit."""
+    return [_parameter_row(n, found.get(n), t.detach(), allowed, n in still) for n, t in truth.items()]
+
+
+def _parameter_row(name: str, found: Tensor | None, truth: Tensor, allowed: Tolerance, is_still: bool) -> Row:
+    if is_still or not truth.is_floating_point():
+        return Row("parameter", name, _distance(found, truth), 0.0)
+    limit = allowed.rounding(truth) + allowed.parameter
+    if found is None or found.shape != truth.shape or not truth.numel():
+        return Row("parameter", name, _distance(found, truth), allowed.parameter)
+    difference = (found.to(truth.device, torch.float64) - truth.double()).abs()
+    worst = int((difference / limit).nan_to_num(inf).argmax())
+    return Row("parameter", name, _finite(difference.view(-1)[worst].item()), limit.view(-1)[worst].item())
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from planner.spec import Spec
 from runtime.batches import BatchLayout, check_first_batch, num_tokens
 from runtime.executor import Executor, Step
 from runtime.groups import RankMesh, default_store, open_groups
+from runtime.initial_weights import differing, identity_of, take_constants, take_weights
 from runtime.lr import learning_rate
 from runtime.p2p import Transport
 from runtime.pretrained import load_pretrained
@@ -75,7 +76,11 @@ class Engine:
 
     def _open(self, device: torch.device | None, timeout_seconds: float) -> None:
         global _engines_made
-        common = {"the plan (by hash)": self.plan.hash()[:16], "the version of torch": torch.__version__}
+        common = {
+            "the plan (by hash)": self.plan.hash()[:16],
+            "the version of torch": torch.__version__,
+            "what the model holds (names, shapes, dtypes)": identity_of(self.plan),
+        }
         tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
         self.groups = open_groups(_mesh(self.plan), common, tied, device=device, timeout_seconds=timeout_seconds)
         self.mesh = _mesh(self.plan, self.groups.rank)
@@ -86,10 +91,13 @@ class Engine:
 
     def _build(self, program: RankProgram | None) -> None:
         groups, mesh = self.groups, self.mesh
+        differ = differing(self.plan, groups, self.spec.initial_weights)
+        take_constants(self.plan, groups, differ)
         self.program = program or lower(self.plan, groups.rank, groups.device)
         for name, axis in self.program.axes.items():
             axis.group = getattr(groups, name, None)
-        self._fresh = fill(self.program.stages, self._weights, mesh.tp, groups.tp_rank, groups.device)
+        fresh = fill(self.program.stages, self._weights, mesh.tp, groups.tp_rank, groups.device)
+        self._fresh = take_weights(self.plan, self.program, self._weights, groups, differ, fresh)
         self._kept = keep(self.plan, self.program.stages, self._weights, groups.rank)
         self._weights.release()
         release = getattr(self.plan.source, "release", None)

@@ -1,4 +1,6 @@
-"""Lowered graphs with one exchange missing: a comparison with one process that stays green then would prove nothing.
+"""Plans that are wrong on purpose: a comparison with one process that stays green then would prove nothing.
+
+One exchange of the lowered graphs missing, or one parameter frozen.
 
 Exchanges are numbered over all stages, in the order of each stage's graph. A missing one leaves every shape as it was:
 sums are left partial, and parts of other ranks are filled with this rank's own.
@@ -19,6 +21,7 @@ from passes.vocabulary import vocabulary_cross_entropy
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
+from planner.source import PlanSource
 from planner.types import Placement
 
 
@@ -39,6 +42,25 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         )
     assert mine is not None
     return mine
+
+
+def freeze_parameter(plan: Plan, fqn: str) -> None:
+    """Make a trainable parameter of the captured program a constant, as a capture that loses it would.
+
+    ``plan`` itself is changed. Raises PlanError where the program reads no such parameter.
+    """
+    source = plan.source
+    assert isinstance(source, PlanSource), "a loaded plan has no captured program"
+    program, values = source.program, dict(source.model.named_parameters()) if source.model is not None else {}
+    name = next((node for node, parameter in program.parameters.items() if parameter == fqn), None)
+    if name is None or fqn not in values:
+        raise PlanError(
+            f"there is no parameter {fqn} to freeze",
+            where="freeze_parameter",
+            fix=f"name one of {', '.join(list(program.parameters.values())[:8])}",
+        )
+    del program.parameters[name]
+    program.constants[name] = values[fqn].detach().clone().to(program.node(name).meta["val"].dtype)
 
 
 def num_collectives(plan: Plan) -> int:

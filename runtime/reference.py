@@ -2,11 +2,15 @@
 
 No decision of the planner and no pass takes part, so a difference to the engine is a difference to what the user's
 model computes alone.
+
+The model is trained itself, not a copy of it. A copy may be another model: what a closure, a hook or a patched forward
+holds stays the original's, so that a copied reference would forget the same weights as a copied capture, and agree with
+it. A second build from the same seed would do as well where every draw of the constructor follows torch's seed, and
+only there; the object itself needs no such trust, and ``Untouched`` shows that nobody has changed it before.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,14 +20,36 @@ from torch import Tensor, nn
 from planner.capture import caches_off
 from planner.errors import PlanError
 from planner.spec import Spec
+from runtime.fingerprint import fingerprint_of_model
 from runtime.lr import learning_rate
 
 
+class Untouched:
+    """Owns the fingerprints of a model's weights as they were when it was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = fingerprint_of_model(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise PlanError where ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
+        now = fingerprint_of_model(model)
+        names = [name for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
+        if names:
+            raise PlanError(
+                f"the plan or its engine has changed the model: {names[0]}, {len(names)} tensors in all",
+                where=names[0].rpartition(".")[0],
+                fix="this is meshwright's own fault: please report it with the model",
+            )
+
+
 class OneProcess:
-    """Owns a copy of the model, torch's AdamW over it, and the count of updates."""
+    """Trains ``model`` itself. Owns torch's AdamW over it, and the count of updates.
+
+    Made after the engine that it is compared with, which takes its weights from the same model.
+    """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
-        self.model = copy.deepcopy(model)
+        self.model = model
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec

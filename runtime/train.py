@@ -76,20 +76,21 @@ def run_rank(job: Job) -> list[StepRow]:
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
     leads = int(os.environ.get("RANK", "0")) == 0
-    beside = OneProcess(_with_values(model, job, spec), spec) if job.compare and leads else None
     decided = plan(model, spec)
+    alone = _with_values(model, job, spec) if job.compare and leads else None
     del model
     rows = []
     progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
     with Engine(decided) as engine, progress:
         if weights is not None:
             engine.load_pretrained(weights)
+        # after the engine has taken its weights: the one process trains the model itself
+        beside = None if alone is None else OneProcess(alone, spec)
         for step in range(job.num_steps):
             batch = batches.batch(step)
             report = engine.train_step(batch)
             if leads:
-                alone = beside.train_step(batch) if beside else None
-                rows.append(_row(step + 1, report, alone))
+                rows.append(_row(step + 1, report, beside.train_step(batch) if beside else None))
                 progress.show(rows[-1])
     return rows
 

@@ -1,7 +1,7 @@
 """Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
 
-The truth is the user's unmodified model on the whole global batch (runtime.reference). Dropout is off on both sides:
-its masks depend on the order in which a process draws them.
+The truth is the user's unmodified model on the whole global batch, the object itself and no copy (runtime.reference).
+Dropout is off on both sides: its masks depend on the order in which a process draws them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from planner.frozen_plan import Plan
 from planner.model_ref import load_model, pretrained_directory
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
-from runtime.comparison import Row, Tolerance, compare_tensors, compare_values, lowest_precision
+from runtime.comparison import (
+    Row,
+    Tolerance,
+    compare_gradients,
+    compare_parameters,
+    compare_values,
+    lowest_precision,
+)
 from runtime.engine import Engine
 from runtime.launch import RankError, launch
+from runtime.mutants import freeze_parameter, without_collective
 from runtime.pretrained import check_pretrained
-from runtime.reference import OneProcess
+from runtime.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
 IGNORED_FRACTION = 0.25  # of the labels, where the loss skips some: microbatches then hold different token counts
@@ -40,6 +48,7 @@ class VerifyJob:
     num_steps: int = 1
     remove_collective: int | None = None
     tolerance: float | None = None
+    freeze_parameter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +88,13 @@ def verify(
     steps: int = 1,
     remove_collective: int | None = None,
     tolerance: float | None = None,
+    freeze_parameter: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> VerifyReport:
     """Start the plan's ranks here and compare ``steps`` updates with one process.
 
     ``remove_collective``: take the n-th inserted collective out of the lowered graphs, to see the comparison turn red.
+    ``freeze_parameter``: make this trainable parameter of the captured program a constant, likewise.
     ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
@@ -91,7 +102,7 @@ def verify(
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
     world_size = decided.mesh.world_size
-    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance)
+    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance, freeze_parameter)
     if world_size == 1:
         return verify_rank(job)
     try:
@@ -107,11 +118,15 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     spec = Spec.load(job.spec)
     has_weights = pretrained_directory(job.model) is not None
     model = load_model(job.model, materialize=not has_weights, seed=spec.seed).eval()
+    untouched = Untouched(model)
     decided = plan(model, spec)
+    if job.freeze_parameter is not None:
+        freeze_parameter(decided, job.freeze_parameter)
     batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
     found = _run_plan(decided, batches, job)
     if int(os.environ.get("RANK", "0")) != 0:
         return VerifyReport(())
+    untouched.check(model)
     if has_weights:  # the plan read its slices, the one process reads all, by transformers
         model = load_model(job.model, materialize=True, seed=spec.seed).eval()
     rows, precision = _compare(found, OneProcess(model, spec), batches, spec, job.tolerance)
@@ -185,8 +200,6 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
 
 
 def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -> dict[str, Any]:
-    from runtime.mutants import without_collective
-
     rank = int(os.environ.get("RANK", "0"))
     program = None if job.remove_collective is None else without_collective(decided, rank, job.remove_collective)
     with Engine(decided, program=program) as engine:
@@ -208,16 +221,17 @@ def _compare(
 ) -> tuple[list[Row], torch.dtype]:
     with lowest_precision() as seen:
         losses = [one.forward_backward(batches[0])]
-    allowed = Tolerance.of(seen.dtype, spec.optimizer.lr, tolerance)
-    gradients = {n: p.grad.clone() for n, p in _named(one.model) if p.grad is not None}
+    allowed = Tolerance.of(seen.dtype, spec.optimizer.lr, tolerance, num_updates=len(batches))
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in _named(one.model)}
     norms = [one.update()]
     for batch in batches[1:]:
         losses.append(one.forward_backward(batch))
         norms.append(one.update())
     rows = compare_values("loss", found["losses"], losses, allowed.loss)
     rows += compare_values("norm", found["norms"], norms, allowed.gradient)
-    rows += compare_tensors("gradient", found["gradients"], gradients, allowed)
-    rows += compare_tensors("parameter", found["parameters"], dict(_named(one.model)), allowed)
+    rows += compare_gradients(found["gradients"], gradients, allowed)
+    still = {name for name, p in _named(one.model) if p.grad is None and gradients[name] is None}
+    rows += compare_parameters(found["parameters"], dict(_named(one.model)), allowed, still)
     return rows, seen.dtype
 
 

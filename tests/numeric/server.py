@@ -8,7 +8,6 @@ The truth is written out here in plain torch: the unmodified model, the whole gl
 from __future__ import annotations
 
 import atexit
-import copy
 import importlib
 import multiprocessing
 import os
@@ -219,12 +218,14 @@ class Bench:
 
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
     import planner.api
+    from runtime.fingerprint import fingerprint_of_model
     from tests.numeric import zoo
 
     other.close()
     entry = zoo.build(first.model)
     if first.rest.get("train"):
         entry.model.train()
+    built = fingerprint_of_model(entry.model)
     original, captured, truths = planner.api.capture, {}, {}
 
     def capture_once(model: nn.Module, inputs: Any, **options: Any) -> Any:
@@ -251,7 +252,7 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
             if kind.startswith("check"):
                 key = (case.num_sequences, str(case.rest.get("optimizer")), str(case.rest.get("precision")))
                 if key not in truths:
-                    truths[key] = in_fork(one_process, entry, case)
+                    truths[key] = in_fork(one_process, entry, case, built)
                 truth = truths[key]
             answer = in_fork(_answer, kind, entry, host, case, truth, os.urandom(4).hex()), None
         except Exception as error:
@@ -310,11 +311,17 @@ def steps(decided: Any, batches: list[dict[str, Tensor]]) -> Found | None:
     return Found(losses, norms, dict(gradients), parameters, evaluated) if parameters else None
 
 
-def one_process(entry: Any, case: Case) -> Found:
-    """The unmodified model on the whole global batch."""
-    from runtime.comparison import lowest_precision
+def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
+    """The unmodified model on the whole global batch: the object itself, which this fork alone trains.
 
-    model = copy.deepcopy(entry.model)
+    The bench captured it before; that it left it as it was built is checked. A copy would be another model where a
+    closure or a hook holds weights.
+    """
+    from runtime.comparison import lowest_precision
+    from runtime.fingerprint import fingerprint_of_model
+
+    model = entry.model
+    assert fingerprint_of_model(model) == built, "planning has changed the model"
     given = case.rest.get("precision") or {}
     if given.get("parameters"):
         model.to(getattr(torch, given["parameters"]))

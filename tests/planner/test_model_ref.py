@@ -153,3 +153,19 @@ def test_own_package_of_our_name_is_said(source, tmp_path):
     path = source("import runtime.blocks_of_mine\n")
     with pytest.raises(PlanError, match="imports its own 'runtime', which meshwright's package of the same name hides"):
         load_model(f"{path}:build")
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "float(numpy.random.rand())", "torch.rand(()).item()"])
+@pytest.mark.parametrize("place", ["in the constructor", "at the import"])
+def test_every_generator_that_a_model_may_draw_from_is_seeded(source, draw, place):
+    value = draw if place == "in the constructor" else "DRAWN"
+    path = source(f"""
+import random, numpy, torch
+DRAWN = {draw}
+def build():
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, {value})
+    return model
+""")
+    first, again, other = (load_model(f"{path}:build", seed=seed).weight.item() for seed in (1, 1, 2))
+    assert first == again != other

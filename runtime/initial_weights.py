@@ -1,0 +1,149 @@
+"""All ranks begin with the same weights: rank 0's, where a model was built without a seed.
+
+    fingerprint of every tensor     rank 0's to all, then the lowest rank that differs: two small exchanges
+    broadcast                       those tensors alone, one at a time, whole; each rank keeps its shards
+    require_equal                   one error on all ranks
+
+What has no values yet (parameters on meta) is the same everywhere: its fresh values come from the seed of the spec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.base import LocalParameter, RankProgram, StageModule
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.source import PlanSource
+from runtime.fingerprint import fingerprint
+from runtime.groups import Groups
+from runtime.weight_sources import WeightSource
+from runtime.weights import shard
+
+Fresh = list[tuple[StageModule, LocalParameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that every rank has when it begins; ``kind``: parameter, buffer or constant."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def held_tensors(plan: Plan) -> list[Held]:
+    """Parameters by the plan, buffers and lifted constants by the captured graph: on every rank the same list."""
+    rows = [Held("parameter", p.name, tuple(p.shape), getattr(torch, p.dtype)) for p in plan.parameters]
+    if not isinstance(plan.source, PlanSource):
+        return rows
+    program = plan.source.program
+    buffers = {fqn: program.node(node).meta["val"] for node, fqn in sorted(program.buffers.items())}
+    rows += [Held("buffer", fqn, tuple(value.shape), value.dtype) for fqn, value in buffers.items()]
+    constants = sorted(program.constants.items())
+    return rows + [Held("constant", name, tuple(value.shape), value.dtype) for name, value in constants]
+
+
+def identity_of(plan: Plan) -> str:
+    """What must be equal before values are exchanged: the tensors' names, shapes and dtypes."""
+    return hashlib.sha256(repr(held_tensors(plan)).encode()).hexdigest()[:16]
+
+
+def differing(plan: Plan, groups: Groups, mode: str) -> list[Held]:
+    """What some rank holds with other values than rank 0. Every rank calls it.
+
+    Raises PlanError on every rank, where ``mode`` is require_equal and something differs.
+    """
+    if groups.world is None:
+        return []
+    held, world_size = held_tensors(plan), groups.mesh.world_size
+    own = torch.tensor(list(_fingerprints(plan, held)), dtype=torch.int64, device=groups.device)
+    first = own.clone()
+    dist.broadcast(first, 0, group=groups.world)
+    odd = torch.where(own == first, world_size, groups.rank)
+    dist.all_reduce(odd, dist.ReduceOp.MIN, group=groups.world)
+    found = [(tensor, rank) for tensor, rank in zip(held, odd.tolist(), strict=True) if rank < world_size]
+    if found and mode == "require_equal":
+        (tensor, rank), others = found[0], len(found) - 1
+        more = f" (and {others} more)" if others else ""
+        raise PlanError(
+            f"rank {rank} begins with other weights than rank 0: {tensor.kind} {tensor.name}{more}",
+            where="initial_weights",
+            fix="call torch.manual_seed with one number on every rank before the model is built, or set "
+            "initial_weights: broadcast",
+        )
+    return [tensor for tensor, _ in found]
+
+
+def take_constants(plan: Plan, groups: Groups, differ: list[Held]) -> None:
+    """Rank 0's constants into the captured graph, before it is lowered: passes cut and fold them."""
+    for held in differ:
+        if held.kind == "constant":
+            assert isinstance(plan.source, PlanSource), "held_tensors lists constants of a captured program alone"
+            constants = plan.source.program.constants
+            constants[held.name] = _from_rank_0(held, constants[held.name], groups).to(constants[held.name].device)
+
+
+@torch.no_grad()
+def take_weights(
+    plan: Plan, program: RankProgram, source: WeightSource, groups: Groups, differ: list[Held], fresh: Fresh
+) -> Fresh:
+    """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns what is still fresh."""
+    for held in differ:
+        if held.kind == "parameter":
+            full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
+            full = _from_rank_0(held, full, groups)
+            for stage, parameter in _places(program, held.name):
+                local = shard(full, parameter.placement, groups.mesh.tp, groups.tp_rank)
+                stage.parameter(held.name).data.copy_(local)
+        elif held.kind == "buffer":
+            full = _from_rank_0(held, source.buffer(held.name) if groups.rank == 0 else None, groups)
+            for target in _buffers(plan, program, held.name):
+                target.copy_(full)
+    taken = {held.name for held in differ if held.kind == "parameter"}
+    return [(stage, parameter) for stage, parameter in fresh if parameter.fqn not in taken]
+
+
+def _fingerprints(plan: Plan, held: list[Held]) -> Iterator[int]:
+    model = getattr(plan.source, "model", None)
+    assert model is not None, "the model was let go before its weights were compared"
+    values = {
+        "parameter": dict(model.named_parameters(remove_duplicate=False)),
+        "buffer": dict(model.named_buffers(remove_duplicate=False)),
+        "constant": getattr(getattr(plan.source, "program", None), "constants", {}),
+    }
+    return (fingerprint(values[tensor.kind][tensor.name]) for tensor in held)
+
+
+def _from_rank_0(held: Held, value: Tensor | None, groups: Groups) -> Tensor:
+    """The whole tensor, on this rank's device. As bytes: no backend sends every dtype."""
+    if groups.rank == 0 and value is not None:
+        full = value.detach().to(device=groups.device, dtype=held.dtype, copy=True).contiguous()
+        mismatch = tuple(full.shape) != held.shape
+        assert not mismatch, f"{held.name}: {list(full.shape)} is not {list(held.shape)}"
+    else:
+        full = torch.empty(held.shape, dtype=held.dtype, device=groups.device)
+    dist.broadcast(full.view(-1).view(torch.uint8), 0, group=groups.world)
+    return full
+
+
+def _places(program: RankProgram, fqn: str) -> Iterator[tuple[StageModule, LocalParameter]]:
+    return ((stage, p) for stage in program.stages for p in stage.parameters if p.fqn == fqn)
+
+
+def _buffers(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
+    """Where this rank has a buffer of the model: in its stages, and in the graph that counts what losses divide by."""
+    for stage in program.stages:
+        if fqn in stage.buffers:
+            yield stage.module.get_buffer(stage.attributes[fqn])
+    if program.count_module is not None and isinstance(plan.source, PlanSource):
+        counted = dict(program.count_module.named_buffers())
+        names = [node for node, name in plan.source.program.buffers.items() if name == fqn and node in counted]
+        yield from (counted[node] for node in names)

@@ -1,0 +1,134 @@
+"""Ranks that begin with other weights than rank 0 take rank 0's, or are refused: a model needs no seed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import GPT
+from planner import plan
+from planner.errors import PlanError
+from planner.meta_init import meta_parameters
+from planner.spec import Spec
+from runtime.engine import Engine
+from runtime.initial_weights import held_tensors
+from runtime.launch import launch
+from runtime.reference import OneProcess
+
+LENGTH, VOCABULARY, SIZE = 8, 37, 8
+LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "pp": 2}, {"tp": 2, "dp": 2})
+
+
+class Model(nn.Module):
+    """A GPT with a tied head, frozen and trainable weights beside it, and buffers: random ones, and class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(vocabulary=VOCABULARY, length=LENGTH, width=16, num_layers=2, num_heads=2, dropout=0.0)
+        self.frozen = nn.Parameter(torch.rand(VOCABULARY), requires_grad=False)
+        self.register_buffer("noise", torch.rand(VOCABULARY), persistent=False)
+        self.register_buffer("weights", torch.rand(VOCABULARY) + 0.5)
+        self.noise: Tensor
+        self.weights: Tensor
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        logits = self.gpt(input_ids)[0] + self.noise * self.frozen
+        return nn.functional.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), self.weights)
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def spec_of(**rest: Any) -> dict[str, Any]:
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    return {"mesh": {}, "batch": {"global": SIZE, "micro": 2}, "inputs": {"input_ids": ids, "targets": ids}, **rest}
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randint(VOCABULARY, (SIZE, LENGTH), generator=generator) for n in ("input_ids", "targets")}
+
+
+def train(model: nn.Module, spec: dict[str, Any]) -> dict[str, Any]:
+    with Engine(plan(model, spec), timeout_seconds=60) as engine:
+        begun = engine.gather_parameters()
+        losses = [engine.train_step(batch(step)).loss for step in range(3)]
+        return {"begun": begun, "losses": losses, "parameters": engine.gather_parameters()}
+
+
+def own_seed_each() -> list[dict[str, Any]]:
+    """Every layout, each rank with weights of its own."""
+    rank = int(os.environ["RANK"])
+    return [train(build(seed=rank), spec_of(mesh=mesh)) for mesh in LAYOUTS]
+
+
+@pytest.mark.slow
+def test_ranks_without_a_common_seed_equal_one_process_with_the_weights_of_rank_0():
+    for found in launch(own_seed_each, 4, timeout_seconds=200)[0]:
+        begun = dict(build(seed=0).named_parameters(remove_duplicate=False))
+        assert found["begun"].keys() == begun.keys()
+        assert all(torch.equal(found["begun"][name], value) for name, value in begun.items())
+        one = OneProcess(build(seed=0), Spec.load(spec_of()))
+        assert found["losses"] == pytest.approx([one.train_step(batch(step)) for step in range(3)], rel=1e-10)
+        for name, value in one.model.named_parameters(remove_duplicate=False):
+            torch.testing.assert_close(found["parameters"][name], value.detach(), rtol=1e-8, atol=1e-10, msg=name)
+
+
+def values_on_one_rank() -> list[dict[str, Tensor]]:
+    """Once the first, once the second of two ranks holds weights, the other's parameters are on meta."""
+    found = []
+    for rank_with_values in (0, 1):
+        with nullcontext() if int(os.environ["RANK"]) == rank_with_values else meta_parameters():
+            model = build(seed=3)
+        with Engine(plan(model, spec_of(mesh={"pp": 2})), timeout_seconds=60) as engine:
+            found.append(engine.gather_parameters())
+    return found
+
+
+@pytest.mark.slow
+def test_where_one_rank_alone_holds_weights_all_begin_as_rank_0_does():
+    first, second = launch(values_on_one_rank, 2, timeout_seconds=200)[0]
+    assert all(torch.equal(first[name], value) for name, value in build(seed=3).named_parameters())
+    with meta_parameters():
+        model = build(seed=3)
+    with Engine(plan(model, spec_of())) as engine:  # fresh values of the spec's seed
+        alone = engine.gather_parameters()
+    assert second.keys() == alone.keys()
+    assert all(torch.equal(second[name], value) for name, value in alone.items())
+
+
+def errors_of_engines(pairs: tuple[tuple[int, int], ...]) -> list[str]:
+    """What each engine of two ranks ends in, whose models had these seeds and must be equal."""
+    found = []
+    for seeds in pairs:
+        decided = plan(build(seeds[int(os.environ["RANK"])]), spec_of(mesh={"tp": 2}, initial_weights="require_equal"))
+        try:
+            Engine(decided, timeout_seconds=60).close()
+            found.append("equal")
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent():
+    found = launch(errors_of_engines, 2, ((1, 2), (1, 1)), timeout_seconds=200)
+    assert found[0] == found[1]
+    refused, equal = found[0]
+    assert refused.startswith("rank 1 begins with other weights than rank 0: parameter frozen (and ")
+    assert "torch.manual_seed" in refused
+    assert equal == "equal"  # differing() was empty: take_weights has nothing to send
+
+
+def test_parameters_buffers_and_constants_are_compared():
+    decided = plan(build(0), spec_of())
+    kinds = {held.name: held.kind for held in held_tensors(decided)}
+    assert {kinds[name] for name in ("frozen", "gpt.head.weight") if name in kinds} == {"parameter"}
+    assert {kinds["noise"], kinds["weights"]} == {"buffer"}

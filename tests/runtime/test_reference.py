@@ -1,0 +1,76 @@
+"""The one process trains the user's model itself, with what a copy would leave behind, and as it was when built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner import plan
+from planner.errors import PlanError
+from planner.spec import Spec
+from runtime.reference import OneProcess, Untouched
+
+SPEC = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}
+
+
+class Closed(nn.Module):
+    """Its forward reads ``up`` through a closure, and asks its config as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.config = SimpleNamespace(use_cache=True)
+        up = self.up
+        self.through = lambda x: torch.tanh(up(x))
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.config.use_cache)
+        return self.norm(self.through(x)).square().sum()
+
+
+def test_what_a_closure_holds_is_trained():
+    model = Closed().eval()
+    before = model.up.weight.detach().clone()
+    one = OneProcess(model, Spec.load(SPEC))
+    one.train_step({"x": torch.randn(4, 4)})
+    assert one.model is model
+    assert model.up.weight.grad is not None
+    assert not torch.equal(model.up.weight, before)
+
+
+def test_it_runs_without_a_key_cache_and_the_config_is_as_it_was():
+    model = Closed().eval()
+    OneProcess(model, Spec.load(SPEC)).train_step({"x": torch.randn(4, 4)})
+    assert model.seen == [False]
+    assert model.config.use_cache is True
+
+
+@pytest.mark.parametrize("change", ["parameter", "buffer"])
+def test_a_model_that_was_changed_before_is_an_error(change):
+    model = Closed()
+    untouched = Untouched(model)
+    untouched.check(model)
+    with torch.no_grad():
+        (model.up.bias if change == "parameter" else model.norm.running_mean)[0] += 1e-3  # pyright: ignore[reportOptionalSubscript]
+    with pytest.raises(PlanError, match="has changed the model: " + ("up.bias" if change == "parameter" else "norm.r")):
+        untouched.check(model)
+
+
+def test_planning_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    untouched = Untouched(model)
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).sum()
+
+    plan(Summed(), SPEC)
+    untouched.check(model)
