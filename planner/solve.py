@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 from torch import fx
 
 from planner.candidates import Candidates
@@ -69,7 +67,21 @@ class Costs:
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
     """The cheapest option of every representative node. ``edges``: "reader:position" → the values that feed it."""
+    if candidates.tp == 1 and (whole := _all_whole(candidates)) is not None:
+        return whole
     return _Program(candidates, costs, edges, weights).solve()
+
+
+def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
+    """Every value the same on the one rank of tp, which is the cheapest; None where an override says otherwise."""
+    chosen: dict[str, Option] = {}
+    for node in candidates.nodes:
+        options = candidates.options[node.name]
+        whole = next((o for o in options if o.out == I and all(argument == I for argument in o.args)), None)
+        if whole is None:
+            return None
+        chosen[node.name] = whole
+    return chosen
 
 
 class _Program:
@@ -181,6 +193,10 @@ class _Program:
         ) * times
 
     def _run(self) -> np.ndarray:
+        # here, not above: where nothing is to be decided, a rank does without its 36 MiB
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
         count = len(self.objective)
         data = [(r, c, v) for r, (cols, vals, _, _) in enumerate(self.rows) for c, v in zip(cols, vals, strict=True)]
         row, column, value = (list(t) for t in zip(*data, strict=True))
