@@ -22,10 +22,7 @@ from torch import Tensor, nn
 
 from passes.base import LocalParameter
 from planner import buckets as layouts
-
-# torch 2.13 deprecates the names that are the only ones in 2.11
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+from runtime.in_place import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +212,7 @@ class GradientBuffers:
         if dp.num_shards == 1:
             return
         for *_, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
-            work = all_gather_single(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
+            work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
             self._gathers.append(work)
 
     def wait_parameters(self) -> None:
@@ -261,7 +258,7 @@ class GradientBuffers:
         if dp.size == 1:
             return
         if dp.sharded:
-            bucket.work = _reduce_scatter(bucket.own_gradients, bucket.gradients, group=dp.group, async_op=True)
+            bucket.work = reduce_scatter(bucket.own_gradients, bucket.gradients, group=dp.group, async_op=True)
         else:
             bucket.work = dist.all_reduce(bucket.gradients, group=dp.group, async_op=True)
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from passes.base import LocalParameter
 from planner.buckets import OwnedRange
 from planner.errors import PlanError
-from runtime.buffers import Bucket, Buffer, DataParallel, GradientBuffers, all_gather_single
+from runtime.buffers import Bucket, Buffer, DataParallel, GradientBuffers
+from runtime.in_place import all_gather
 
 _NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many elements; chunks add up in float64
 
@@ -248,7 +249,7 @@ class DistributedOptimizer:
         if dp.num_shards == 1:
             return shard.grad
         full = torch.empty(len(shard.bucket.layout.world), dtype=shard.grad.dtype, device=shard.grad.device)
-        all_gather_single(full, shard.grad.contiguous(), group=dp.group)
+        all_gather(full, shard.grad.contiguous(), group=dp.group)
         return full
 
 

@@ -35,9 +35,9 @@ class Calls:
         kinds = {"isend": "send", "irecv": "recv"}
         for name, position in names.items():
             self._wrap(dist, name, kinds.get(name, name), position)
-        self._wrap(buffers, "_reduce_scatter", "reduce_scatter", 1)
-        self._wrap(buffers, "all_gather_single", "all_gather", 0)
-        self._wrap(zero1, "all_gather_single", "all_gather", 0)
+        self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
+        self._wrap(buffers, "all_gather", "all_gather", 0)
+        self._wrap(zero1, "all_gather", "all_gather", 0)
         return self
 
     def __exit__(self, *_: object) -> None:

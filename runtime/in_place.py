@@ -1,0 +1,52 @@
+"""Reduce-scatter and all-gather between a buffer and the part of it that this rank owns.
+
+On the CPU both stay inside the buffer. gloo's own ones copy the whole buffer in a thread of theirs, and its heap
+keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
+
+    reduce-scatter      all-reduce of the buffer (which is what gloo does with its copy); only the own part is read
+    all-gather          each part is broadcast by its owner
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import all_reduce, broadcast
+
+# torch 2.13 deprecates the names that are the only ones in 2.11
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+class Works:
+    """Several exchanges that end together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
+    if whole.device.type == "cpu":
+        return all_reduce(whole, group=group, async_op=async_op)
+    return _reduce_scatter(own, whole, group=group, async_op=async_op)
+
+
+def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
+    if whole.device.type != "cpu":
+        return _all_gather(whole, own, group=group, async_op=async_op)
+    num_ranks = dist.get_world_size(group)
+    parts = whole.view(num_ranks, -1).unbind(0)
+    mine = parts[dist.get_rank(group)]
+    if mine.data_ptr() != own.data_ptr():
+        mine.copy_(own)
+    owners = [dist.get_global_rank(group, index) for index in range(len(parts))]
+    works = Works([broadcast(p, owner, group=group, async_op=True) for p, owner in zip(parts, owners, strict=True)])
+    return works if async_op else works.wait()
