@@ -21,6 +21,7 @@ from torch import fx
 
 from passes.attention import attention_arguments, shared_key_attention
 from passes.base import RandomState
+from planner.gradients.own_backward import OwnBackward
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -55,7 +56,8 @@ def _is_random(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
     if node.target in ATTENTION:
         return _attends_with_dropout(node)
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    tags = node.target.tags if isinstance(node.target, (torch._ops.OpOverload, OwnBackward)) else ()
+    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _attends_with_dropout(node: fx.Node) -> bool:

@@ -29,10 +29,10 @@ from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake, refuse_shared_memory
 from planner.forward_watch import ForwardWatch
 from planner.gradients.call_sites import CallSites
-from planner.gradients.functions import check_custom_gradients
 from planner.gradients.hooks import refuse_gradient_hooks
 from planner.gradients.parameter_writes import refuse_parameter_writes
 from planner.gradients.python_side import PythonGradients
+from planner.gradients.recorded import calls_recorded
 from planner.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.outputs import find_loss, select_outputs
 from planner.program import Program
@@ -44,6 +44,7 @@ FORWARD_MUST_WORK = (
 )
 
 
+@calls_recorded()
 def capture(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str = "auto", dtype: torch.dtype | None = None
 ) -> Program:
@@ -73,11 +74,10 @@ def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchang
     with watch.installed():
         with gradients.watched():
             exported = _export(model, kwargs, watch)
-        notes = [*gradients.notes, *check_custom_gradients(gradients.applications, mode)]
         if watch.doubts:
             with watch.moved_on(), PythonGradients(model).watched():
                 watch.settle(exported, lambda: _export(model, kwargs, watch))
-    return exported, [*notes, *watch.notes]
+    return exported, [*gradients.notes, *watch.notes]
 
 
 @contextmanager

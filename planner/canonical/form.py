@@ -4,6 +4,7 @@
     view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (planner.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
+    own_backward(tensors, key)           → the user's Function (planner.gradients.own_backward)
     wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
 
 Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
@@ -26,6 +27,8 @@ from planner.canonical.indexing import INDEXING
 from planner.canonical.layout import LAYOUT
 from planner.canonical.products import PRODUCTS
 from planner.errors import PlanError
+from planner.gradients.own_backward import OwnBackward
+from planner.gradients.recorded import OWN_BACKWARD, recorded
 from planner.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")
@@ -243,7 +246,26 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
     return rewrite
 
 
-REWRITES: dict[Any, Callable[..., Any]] = table({
+def _own_backward(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A Function of the user's takes its place: detached from what it gives no gradient, and where it gives none."""
+    call = recorded(args[1])
+    operands = [o if r else _cut_off(emit, o) for o, r in zip(args[0], call.facts.reached, strict=True)]
+    vals = list(node.meta["val"])
+    if len(vals) == 1:
+        return (_given(emit, call, emit(call, operands, {}, vals[0]), 0),)
+    made = emit(call, operands, {}, vals)
+    return tuple(_given(emit, call, emit(operator.getitem, (made, i), {}, val), i) for i, val in enumerate(vals))
+
+
+def _given(emit: Emit, call: OwnBackward, value: fx.Node, position: int) -> fx.Node:
+    return value if call.made[position].differentiable else _cut_off(emit, value)
+
+
+def _cut_off(emit: Emit, value: fx.Node) -> fx.Node:
+    return emit(aten.detach.default, (value,), {}, value.meta["val"].detach()) if value.meta["grad"] else value
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {OWN_BACKWARD: _own_backward} | table({
     _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
     _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async _assert_scalar sym_constrain_range "
               "sym_constrain_range_for_size",

@@ -4,7 +4,7 @@
     torch.inference_mode()           torch.no_grad(), which is recorded
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
-    a Function's apply               noted, to be checked afterwards (planner.gradients.functions)
+    a Function's apply               its forward in line, or one call (planner.gradients.custom_functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
     saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
@@ -27,9 +27,12 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from planner.errors import PlanError
+from planner.gradients.applications import Application, tensors_in
 from planner.gradients.call_sites import CallSites, called_by_user
-from planner.gradients.functions import Application
+from planner.gradients.custom_functions import CustomFunctions
+from planner.gradients.functions import is_of_torch
 from planner.gradients.hooks import HOOK_FIX
+from planner.gradients.recorded import record
 
 _ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"
@@ -40,11 +43,11 @@ _WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or cha
 
 
 class PythonGradients:
-    """Watches one export. ``applications``: each use of a custom Function; ``notes``: what a user should know."""
+    """Watches one export. ``notes``: what a user should know."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.applications: list[Application] = []
-        self.notes: list[str] = []
+        self.functions = CustomFunctions(model)
+        self.notes = self.functions.notes
         self._model = model
         self._sites = CallSites(model)
         self._thread = threading.get_ident()
@@ -112,8 +115,11 @@ class PythonGradients:
         if function is CheckpointFunction:
             return self._checkpoint(args[0], args[2:])
         # Inside another Function gradients are off, but those of the outer one are derived through this one.
-        if torch.is_grad_enabled() or self._depth:
-            self.applications.append(Application.of(function, args, self._sites.here(), inner=self._depth > 0))
+        if (torch.is_grad_enabled() or self._depth) and not kwargs and not is_of_torch(function):
+            use = Application.of(function, args, self._sites.here(), inner=self._depth > 0)
+            call = self.functions.kept_as_call(use, args)
+            if call is not None:
+                return record(call, tensors_in(args))
         self._depth += 1
         try:
             return original(*args, **kwargs)

@@ -2,6 +2,7 @@
 
     x − x.mean(0)        statistics over the batch            z @ z.T              each sequence with each other
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
+    a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
 Whether a dim holds the batch is known from two captures (planner.losses.batch_dims). The second costs as much as the
 first, so it is asked for only where an op could do one of these; a sum over the features, as of a norm, could not.
@@ -9,13 +10,15 @@ first, so it is asked for only where an op could do one of these; a sum over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
 from planner.canonical.emit import named
+from planner.gradients.own_backward import OwnBackward
 from planner.losses.batch_dims import BatchDims
 from planner.losses.counts import reduced_dims, reduces_batch
+from planner.rules.base import adds_up
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
          "topk", "flip", "roll", "slice", "split_with_sizes", "narrow"}  # fmt: skip
@@ -30,9 +33,12 @@ def mixing_nodes(graph: fx.Graph, on_batch: Collection[fx.Node], loss_terms: Col
     or a node that it does not know) is not claimed.
     """
     inner = [n for n in graph.nodes if n in on_batch and n not in loss_terms and _has_gradient(n)]
+    inner = [n for n in inner if not (isinstance(n.target, OwnBackward) and _is_loss_term(n, loss_terms))]
     doubtful = [n for n in inner if _may_mix(n, on_batch)]
     known = where_batch_stands() if doubtful else None
-    return [n for n in doubtful if known is not None and _mixes(n, known)]
+    mixing = {n for n in doubtful if known is not None and _mixes(n, known)}
+    mixing |= {n for n in graph.nodes if n not in on_batch and _has_gradient(n) and not adds_up(n)}
+    return [n for n in graph.nodes if n in mixing]
 
 
 def _has_gradient(node: fx.Node) -> bool:
@@ -45,11 +51,27 @@ def _name(node: fx.Node) -> str:
 
 def _may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     """Told by the op alone: cheap, and true of few ops of a Transformer."""
+    if isinstance(node.target, OwnBackward):
+        return not _works_by_sequence(node.target, [{0} if n in on_batch else set() for n in node.args])
     if _name(node) in ALONG:
         return 0 in _dims_along(node)
     if _name(node) in PRODUCTS:
         return all(n in on_batch for n in node.all_input_nodes) and not _is_batched(node)
     return reduces_batch(node) and 0 in reduced_dims(node)
+
+
+def _is_loss_term(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    value = node.meta["val"]
+    is_number = not isinstance(value, (tuple, list)) and value.dim() == 0
+    return is_number and any(user.op == "output" or user in others for user in node.users)
+
+
+def _works_by_sequence(call: OwnBackward, batch_dims: Sequence[Collection[int]]) -> bool:
+    """Whether it was shown to work part by part along the dims that hold the batch."""
+    return any(
+        all(dim in dims if dims else dim is None for dim, dims in zip(cut.inputs, batch_dims, strict=True))
+        for cut in call.facts.cuts
+    )
 
 
 def _is_batched(node: fx.Node) -> bool:
@@ -72,6 +94,8 @@ def _mixes(node: fx.Node, known: BatchDims) -> bool:
     inputs = [known.dims.get(n.name) for n in node.all_input_nodes]
     if any(dims is None for dims in inputs):
         return False
+    if isinstance(node.target, OwnBackward):
+        return not _works_by_sequence(node.target, [known.dims[n.name] for n in node.args])  # pyright: ignore
     held = [dims for dims in inputs if dims]
     if _name(node) in PRODUCTS:
         made = known.dims.get(node.name)

@@ -15,6 +15,7 @@ from torch import fx
 from planner.divisibility import nearest_tp
 from planner.errors import Where
 from planner.flops import node_cost, node_flops
+from planner.gradients.own_backward import OwnBackward
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
 from planner.program import Program
 from planner.rows.attention import Site, weight_of
@@ -33,7 +34,7 @@ _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, 
 def diagnostic_rows(source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...],
                     reasons: Reasons, places: Places) -> tuple[Diagnostic, ...]:
     """Warnings first, then notes; each once."""
-    rows = [*_notes(source), *_inexact(source)]
+    rows = [*_notes(source), *_inexact(source), *_own_backwards(source, places)]
     if source.mesh.tp > 1:
         rows += [*_attention(source, sites, places), *_without_rule(source)]
         rows += _layers(source, parameters, reasons, places)
@@ -55,6 +56,23 @@ def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
     for what, where in source.terms.mixed:
         yield Diagnostic("warning", f"{what} mixes the sequences of a batch: each microbatch sees only its own",
                          str(where), "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant")
+
+
+def _own_backwards(source: PlanSource, places: Places) -> Iterator[Diagnostic]:
+    """Custom Functions that stay one op each, and why each is whole or cut."""
+    for node in source.program.graph.graph.nodes:
+        if isinstance(node.target, OwnBackward):
+            option, facts = source.placements.options[node.name], node.target.facts
+            what = f"{node.target} is a custom Function that keeps its own backward: one op"
+            if source.mesh.tp == 1:
+                yield Diagnostic("info", what, places.text(node))
+            elif option.out.is_sharded:
+                yield Diagnostic("info", f"{what}, cut over dim {option.out.dim}, where it was shown to work part by "
+                                 "part, forward and backward", places.text(node))
+            else:
+                why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
+                why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
+                yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
 
 
 def _attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:
@@ -83,7 +101,7 @@ def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
     found: dict[tuple[str, str, int], list[fx.Node]] = {}
     wheres: dict[tuple[str, str, int], Where] = {}
     for node in nodes:
-        if node.meta.get("grad") and rule_of(node.target) is None:
+        if node.meta.get("grad") and rule_of(node.target) is None and not isinstance(node.target, OwnBackward):
             where = where_of(node)
             key = (str(node.target), where.file, where.line)
             found.setdefault(key, []).append(node)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.gradients.own_backward import OwnBackward
 from planner.rules.attention import attention
 from planner.rules.base import Option, Rule, Site
 from planner.rules.contraction import contraction, grouped
@@ -27,6 +28,7 @@ from planner.rules.indexing import (
 )
 from planner.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
 from planner.rules.loss import cross_entropy
+from planner.rules.own_backward import own_backward
 from planner.rules.pointwise import is_pointwise, pointwise
 from planner.rules.reduction import along_dim, norm, reduction
 
@@ -89,6 +91,8 @@ def rule_of(target: Any) -> Rule | None:
     """The rule of an op; None where there is none (it is then computed whole on every rank, and reported)."""
     if target in RULES:
         return RULES[target]
+    if isinstance(target, OwnBackward):
+        return own_backward if target.facts.cuts else None
     if "grouped_mm" in str(target):
         return grouped  # what transformers calls where the kernel is missing
     return pointwise if is_pointwise(target) else None

@@ -1,9 +1,10 @@
 """What a rule sees and what it says.
 
 A rule is a function from a Site (one graph node and the cuts under discussion for its inputs and its output) to the
-Options it admits: the types its inputs must have, the type its output then has. All-I and all-R are always admitted and
-need no rule; a rule lists the sharded (V) and partial (P) ways. Rules are asked again until no new cut turns up, so a
-rule need only look one step ahead: from its inputs' candidates to its output, and from its output's back to its inputs.
+Options it admits: the types its inputs must have, the type its output then has. All-I and all-R need no rule and are
+always admitted (all-R but for a user's own backward that is not linear); a rule lists the sharded (V) and partial (P)
+ways. Rules are asked again until no new cut turns up, so a rule need only look one step ahead: from its inputs'
+candidates to its output, and from its output's back to its inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from planner.gradients.own_backward import OwnBackward
 from planner.types import I, P, Placement, R
 
 
@@ -79,12 +81,17 @@ class Site:
     def uniform(self) -> Iterator[Option]:
         """The typings that every op admits: all inputs I, and (where a gradient flows) all R."""
         yield Option(tuple(I for _ in self.inputs), I, "whole", whole=True)
-        if self.grad(self.node):
+        if self.grad(self.node) and adds_up(self.node):
             yield Option(tuple(self.settle(n, R) for n in self.inputs), R, "whole", whole=True)
 
     def partial(self, linear_in: Iterable[fx.Node], rule: str = "partial") -> Option:
         """Partial sums in, partial sums out; the other inputs are factors (R)."""
         return self.option(P, dict.fromkeys(linear_in, P), rule)
+
+
+def adds_up(node: fx.Node) -> bool:
+    """Whether the gradients of partial sums are partial sums, as for every derivative."""
+    return not isinstance(node.target, OwnBackward) or node.target.facts.linear
 
 
 def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:

@@ -1,0 +1,186 @@
+"""One use of a user's torch.autograd.Function in a forward, and how such a use is run again on values of our own.
+
+    Application   the Function and what it was given, with a Shape in the place of each tensor
+    draw          random values of those shapes
+    applied       outputs, and the gradients by those tensors, of one run on given values
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import Where
+
+COARSE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 5e-2}
+TOO_MANY_ELEMENTS = 10**8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How values are drawn, and how large the arriving gradients are."""
+
+    deviation: float
+    mean: float  # not 0: all values are above it
+    gradient: float
+    tolerance: float  # in float64
+
+
+SAMPLES = (Sample(1.0, 0.0, 1.0, 1e-6), Sample(0.5, 1.5, 1.0, 1e-6), Sample(30.0, 0.0, 1e4, 1e-3))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Stands for a tensor that the Function was given."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+
+@dataclass(frozen=True)
+class Application:
+    """One use of a Function in the forward: what it was given, with Shapes in the place of tensors."""
+
+    function: type[Function]
+    args: tuple[Any, ...]
+    where: Where
+
+    @classmethod
+    def of(cls, function: type[Function], args: tuple[Any, ...], where: Where, *, inner: bool) -> Application:
+        """``inner``: within the forward of another Function, where no tensor shows that it needs a gradient."""
+
+        def shape(tensor: Tensor) -> Shape:
+            sizes = tuple(int(n) for n in tensor.shape)
+            return Shape(sizes, tensor.dtype, tensor.requires_grad or (inner and has_gradient(tensor.dtype)))
+
+        return cls(function, pytree.tree_map_only(Tensor, shape, args), where)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return [leaf for leaf in pytree.tree_leaves(self.args) if isinstance(leaf, Shape)]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(shape.numel for shape in self.shapes)
+
+    @property
+    def name(self) -> str:
+        return self.function.__qualname__.rpartition("<locals>.")[2]
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for uses of which one check is enough."""
+        leaves, structure = pytree.tree_flatten(self.args)
+        return (self.function, structure, *(leaf if is_plain(leaf) else id(leaf) for leaf in leaves))
+
+    def given(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments, with ``values`` in the places of tensors."""
+        rest = iter(values)
+        return pytree.tree_map_only(Shape, lambda _: next(rest), self.args)
+
+    def attempts(self, small: int) -> Iterator[Application]:
+        """In float64 before the captured precision; of more than ``small`` elements, small before the captured."""
+        for sized in [self._shrunk(), self] if self.num_elements > small else [self]:
+            if sized.num_elements <= TOO_MANY_ELEMENTS:
+                yield sized._with_shapes(_in_float64)
+                yield sized
+
+    def _with_shapes(self, change: Callable[[Shape], Shape]) -> Application:
+        return replace(self, args=pytree.tree_map_only(Shape, change, self.args))
+
+    def _shrunk(self) -> Application:
+        """Leading dims cut down, equal ones alike; sizes that are the last of some matrix stay."""
+        kept = {shape.sizes[-1] for shape in self.shapes if len(shape.sizes) > 1}
+        leading = dict.fromkeys(size for shape in self.shapes for size in shape.sizes[:-1] if size not in kept)
+        small = {size: min(size, 2 + position) for position, size in enumerate(leading)}
+        return self._with_shapes(lambda shape: replace(shape, sizes=tuple(small.get(n, n) for n in shape.sizes)))
+
+
+def is_plain(leaf: object) -> bool:
+    """Whether an argument is what it prints."""
+    return isinstance(leaf, (Shape, int, float, str, type(None), torch.dtype, torch.device))
+
+
+def _in_float64(shape: Shape) -> Shape:
+    return replace(shape, dtype=torch.float64) if shape.dtype.is_floating_point else shape
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# ---- runs on values
+
+
+def draw(use: Application, sample: Sample) -> list[Tensor]:
+    """A value for each tensor: near 0, or positive, or far from 0, as ``sample`` says."""
+    return [_value(shape, sample) for shape in use.shapes]
+
+
+def _value(shape: Shape, sample: Sample) -> Tensor:
+    if not has_gradient(shape.dtype):
+        return torch.randint(2, shape.sizes).to(shape.dtype)
+    value = torch.randn(shape.sizes, dtype=torch.float64).mul(sample.deviation)
+    return (value.abs() + sample.mean if sample.mean else value).to(shape.dtype)
+
+
+def applied(
+    use: Application, values: Sequence[Tensor], run: Callable[..., Any], arriving: Callable[[int, Tensor], Tensor]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs, and the gradient by each tensor that asks for one (None: the backward gives none).
+
+    ``arriving(position, output)``: the gradient that arrives at an output.
+    """
+    leaves = [
+        v.detach().clone().requires_grad_() if s.requires_grad and has_gradient(v.dtype) else v.clone()
+        for s, v in zip(use.shapes, values, strict=True)
+    ]
+    with torch.enable_grad():
+        # not the leaves themselves: the Function may write into them
+        outputs = tensors_in(run(*use.given([v.clone() if v.requires_grad else v for v in leaves])))
+    gradients = [arriving(i, o) if has_gradient(o.dtype) else o for i, o in enumerate(outputs)]
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    asked = [v for v in leaves if v.requires_grad]
+    if not pairs or not asked:
+        return [o.detach() for o in outputs], [None] * len(asked)
+    found = torch.autograd.grad([o for o, _ in pairs], asked, [g for _, g in pairs], allow_unused=True)
+    return [o.detach() for o in outputs], list(found)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def on_the_side() -> Iterator[LowestPrecision]:
+    """Runs that leave no trace: no warnings, and the generator as it was. Gives the coarsest dtype met on the way."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), LowestPrecision() as seen:
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield seen
+
+
+class LowestPrecision(TorchDispatchMode):
+    """Notes the coarsest dtype that ops compute in, so that float32 inside of a Function is not held to float64."""
+
+    dtype = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor) and has_gradient(value.dtype):
+                self.dtype = max(self.dtype, value.dtype.to_real(), key=lambda dtype: torch.finfo(dtype).eps)
+        return result
