@@ -28,6 +28,7 @@ from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_f
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake, refuse_shared_memory
 from planner.forward_watch import ForwardWatch
+from planner.gradients.autocast import write_casts
 from planner.gradients.call_sites import CallSites
 from planner.gradients.hooks import refuse_gradient_hooks
 from planner.gradients.parameter_writes import refuse_parameter_writes
@@ -60,16 +61,18 @@ def capture(
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
-        exported, notes = _traced(model, kwargs, exchange, mode)
+        exported, notes, told = _traced(model, kwargs, exchange, mode)
         held = held_tensors(exported.constants, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported = _functional(exported, held)
-    return _program(model, exported, constants, held, loss, notes)
+    program = _program(model, exported, constants, held, loss, notes)
+    program.rewrites.extend(told)
+    return program
 
 
 def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
-            ) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """The export, and notes for the user; made twice where the forward left behind what a next one may read."""
+            ) -> tuple[torch.export.ExportedProgram, list[str], list[tuple[str, Where]]]:
+    """The export, and what the user should know; made twice where the forward left behind what a next one may read."""
     watch, gradients = ForwardWatch(model, exchange, mode), PythonGradients(model)
     with watch.installed():
         with gradients.watched():
@@ -77,7 +80,7 @@ def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchang
         if watch.doubts:
             with watch.moved_on(), PythonGradients(model).watched():
                 watch.settle(exported, lambda: _export(model, kwargs, watch))
-    return exported, [*gradients.notes, *watch.notes]
+    return exported, [*gradients.notes, *watch.notes], list(gradients.regions.told())
 
 
 @contextmanager
@@ -129,7 +132,9 @@ def _functional(exported: torch.export.ExportedProgram, held: Mapping[str, Held]
 def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
     try:
         with CertainDraws(watch.check):
-            return _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+            exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+        write_casts(exported.graph_module)
+        return exported
     except PlanError:
         raise
     except Exception as error:

@@ -113,16 +113,14 @@ class _Writer:
         return self.copy_body(parts, dict(zip(holders, dict.fromkeys(found), strict=True)))
 
     def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        """Put the body of a grad-mode or (disabled) autocast region in line."""
+        """Put the body of a grad-mode region in line."""
         own_name = getattr(node.target, "name", None)
         name = own_name() if callable(own_name) else str(node.target)
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = node.args
-        elif name == "wrap_with_autocast" and node.args[2] is False:
-            enabled, body, *operands = self.grad_enabled, node.args[4], *node.args[5:]
         else:
             raise PlanError(f"the model uses {name}, which cannot be planned", where=where_of(node),
-                            fix="write this part with ordinary tensor operations (autocast: set precision in the spec)")
+                            fix="write this part with ordinary tensor operations")
         assert isinstance(body, fx.Node)
         inner = env[body]
         holders = [n for n in inner.graph.nodes if n.op == "placeholder"]

@@ -34,6 +34,7 @@ from planner.gradients.applications import (
     on_the_side,
     tensors_in,
 )
+from planner.gradients.autocast import autocast_now
 from planner.gradients.functions import is_derived
 from planner.gradients.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 from planner.gradients.trials import RandomBackward, facts_of
@@ -62,7 +63,7 @@ class CustomFunctions:
             self._derived[key] = _aside(lambda: is_derived(use))
         if self._derived[key]:
             return None
-        autocast = _autocast_now()
+        autocast = autocast_now()
         place = (key, tuple(t.stride() for t in tensors_in(args)), autocast)
         if place not in self._calls:
             self._calls[place] = self._call(use, args, autocast)
@@ -74,7 +75,10 @@ class CustomFunctions:
         if key not in self._facts:
             self._facts[key] = self._tried(use)
         operands = use.given([Operand(i) for i in range(len(use.shapes))])
-        return OwnBackward(use.function, operands, outputs, self._facts[key], self._label(use, autocast), autocast)
+        label = self._label(use, autocast)
+        return OwnBackward(
+            use.function, operands, outputs, self._facts[key], label, autocast, f"{len(self._calls)} {label}"
+        )
 
     def _tried(self, use: Application) -> Facts:
         try:
@@ -213,10 +217,6 @@ class _Reads(TorchDispatchMode):
 def _output(tensor: Tensor) -> Output:
     sizes, strides = tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
     return Output(sizes, strides, tensor.dtype, tensor.requires_grad)
-
-
-def _autocast_now() -> Autocast | None:
-    return Autocast("cpu", torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
 
 
 def _aside(run: Callable[[], Any]) -> Any:

@@ -93,6 +93,7 @@ class OwnBackward:
     facts: Facts
     label: str
     autocast: Autocast | None = None
+    key: str = ""  # while a model is captured (planner.gradients.recorded)
     __name__: str = field(default="", init=False)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@
     torch.inference_mode()           torch.no_grad(), which is recorded
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
+    torch.autocast                   its casts, written out afterwards (planner.gradients.autocast)
     a Function's apply               its forward in line, or one call (planner.gradients.custom_functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
@@ -26,8 +27,9 @@ from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from planner.errors import PlanError
+from planner.errors import PlanError, Where
 from planner.gradients.applications import Application, tensors_in
+from planner.gradients.autocast import Regions
 from planner.gradients.call_sites import CallSites, called_by_user
 from planner.gradients.custom_functions import CustomFunctions
 from planner.gradients.functions import is_of_torch
@@ -48,6 +50,7 @@ class PythonGradients:
     def __init__(self, model: nn.Module) -> None:
         self.functions = CustomFunctions(model)
         self.notes = self.functions.notes
+        self.regions = Regions(self._here, self._elsewhere)
         self._model = model
         self._sites = CallSites(model)
         self._thread = threading.get_ident()
@@ -64,10 +67,12 @@ class PythonGradients:
             for owner, name, replacement in self._replacements():
                 stack.enter_context(_replaced(owner, name, replacement))
             yield
+        self.notes.extend(self.regions.warnings())
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         # Below Function.apply, which a model may have taken hold of long before: `act = MyFunction.apply`.
         yield _SingleLevelFunction, "apply", classmethod(self._apply)
+        yield from self.regions.replacements()
         enter, leave = self._inference()
         yield torch.inference_mode, "__enter__", enter
         yield torch.inference_mode, "__exit__", leave
@@ -93,6 +98,9 @@ class PythonGradients:
 
     def _elsewhere(self) -> bool:
         return threading.get_ident() != self._thread
+
+    def _here(self) -> Where:
+        return self._sites.here()
 
     def _refuse(self, what: str, fix: str) -> None:
         raise PlanError(what, where=self._sites.here(), fix=fix)

@@ -3,7 +3,7 @@
     meshwright::own_backward(Tensor[] tensors, str key) -> Tensor[]
 
 An op of PyTorch's dispatcher, so that every step of an export knows what to do with it. ``key`` finds the OwnBackward
-while a model is captured (``calls_recorded``); canonical form puts that itself in the place of the op, and nothing of
+while a model is captured (``calls_recorded``), and is the same when a model is exported twice; canonical form puts that itself in the place of the op, and nothing of
 the key is left.
 """
 
@@ -37,9 +37,8 @@ def calls_recorded() -> Iterator[None]:
 
 def record(call: OwnBackward, tensors: list[Tensor]) -> Any:
     """What ``call`` returns, as one call of the graph that is being exported."""
-    key = str(id(call))
-    _CALLS[key] = call
-    return call.returned(OWN_BACKWARD(tensors, key))
+    _CALLS[call.key] = call
+    return call.returned(OWN_BACKWARD(tensors, call.key))
 
 
 def recorded(key: str) -> OwnBackward:

@@ -140,7 +140,7 @@ class _Trial:
         outputs, _ = self._run(values, lambda _, output: torch.ones_like(output))
         for dim in range(min(o.dim() for o in outputs)):
             for cut in _possible(dim, [o.shape for o in outputs], [v.shape for v in values]):
-                if all(self._holds(cut, n, sample, ramp) for n in NUM_PARTS for sample in SAMPLES for ramp in (0, 1)):
+                if all(self._holds(cut, *trial) for trial in itertools.product(NUM_PARTS, SAMPLES, (False, True))):
                     yield cut
                     break
 
