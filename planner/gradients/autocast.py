@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlanError, Where
+from planner.gradients.call_sites import called_by_user
 from planner.gradients.own_backward import Autocast
 from planner.source_lines import where_of
 
@@ -58,7 +59,8 @@ class Regions:
         def entered(region: Any) -> Any:
             if self._elsewhere():
                 return enter(region)
-            self._note(region)
+            if called_by_user(also="autocast_mode.py"):  # that calls a decorated function
+                self._note(region)
             with torch._C.DisableTorchFunction():  # under which autocast does not record itself
                 return enter(region)
 

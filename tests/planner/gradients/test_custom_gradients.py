@@ -1,4 +1,4 @@
-"""A Function of the user's is kept where its backward is the derivative of its forward, and refused where it is not."""
+"""A user's Function is its forward where its backward is the derivative of that, and one call where it is not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.autograd import Function
 
 from planner.capture import capture
 from planner.errors import PlanError
+from planner.gradients.custom_functions import calls_in
+from planner.source_lines import where_of
 from tests.planner.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
 
 
@@ -172,12 +174,11 @@ DERIVED: dict[str, Body] = {
 }
 
 OWN: dict[str, tuple[Body, str]] = {
-    "straight through": (lambda model, x: Rounded.apply(model.up(x)), "Rounded"),
-    "reversed": (lambda model, x: Scaled.apply(model.up(x), -1.0), "Scaled"),
-    "only one of two": (lambda model, x: Scaled.apply(Scaled.apply(model.up(x), 1.0), 0.5), "Scaled"),
-    "clipped": (lambda model, x: Clipped.apply(model.up(x)), "Clipped"),
-    "computed again": (lambda model, x: x + ComputedAgain.apply(x, model.up), "ComputedAgain"),
-    "inside another": (lambda model, x: Outer.apply(model.up(x)), "Rounded"),
+    "straight through": (lambda model, x: Rounded.apply(model.up(x)), "Rounded(_)"),
+    "reversed": (lambda model, x: Scaled.apply(model.up(x), -1.0), "Scaled(_, -1.0)"),
+    "only one of two": (lambda model, x: Scaled.apply(Scaled.apply(model.up(x), 1.0), 0.5), "Scaled(_, 0.5)"),
+    "clipped": (lambda model, x: Clipped.apply(model.up(x)), "Clipped(_)"),
+    "inside another": (lambda model, x: Outer.apply(model.up(x)), "Rounded(_)"),
 }
 
 
@@ -195,13 +196,20 @@ def test_a_function_with_the_derivative_of_its_forward_is_kept(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_function_with_another_backward_is_refused(name: str) -> None:
-    body, function = OWN[name]
-    with pytest.raises(PlanError, match=f"the backward of {function} is not the derivative of its forward") as caught:
-        capture(OneBody(body), batch())
+def test_a_function_with_another_backward_is_one_call(name: str) -> None:
+    body, label = OWN[name]
+    program = capture(OneBody(body), batch())
+    assert [str(node.target) for node in calls_in(program.graph.graph)] == [label]
+    assert program.notes == []
+    assert_capture_equals(OneBody(body))
+
+
+def test_a_module_that_is_run_without_gradients_is_refused_with_its_line() -> None:
+    with pytest.raises(PlanError, match=r"ComputedAgain has .* reads up\.weight") as caught:
+        capture(OneBody(lambda model, x: x + ComputedAgain.apply(x, model.up)), batch())
     assert caught.value.where.file == __file__
-    assert f"{function}.apply" in caught.value.where.code
-    assert "detach()" in caught.value.fix
+    assert "ComputedAgain.apply" in caught.value.where.code
+    assert "as an argument of apply" in caught.value.fix
 
 
 class Act(nn.Module):
@@ -212,27 +220,17 @@ class Act(nn.Module):
 def test_the_module_that_applies_a_function_is_named() -> None:
     model = OneBody(lambda model, x: model.up(x))
     model.up = nn.Sequential(nn.Linear(WIDTH, WIDTH), Act()).double()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(PlanError) as caught:
-        capture(model, batch())
-    assert caught.value.where.module == "up.1"
+    (call,) = calls_in(capture(model, batch()).graph.graph)
+    assert where_of(call).module == "up.1"
 
 
-def test_the_suggested_detach_gives_the_gradient_of_the_refused_function() -> None:
-    def rounded(model: OneBody, x: Tensor) -> Tensor:
-        y = model.up(x)
-        return y + (torch.round(y * 8) / 8 - y).detach()
-
-    written, function = OneBody(rounded), OneBody(OWN["straight through"][0])
-    for model in (written, function):
-        model(**batch()).backward()
-    assert torch.equal(written.up.weight.grad, function.up.weight.grad)
-    assert_capture_equals(OneBody(rounded))
-
-
-def test_a_function_that_cannot_be_tried_is_told() -> None:
-    (note,) = capture(OneBody(lambda model, x: NoValues.apply(model.up(x))), batch()).notes
+def test_a_function_that_cannot_be_tried_keeps_its_own_backward_and_is_told() -> None:
+    program = capture(OneBody(lambda model, x: NoValues.apply(model.up(x))), batch())
+    (note,) = program.notes
     assert "NoValues at" in note
-    assert "derived from its forward" in note
+    assert "nothing could be shown of its backward" in note
+    (call,) = calls_in(program.graph.graph)
+    assert (call.target.facts.linear, call.target.facts.cuts) == (False, ())
 
 
 class FusedLoss(Function):
