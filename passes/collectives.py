@@ -10,6 +10,7 @@
     collect   V → I   all-gather                   this rank's part
     scatter   P → V   reduce-scatter               all-gather
     first     I → P   kept on rank 0, else zeros   nothing
+    exchange  V → V   all-to-all                   all-to-all: the cut goes to another dim
 
 Every call is counted on the axis handle, so that a run can be held against the plan.
 """
@@ -43,6 +44,20 @@ def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tenso
     _count(axis, "all_gather", phase, x, axis.size)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
     dist.all_gather(parts, x.contiguous(), group=axis.group)
+    return _joined(parts, axis, cut)
+
+
+def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
+    """From a part of one dim to a part of another: each rank sends every rank what that one holds of its own part."""
+    _count(axis, "all_to_all", phase, x, axis.size)
+    sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return _joined(list(received.unbind(0)), axis, before)
+
+
+def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
+    """The whole of a dim from every rank's part of it, segment by segment."""
     sizes = [s.local(axis.size) for s in cut.segments]
     pieces = [p.split(sizes, cut.dim) for p in parts]
     return torch.cat([pieces[rank][s] for s in range(len(sizes)) for rank in range(axis.size)], cut.dim)
@@ -141,6 +156,18 @@ class _First(torch.autograd.Function):
         return grads[0], None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, before: Placement, after: Placement) -> Tensor:
+        ctx.axis, ctx.cuts = axis, (before, after)
+        return all_to_all(x, axis, before, after, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        before, after = ctx.cuts
+        return all_to_all(grads[0], ctx.axis, after, before, "backward"), None, None, None
+
+
 def f(x: Tensor, axis: AxisHandle) -> Tensor:
     """I → R: forward nothing, backward all-reduce (before a column-parallel linear)."""
     return _F.apply(x, axis)
@@ -186,6 +213,11 @@ def first(x: Tensor, axis: AxisHandle) -> Tensor:
     return _First.apply(x, axis)
 
 
+def exchange(x: Tensor, axis: AxisHandle, before: Placement, after: Placement) -> Tensor:
+    """V → V on another dim: all-to-all both ways."""
+    return _Exchange.apply(x, axis, before, after)
+
+
 BY_NAME = {
     "f": f,
     "g": g,
@@ -196,5 +228,6 @@ BY_NAME = {
     "collect": collect,
     "scatter": scatter,
     "first": first,
+    "exchange": exchange,
 }
 TAKES_CUT = {"slice", "cut", "gather", "collect", "scatter"}

@@ -35,6 +35,8 @@ def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis:
             if change.how.name in collectives.TAKES_CUT
             else ()
         )
+        if change.how.name == "exchange":
+            cut = (change.before, change.after)
         arguments: Any = (value, handle, *cut)
         with stage.graph.inserting_after(_last_of_header(stage, value)):
             call = stage.graph.call_function(collectives.BY_NAME[change.how.name], arguments)

@@ -75,7 +75,8 @@ def type_changes(
     for (name, after), readers in found.items():
         node = program.node(name)
         before = type_at(placements, stages, node, stage)
-        how = conversion(before, after, grad=bool(node.meta.get("grad")), parameter=bool(node.meta.get("parameter")))
+        held = bool(node.meta.get("parameter"))
+        how = conversion(before, after, grad=bool(node.meta.get("grad")), parameter=held, exchange=True)
         assert how is not None, f"{name}: no way from {before} to {after} for {readers}"
         changes.append(TypeChange(stage, name, before, after, how, tuple(readers)))
     return tuple(changes)

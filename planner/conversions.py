@@ -5,6 +5,7 @@
     gather  V → R    all-gather, backward reduce-scatter           gather  V → I    all-gather, backward slice
     scatter P → V    reduce-scatter, backward all-gather           first   I → P    kept on rank 0, backward nothing
     g f     P → R    all-reduce, backward all-reduce
+    exchange V → V   all-to-all, backward all-to-all: of what is made of weights alone, from one dim to another
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from planner.types import Placement
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,20 @@ TABLE: dict[tuple[str, str], Conversion] = {
     ("V", "I"): Conversion("collect", ALL_GATHER, ""),
     ("P", "V"): Conversion("scatter", REDUCE_SCATTER, ALL_GATHER),
     ("I", "P"): Conversion("first", "", ""),
+    ("V", "V"): Conversion("exchange", ALL_TO_ALL, ALL_TO_ALL),
 }
 
 
-def conversion(before: Placement, after: Placement, *, grad: bool, parameter: bool) -> Conversion | None:
-    """The conversion between two types; None where there is none.
+def conversion(before: Placement, after: Placement, *, grad: bool, parameter: bool,
+               exchange: bool = False) -> Conversion | None:
+    """The conversion between two types; None where there is none. ``exchange``: whether a cut may go to another dim.
 
     Without a gradient only the forward counts. A parameter is never gathered: it is held as its readers want it.
     """
     if before == after:
         return Conversion("")
     found = TABLE.get((before.kind, after.kind))
-    if found is None or not _possible(before, after, grad):
+    if found is None or not _possible(before, after, grad) or (found.name == "exchange" and not exchange):
         return None
     if parameter and (found.forward or found.name == "slice"):
         return None
@@ -55,6 +58,9 @@ def conversion(before: Placement, after: Placement, *, grad: bool, parameter: bo
 
 def _possible(before: Placement, after: Placement, grad: bool) -> bool:
     """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing."""
+    if before.is_sharded and after.is_sharded:
+        cuts = (before, after)
+        return before.dim != after.dim and not any(c.padding or c.has_whole_segment for c in cuts)
     cut = before if before.is_sharded else after
     only_taken = after.is_sharded and (before.kind == "R" or (before.kind == "I" and not grad))
     return not cut.padding and (only_taken or not cut.has_whole_segment)

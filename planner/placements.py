@@ -124,18 +124,20 @@ def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
         {k: v / block_bytes for k, v in matrix.items()},
         {n.name: _bytes(n) / max(residual, 1.0) for n in nodes},
         dict(instances),
-        of_weights=_made_of_weights(nodes),
+        of_weights=_made_of_weights(nodes, 0),
+        of_matrices=_made_of_weights(nodes, 2),
     )
 
 
-def _made_of_weights(nodes: list[fx.Node]) -> frozenset[str]:
-    """Calls that read parameters, or what such calls made, and nothing else."""
-    found: set[str] = set()
+def _made_of_weights(nodes: list[fx.Node], least_dims: int) -> frozenset[str]:
+    """Calls that read parameters of so many dims, or what such calls made, and nothing else."""
+    found = {n.name for n in nodes if n.meta.get("parameter") and n.meta["val"].dim() >= least_dims}
+    parameters = frozenset(found)
     for node in nodes:
         read = node.all_input_nodes
-        if node.op == "call_function" and read and all(n.meta.get("parameter") or n.name in found for n in read):
+        if node.op == "call_function" and read and all(n.name in found for n in read):
             found.add(node.name)
-    return frozenset(found)
+    return frozenset(found - parameters)
 
 
 def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:

@@ -63,6 +63,7 @@ class Costs:
         frozenset()
     )  # (value, cut) along the sequence: re-sharding these is the plan
     of_weights: frozenset[str] = frozenset()  # made of parameters alone, as a stack of them: cutting one costs little
+    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are held whole
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
@@ -178,7 +179,11 @@ class _Program:
         if isinstance(value.meta["val"], (tuple, list)) and before != after:
             return None
         found = conversion(
-            before, after, grad=bool(value.meta.get("grad")), parameter=bool(value.meta.get("parameter"))
+            before,
+            after,
+            grad=bool(value.meta.get("grad")),
+            parameter=bool(value.meta.get("parameter")),
+            exchange=value.name in self.costs.of_matrices,
         )
         if found is None:
             return None

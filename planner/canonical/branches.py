@@ -81,13 +81,13 @@ def _equal(nodes: tuple[Any, ...], found: _Branches, seen: set[fx.Node]) -> bool
         found.own[first] = nodes
         return len({(shape_of(n), n.meta["val"].dtype) for n in nodes}) == 1 and len(shape_of(first)) < 2
     seen.add(first)
-    if not _same_call(nodes) or not all(_equal(inner, found, seen) for inner in _operands(nodes)):
+    if not same_call(nodes) or not all(_equal(inner, found, seen) for inner in operands_of(nodes)):
         return False
     found.body[first] = None
     return True
 
 
-def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
+def same_call(nodes: tuple[fx.Node, ...]) -> bool:
     """Calls of one op with equal plain arguments, each read by its own branch alone."""
     first = nodes[0]
     keys = {(n.op, n.target, str(fx.map_arg((n.args, n.kwargs), lambda _: None)), str(shape_of(n))) for n in nodes
@@ -95,7 +95,7 @@ def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
     return first.op == "call_function" and len(keys) == 1 and len(set(nodes)) == len(nodes)
 
 
-def _operands(nodes: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
+def operands_of(nodes: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
     return list(zip(*(_inputs(n) for n in nodes), strict=True))
 
 
@@ -108,11 +108,11 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 def _pieces_of(nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
     """The tensor of which ``nodes`` are the equal parts along ``dim``, all of them and in order."""
-    sources = {_piece(node, dim, i, len(nodes)) for i, node in enumerate(nodes)}
+    sources = {piece_of(node, dim, i, len(nodes)) for i, node in enumerate(nodes)}
     return sources.pop() if len(sources) == 1 else None
 
 
-def _piece(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
+def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
     """The tensor of which ``node`` is part ``index`` of ``num`` along ``dim``."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):

@@ -23,6 +23,7 @@ from torch import fx
 from planner.canonical.branches import join_branches
 from planner.canonical.decompose import written_out
 from planner.canonical.emit import Emit, aten, reshaped, table
+from planner.canonical.heads import join_heads
 from planner.canonical.indexing import INDEXING
 from planner.canonical.layout import LAYOUT
 from planner.canonical.products import PRODUCTS
@@ -51,7 +52,7 @@ def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
     module = fx.GraphModule(torch.nn.Module(), writer.graph)
     prune(module)
-    if join_branches(module.graph, writer.copy_body):
+    if join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
         prune(module)
     return module
 

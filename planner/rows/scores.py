@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from planner.flops import node_flops
-from planner.rules.contraction import holds_weight
+from planner.rules.contraction import is_made_of_weights
 
 aten = torch.ops.aten
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
@@ -27,7 +27,7 @@ def is_product_of_activations(node: fx.Node) -> bool:
     """A product whose operands all carry a gradient and are no weights."""
     operands = node.all_input_nodes
     return node.op == "call_function" and node.target in PRODUCTS and len(operands) > 1 \
-        and all(n.meta.get("grad") and not holds_weight(n) for n in operands)
+        and all(n.meta.get("grad") and not is_made_of_weights(n) for n in operands)
 
 
 def has_scores(product: fx.Node) -> bool:

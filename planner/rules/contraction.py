@@ -44,7 +44,7 @@ def grouped(site: Site) -> Iterator[Option]:
 
 
 def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str) -> Iterator[Option]:
-    attends = not any(holds_weight(n) for n in operands)
+    attends = not any(is_made_of_weights(n) for n in operands)
     for segments, padding in _segmentations(site, operands, labels, out, label):
         given = {n: Placement("V", w.index(label), segments, padding)
                  for n, w in zip(operands, labels, strict=True) if label in w}
@@ -63,7 +63,7 @@ def _segmentations(site: Site, operands: list[fx.Node], labels: list[str], out: 
         found |= {(c.segments, c.padding) for c in site.candidates() if c.dim == out.index(label)}
     for node, word in zip(operands, labels, strict=True):
         size = site.shape(node)[word.index(label)] if label in word else 0
-        if size and holds_weight(node) and site.divides(size):
+        if size and is_made_of_weights(node) and site.divides(size):
             found.add(((Segment(size),), 0))
     return sorted(found)
 
@@ -73,6 +73,13 @@ def holds_weight(node: fx.Node) -> bool:
     while node.op == "call_function" and node.target in SEE_THROUGH:
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and bool(node.meta.get("parameter"))
+
+
+def is_made_of_weights(node: fx.Node) -> bool:
+    """Whether the value is a weight so seen, or several of them stacked, or a part of such a stack."""
+    if node.op == "call_function" and node.target in {*SEE_THROUGH, aten.cat.default, aten.slice.Tensor}:
+        return all(is_made_of_weights(n) for n in node.all_input_nodes)
+    return holds_weight(node)
 
 
 SEE_THROUGH = {aten.reshape.default, aten.permute.default, aten.to.dtype, aten.contiguous.default}

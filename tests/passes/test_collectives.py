@@ -23,11 +23,11 @@ KINDS = {"I": I, "R": R, "P": P}
 
 
 def run(
-    name: str, given: list[Tensor], pulled: list[Tensor], cut: Placement | None
+    name: str, given: list[Tensor], pulled: list[Tensor], cut: Placement | None, other: Placement | None = None
 ) -> list[tuple[Tensor, Tensor, AxisHandle]]:
     """Each rank's result, the gradient of its input, and its axis with the counts."""
     tp = len(given)
-    more = (cut,) if name in collectives.TAKES_CUT else ()
+    more = (cut, other) if other is not None else (cut,) if name in collectives.TAKES_CUT else ()
 
     def rank_of(rank: int) -> tuple[Tensor, Tensor, AxisHandle]:
         axis = AxisHandle("tp", tp, rank)
@@ -48,7 +48,7 @@ def cuts(tp: int, *, whole_segments: bool = False) -> list[Placement]:
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize(("before", "after"), TABLE, ids=lambda kind: kind)
+@pytest.mark.parametrize(("before", "after"), [kinds for kinds in TABLE if kinds != ("V", "V")], ids=lambda kind: kind)
 def test_a_conversion_carries_value_and_gradient_from_type_to_type(before, after, tp):
     only_taken = (before, after) == ("R", "V")
     for cut in cuts(tp, whole_segments=only_taken) if "V" in (before, after) else [None]:
@@ -67,6 +67,29 @@ def test_a_conversion_carries_value_and_gradient_from_type_to_type(before, after
         assert_typed([g for _, g, _ in ran], pulled, source, gradient=True, what=f"gradient of {how.name}")
         promised = {(kind, phase): 1 for kind, phase in ((how.forward, "forward"), (how.backward, "backward")) if kind}
         assert all(dict(axis.counts) == promised for _, _, axis in ran)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("before", "after"), [(V(1, 12), V(0, 4)), (V(0, 4), V(2, 8, 16)), (V(2, 8, 16), V(1, 4, 8)), (V(2, 24), V(1, 12))]
+)
+def test_an_exchange_carries_a_cut_from_dim_to_dim(before, after, tp):
+    how = conversion(before, after, grad=True, parameter=False, exchange=True)
+    assert how is not None
+    generator = torch.Generator().manual_seed(0)
+    x, pulled = (torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2))
+    given = parts(x, before, tp, generator, gradient=False)
+    ran = run(how.name, given, parts(pulled, after, tp, generator, gradient=True), before, after)
+    assert_typed([out for out, _, _ in ran], x, after, gradient=False, what="exchange")
+    assert_typed([g for _, g, _ in ran], pulled, before, gradient=True, what="gradient of an exchange")
+    assert all(dict(a.counts) == {("all_to_all", p): 1 for p in ("forward", "backward")} for _, _, a in ran)
+
+
+def test_only_what_is_made_of_weights_is_exchanged_and_no_weight_itself():
+    cuts = V(1, 12), V(0, 4)
+    assert conversion(*cuts, grad=True, parameter=False) is None
+    assert conversion(*cuts, grad=True, parameter=True, exchange=True) is None
+    assert conversion(V(1, 12), V(1, 4, 8), grad=True, parameter=False, exchange=True) is None
 
 
 def test_a_noncontiguous_tensor_is_added_up_right():

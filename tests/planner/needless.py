@@ -15,9 +15,9 @@ from torch import Tensor, nn
 BATCH, LENGTH, WIDTH, HEADS, SIZE, CLASSES = 2, 6, 16, 4, 4, 32
 
 
-def batch() -> dict[str, Tensor]:
+def batch(rows: int = BATCH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randint(CLASSES, (BATCH, LENGTH), generator=generator) for name in ("ids", "labels")}
+    return {name: torch.randint(CLASSES, (rows, LENGTH), generator=generator) for name in ("ids", "labels")}
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ from planner import Plan, PlanError
 from tests.passes.simulated_model import assert_equals_one_process, num_collectives, planned
 from tests.planner.needless import (
     ATTENTION,
+    LOOPS,
     LOSSES,
     NO_ATTENTION,
     ConvolutionModule,
+    HeadModules,
     JoinedBiases,
     JoinedBiasesOfFive,
     Layered,
@@ -47,6 +49,63 @@ def test_a_loss_over_classes_leaves_the_head_cut(name):
     assert made.summary.flops_sharded_fraction == 1.0
     assert num_collectives(made) == OUTSIDE + 2 * 2
     assert [p.style for p in made.parameters if p.name == "head.weight"] == ["vocab"]
+
+
+STACKED = {"stacked weights", "sliced"}  # a dim of heads is there already: no weights are put together
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_heads_in_a_loop_go_to_ranks(name):
+    made = assert_equals_one_process(lambda: Layered(LOOPS[name]), batch(48), 2)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert made.summary.parameters_sharded_fraction > 0.95
+    assert num_collectives(made) == OUTSIDE + 2 * (2 if name in STACKED else 4 if name != "summed" else 6)
+    assert warnings_of(made) == ""
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_few_tokens_exchange_scores_once_for_all_heads_rather_than_weights(tp):
+    made = assert_equals_one_process(lambda: Layered(LOOPS["modules"]), batch(), tp)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert num_collectives(made) == OUTSIDE + 2 * 4
+    assert not any(c.kind == "all_to_all" for c in made.collectives)
+
+
+class Dropped(HeadModules):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([F.dropout(head(x), 0.1) for head in self.heads], dim=-1))
+
+
+class Unequal(HeadModules):
+    """Its second head looks at half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = x * (torch.arange(x.shape[-1]) < 8)
+        return self.out(torch.cat([head(masked if i == 1 else x * 1.0) for i, head in enumerate(self.heads)], dim=-1))
+
+
+class ReadOutside(HeadModules):
+    """The weights of its first head are read beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [head(x) for head in self.heads]
+        return self.out(torch.cat(parts, dim=-1)) + self.heads[0].query(x).sum(-1, keepdim=True)  # pyright: ignore
+
+
+def num_softmaxes(made: Plan) -> int:
+    return sum("softmax" in str(node.target) for node in made.source.program.graph.graph.nodes)  # pyright: ignore
+
+
+def test_dropped_heads_are_joined_too():
+    assert num_softmaxes(planned(lambda: Layered(Dropped), batch(48), 2)) == 2
+
+
+def test_heads_that_differ_stay_apart():
+    assert num_softmaxes(assert_equals_one_process(lambda: Layered(Unequal), batch(), 2)) == 2 * 4
+
+
+def test_weights_that_are_read_beside_the_loop_may_be_joined():
+    assert num_softmaxes(assert_equals_one_process(lambda: Layered(ReadOutside), batch(), 2)) == 2
 
 
 def warnings_of(made: Plan) -> str:
