@@ -51,15 +51,16 @@ def test_a_loss_over_classes_leaves_the_head_cut(name):
     assert [p.style for p in made.parameters if p.name == "head.weight"] == ["vocab"]
 
 
-STACKED = {"stacked weights", "sliced"}  # a dim of heads is there already: no weights are put together
+# A projection's f and g; the exchange of a stack, both ways; what is gathered of the gradients of stacked biases.
+EXCHANGES = {"stacked weights": 2, "sliced": 2, "summed": 6, "modules with biases": 5}
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_heads_in_a_loop_go_to_ranks(name):
     made = assert_equals_one_process(lambda: Layered(LOOPS[name]), batch(48), 2)
     assert made.summary.flops_sharded_fraction == 1.0
-    assert made.summary.parameters_sharded_fraction > 0.95
-    assert num_collectives(made) == OUTSIDE + 2 * (2 if name in STACKED else 4 if name != "summed" else 6)
+    assert made.summary.parameters_sharded_fraction > 0.94
+    assert num_collectives(made) == OUTSIDE + 2 * EXCHANGES.get(name, 4)
     assert warnings_of(made) == ""
 
 
