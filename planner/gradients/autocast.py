@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,7 +51,7 @@ class Regions:
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """(owner, name, what stands there while a forward is exported)."""
         enter, leave, init = torch.autocast.__enter__, torch.autocast.__exit__, torch.autocast.__init__
-        create = fx.proxy.TracerBase.create_node
+        create = TracerBase.create_node
 
         def made(region: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             init(region, device_type, *args, **kwargs)
@@ -80,7 +81,7 @@ class Regions:
         yield torch.autocast, "__init__", made
         yield torch.autocast, "__enter__", entered
         yield torch.autocast, "__exit__", left
-        yield fx.proxy.TracerBase, "create_node", created
+        yield TracerBase, "create_node", created
 
     def _note(self, region: Any) -> None:
         if region.device == "cpu":
@@ -134,7 +135,7 @@ class _Call:
         self.graph, self.node, self.region = graph, node, region
         self.target: Any = node.target
         self.inputs = node.all_input_nodes
-        self.values = [n.meta.get("val") for n in self.inputs]
+        self.values: list[Any] = [n.meta.get("val") for n in self.inputs]
 
     def write(self) -> None:
         if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self.values):
@@ -207,9 +208,10 @@ class _Call:
                 if part.op == "call_function":
                     env[part] = self.graph.node_copy(part, lambda n: env[n])
                     env[part].meta |= {k: self.node.meta[k] for k in KEPT if k in self.node.meta}
-        result = fx.map_arg(parts.graph.output_node().args[0], lambda n: env[n])
+        result: Any = fx.map_arg(parts.graph.output_node().args[0], lambda n: env[n])
         for user in list(self.node.users) if isinstance(result, (tuple, list)) else []:
-            user.replace_all_uses_with(result[user.args[1]])
+            item: Any = user.args[1]
+            user.replace_all_uses_with(result[item])
             self.graph.erase_node(user)
         if not isinstance(result, (tuple, list)):
             self.node.replace_all_uses_with(result)
