@@ -1,0 +1,91 @@
+"""Verify models of the catalogue and print what was seen, a line of JSON each.
+
+One process for all of them, since importing torch takes longer than verifying a small model. It runs until it is done,
+or ends with the model that ends it: the command then starts another for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import runtime.verify
+from benchmarks.other_models.catalogue import Listed, find
+from planner import PlanError
+from runtime.launch import RankError
+
+RANKS_SECONDS = 500
+
+
+def main(builds: list[str]) -> None:
+    torch.set_num_threads(1)
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print is not a row
+    for build in builds:
+        with tempfile.TemporaryDirectory() as directory:
+            spec = Path(directory, "spec.yaml")
+            spec.write_text(yaml.safe_dump(find(build).spec(), sort_keys=False))
+            rows.write(json.dumps(measure(find(build), str(spec))) + "\n")
+            rows.flush()
+
+
+def measure(listed: Listed, spec: str) -> dict[str, Any]:
+    """What `meshwright verify` says, and the figures of the plan that it makes."""
+    row: dict[str, Any] = {"version": listed.version}
+    planned = runtime.verify.plan
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        decided = planned(*args, **kwargs)
+        row.update(figures(decided), plan_seconds=time.perf_counter() - start)
+        return decided
+
+    start = time.perf_counter()
+    runtime.verify.plan = plan
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = runtime.verify.verify(listed.reference, spec, timeout_seconds=RANKS_SECONDS)
+        row |= {"result": "EQUAL" if report.passed else "DIFFERENT", "detail": str(report)}
+        row["differences"] = {kind: largest(report.rows, kind) for kind in ("loss", "gradient", "parameter")}
+    except PlanError as error:
+        row |= {"result": "refused", "detail": str(error)}
+    except RankError as error:
+        row |= {"result": "failed", "detail": str(error)}
+    finally:
+        runtime.verify.plan = planned
+    return row | {"seconds": time.perf_counter() - start}
+
+
+def largest(rows: Any, kind: str) -> float:
+    return max((row.difference for row in rows if row.kind == kind), default=0.0)
+
+
+def figures(decided: Any) -> dict[str, Any]:
+    """Share of FLOPs over tp, tp collectives of the block that has most, and what the plan warns of."""
+    blocks: Counter[str] = Counter()
+    for row in decided.collectives:
+        if row.axis == "tp" and row.per == "microbatch" and row.phase in ("forward", "backward") and row.block:
+            blocks[row.block] += row.count
+    found = [d.what + (f" ({d.where})" if d.where else "") for d in decided.diagnostics if d.level == "warning"]
+    return {
+        "flops": decided.summary.flops_sharded_fraction,
+        "collectives": max(blocks.values(), default=0),
+        "blocks": dict(blocks),
+        "warnings": found,
+        "whole": [p.name for p in decided.parameters if p.style == "replicate" and len(p.shape) > 1],
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
