@@ -206,7 +206,7 @@ def alibi() -> nn.Module:
 
 
 class NeoXBlock(nn.Module):
-    """Attention and MLP beside each other on one residual; a quarter of each head rotates; q, k, v interleaved by head."""
+    """Attention and MLP beside each other on one residual; a quarter of each head rotates; q, k, v by head."""
 
     def __init__(self) -> None:
         super().__init__()
