@@ -51,7 +51,7 @@ def test_a_package_that_is_not_there_gets_a_row_that_says_so():
 
 
 def test_the_page_shows_differences_and_the_line_of_a_refusal():
-    equal = {"result": "EQUAL", "flops": 0.98765, "collectives": 6, "differences": {"loss": 1e-16, "gradient": 2e-15}}
+    equal = {"result": "EQUAL", "flops": 0.98765, "collectives": "6", "differences": {"loss": 1e-16, "gradient": 2e-15}}
     seen = {
         "own_vision:dit": equal,
         "own_vision:mae": {"result": "refused", "detail": "no such thing\n  at:  model.py:3, `a | b`\n  fix: leave it"},

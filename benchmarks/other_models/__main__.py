@@ -24,8 +24,7 @@ def main() -> None:
     seen: dict[str, Any] = {}
     if arguments.results and arguments.results.exists():
         seen = json.loads(arguments.results.read_text())
-    wanted = [listed for listed in CATALOGUE if is_wanted(listed, arguments.names)]
-    for listed, row in rows_of(wanted):
+    for listed, row in rows_of(chosen(arguments.names)):
         seen[listed.build] = row
         print(line(listed, row), flush=True)
         if arguments.results:
@@ -36,8 +35,10 @@ def main() -> None:
     print(", ".join(f"{known.count(result)} {result}" for result in dict.fromkeys(known)))
 
 
-def is_wanted(listed: Listed, names: list[str]) -> bool:
-    return not names or any(name in listed.name or name in listed.build for name in names)
+def chosen(names: list[str]) -> list[Listed]:
+    """Those of which a name is a part, in the order of the names."""
+    found = [listed for name in names or [""] for listed in CATALOGUE if name in listed.name or name in listed.build]
+    return list({listed.build: listed for listed in found}.values())
 
 
 if __name__ == "__main__":

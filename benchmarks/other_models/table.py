@@ -20,7 +20,8 @@ models are small (two or three layers, 32 or 64 channels) and compute in float64
 
 *FLOPs cut*: the share of the matrix products' work that tp spreads. *Collectives a layer*: those over tp, forward and
 backward, of one microbatch in the block that has most (a layer of a decoder with cross-attention has three sublayers,
-one of SD3 two streams). *Result*: the largest relative difference of the loss, and of a gradient; or what was refused.
+one of SD3 two streams); "in all" where the plan sees no repeated blocks. *Result*: the largest relative difference of
+the loss, and of a gradient; or what was refused.
 
 {counts}
 
@@ -72,7 +73,7 @@ def _row(listed: Listed, row: dict[str, Any]) -> str:
     )
     has_tp = "tp" in listed.layout
     flops = f"{row['flops']:.1%}" if "flops" in row and has_tp else "-"
-    collectives = str(row["collectives"]) if "collectives" in row and has_tp else "-"
+    collectives = row["collectives"] if "collectives" in row and has_tp else "-"
     cells = (
         listed.name,
         source,

@@ -75,13 +75,13 @@ def figures(decided: Any) -> dict[str, Any]:
     """Share of FLOPs over tp, tp collectives of the block that has most, and what the plan warns of."""
     blocks: Counter[str] = Counter()
     for row in decided.collectives:
-        if row.axis == "tp" and row.per == "microbatch" and row.phase in ("forward", "backward") and row.block:
+        if row.axis == "tp" and row.per == "microbatch" and row.phase in ("forward", "backward"):
             blocks[row.block] += row.count
+    outside = blocks.pop("", 0)
     found = [d.what + (f" ({d.where})" if d.where else "") for d in decided.diagnostics if d.level == "warning"]
     return {
         "flops": decided.summary.flops_sharded_fraction,
-        "collectives": max(blocks.values(), default=0),
-        "blocks": dict(blocks),
+        "collectives": str(max(blocks.values())) if blocks else f"{outside} in all",
         "warnings": found,
         "whole": [p.name for p in decided.parameters if p.style == "replicate" and len(p.shape) > 1],
     }
