@@ -159,7 +159,7 @@ class _Look:
 
     def _run(self, values: list[Tensor], reads: _Reads | None = None) -> Any:
         leaves = [v.requires_grad_() if s.requires_grad else v for s, v in zip(self.use.shapes, values, strict=True)]
-        given = [v.view_as(v) if v.requires_grad else v for v in leaves]
+        given = [v.clone() if v.requires_grad else v for v in leaves]  # a leaf could not be written into
         versions = [v._version for v in given]
         with torch.enable_grad(), self.autocast.entered() if self.autocast else nullcontext():
             result = self.use.function.apply(*self.use.given(given))

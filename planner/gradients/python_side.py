@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from planner.gradients.call_sites import CallSites, called_by_user
 from planner.gradients.custom_functions import CustomFunctions
 from planner.gradients.functions import is_of_torch
 from planner.gradients.hooks import HOOK_FIX
-from planner.gradients.recorded import record
+from planner.gradients.recorded import GradientAsked, record
 
 _ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"
@@ -102,7 +102,7 @@ class PythonGradients:
     def _here(self) -> Where:
         return self._sites.here()
 
-    def _refuse(self, what: str, fix: str) -> None:
+    def _refuse(self, what: str, fix: str) -> NoReturn:
         raise PlanError(what, where=self._sites.here(), fix=fix)
 
     def _refusing(self, original: Any, what: str, fix: str) -> Callable[..., Any]:
@@ -178,7 +178,10 @@ class PythonGradients:
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except GradientAsked as error:
+                self._refuse(str(error), "write the gradient out, or the Function with ordinary operations")
             if self._elsewhere():
                 return result
             if kwargs.get("accumulate_grad"):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import PlanError
 from planner.gradients.own_backward import OwnBackward
 
 _CALLS: dict[str, OwnBackward] = {}
@@ -49,12 +48,12 @@ def _outputs(tensors: list[Tensor], key: str) -> list[Tensor]:
     return [output.empty() for output in _CALLS[key].made]
 
 
+class GradientAsked(Exception):
+    """The forward itself asks for a gradient through a Function with a backward of its own."""
+
+
 def _refuse(context: Any, *gradients: Any) -> Any:
-    raise PlanError(
-        f"the forward asks for a gradient through {context.name}, a Function with a backward of its own",
-        where=context.name,
-        fix="write the gradient out, or the Function with ordinary operations",
-    )
+    raise GradientAsked(f"the forward asks for a gradient through {context.name}, which has a backward of its own")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
