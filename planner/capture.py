@@ -10,6 +10,7 @@ Leaves:  a graph of canonical ATen ops (planner.canonical.form) with parameters,
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import warnings
@@ -20,14 +21,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
+from planner.buffer_writes import notes_of_writes
 from planner.canonical.form import canonicalize, prune
 from planner.certain_draws import CertainDraws
 from planner.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake, refuse_shared_memory
 from planner.forward_watch import ForwardWatch
+from planner.functional import UnknownWrite, is_write, make_functional
 from planner.gradients.autocast import write_casts
 from planner.gradients.call_sites import CallSites
 from planner.gradients.hooks import refuse_gradient_hooks
@@ -64,8 +67,8 @@ def capture(
         exported, notes, told = _traced(model, kwargs, exchange, mode)
         held = held_tensors(exported.constants, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
-        exported = _functional(exported, held)
-    program = _program(model, exported, constants, held, loss, notes)
+        exported, written = _functional(exported, held)
+    program = _program(model, exported, constants, held, loss, notes, written)
     program.rewrites.extend(told)
     return program
 
@@ -117,16 +120,33 @@ def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
     return Where()
 
 
-def _functional(exported: torch.export.ExportedProgram, held: Mapping[str, Held]) -> torch.export.ExportedProgram:
-    """Without ops that write into their arguments, and without regions of vmap."""
-    if _any_call(exported.graph_module, _mutates):
+def _functional(
+    exported: torch.export.ExportedProgram, held: Mapping[str, Held]
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
+    the nodes of their last values."""
+    module = exported.graph_module
+    if _any_call(module, is_write):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)
-        parameters |= {s.arg.name: held[s.target].fqn for s in signature.input_specs if s.target in held}
-        refuse_parameter_writes(exported.graph_module, parameters)
-    if _any_call(exported.graph_module, lambda call: _mutates(call) or _is_of_vmap(call)):
-        exported = _quietly(lambda: exported.run_decompositions({}))
-    return exported
+        parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
+        refuse_parameter_writes(module, parameters)
+        if not _any_call(module, _is_of_vmap):
+            with contextlib.suppress(UnknownWrite):
+                return exported, make_functional(module)
+    if _any_call(module, lambda call: is_write(call) or _is_of_vmap(call)):
+        exported = _decomposed(exported)
+    holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
+    return exported, {holders[s.target]: s.arg.name for s in exported.graph_signature.output_specs
+                      if s.kind is OutputKind.BUFFER_MUTATION and s.target in holders}
+
+
+def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    try:
+        return _quietly(lambda: exported.run_decompositions({}))
+    except Exception as error:
+        raise PlanError(f"the model cannot be captured: its ops in place cannot be made functional: {error}",
+                        fix="write them out of place (`x = x + y` for `x += y`)") from error
 
 
 def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
@@ -172,19 +192,13 @@ def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) 
     return any(node.op == "call_function" and is_such(node) for graph in graphs for node in graph.nodes)
 
 
-def _mutates(call: fx.Node) -> bool:
-    """Whether the op writes into an argument."""
-    schema = getattr(call.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
 def _is_of_vmap(call: fx.Node) -> bool:
     """Where torch.vmap begins and ends; between, the export recorded ops on single rows."""
     return "vmap" in getattr(call.target, "__name__", "")
 
 
 def _program(model: nn.Module, exported: torch.export.ExportedProgram, constants: Mapping[str, Any],
-             held: Mapping[str, Held], loss: str, notes: list[str]) -> Program:
+             held: Mapping[str, Held], loss: str, notes: list[str], written: Mapping[str, str]) -> Program:
     fqns, aliases = _parameter_names(model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
     in_place: dict[str, Held] = {}
@@ -201,7 +215,11 @@ def _program(model: nn.Module, exported: torch.export.ExportedProgram, constants
         else:
             program.constants[name] = constants.get(target, torch.empty(0))
     refuse_dynamic_shapes(exported.graph_module)
-    outputs = select_outputs(exported, program)
+    outputs = select_outputs(exported)
+    names = {s.arg.name: s.target or "" for s in exported.graph_signature.input_specs
+             if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
+    fixed = {*program.buffers, *program.constants}
+    program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
     program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place)
     _merge_tied(program)

@@ -50,7 +50,7 @@ class Exchange:
         empty = fake(tensor, self._dtype, self._mode)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, tensor.requires_grad)
-            empty.__dict__.update(vars(tensor))
+            empty.__dict__.update(vars(tensor))  # pyright: ignore[reportAttributeAccessIssue]
         return empty
 
     def _exchange(self, tensor: Tensor, stand_in: Tensor) -> None:
@@ -86,7 +86,7 @@ def swap(a: Tensor, b: Tensor) -> None:
     classes, attributes = (a.__class__, b.__class__), (a.__dict__, b.__dict__)
     torch._C._swap_tensor_impl(a, b)
     b.__class__, a.__class__ = classes
-    b.__dict__, a.__dict__ = attributes
+    b.__dict__, a.__dict__ = attributes  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -122,9 +122,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     """Raise PlanError where two trainable parameters lie on the same memory: an update of one would be one of both."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
-        is_plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
-        if parameter.requires_grad and parameter.numel() and is_plain:
-            start = parameter.storage_offset()
+        if parameter.requires_grad and parameter.numel() and type(parameter) is nn.Parameter:
+            start = int(parameter.storage_offset())
             last = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
             spans.setdefault(storage_of(parameter), []).append((start, start + last, name))
     for held in spans.values():

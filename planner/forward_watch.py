@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
 
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake
 from planner.held_tensors import ForeignTensors
+from planner.known_values import node_of
 from planner.outputs import plain_structure
 from planner.python_draws import PythonDraws
 from planner.python_state import Change, PythonState, is_doubtful, move_on, same_graph
@@ -132,21 +134,16 @@ def _of_constants(changes: list[Change], model: nn.Module) -> Iterator[Tensor]:
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return
-    known = {_node_of(buffer, mode.tracer) for buffer in model.buffers()}
+    known = {node_of(buffer, mode.tracer) for buffer in model.buffers()}
     for change in changes:
         for tensor in _tensors(change.after):
-            node = _node_of(tensor, mode.tracer)
+            node = node_of(tensor, mode.tracer)
             if node is None or _is_constant(node, known):
                 yield tensor
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _node_of(tensor: Tensor, tracer: Any) -> Any:
-    """The node that made a tensor; None for one that no call of this forward made."""
-    return proxy_tensor.get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _is_constant(node: Any, known: set[Any]) -> bool:

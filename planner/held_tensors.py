@@ -112,7 +112,7 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
 
 def _geometry(value: Tensor, whole: Tensor) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
     """The same elements in the same order, as views of ``whole``; None where a dim is neither kept, moved nor cut."""
-    start = value.storage_offset() - whole.storage_offset()
+    start = int(value.storage_offset() - whole.storage_offset())
     if (value.shape, value.stride(), start) == (whole.shape, whole.stride(), 0):
         return ()
     dims = list(zip(whole.shape, whole.stride(), strict=True))

@@ -51,16 +51,15 @@ def _plain(value: Any) -> Any:
     return None
 
 
-def select_outputs(exported: torch.export.ExportedProgram, program: Program) -> dict[str, str]:
+def select_outputs(exported: torch.export.ExportedProgram) -> dict[str, str]:
     """Output name → node name, for the tensor outputs of the user's forward."""
-    specs = [s for s in exported.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+    leaves: Any = exported.graph_module.graph.output_node().args[0]
+    pairs = zip(exported.graph_signature.output_specs, leaves, strict=True)
+    specs = [(s, leaf) for s, leaf in pairs if s.kind is OutputKind.USER_OUTPUT]
     paths = _output_paths(exported, len(specs))
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            program.notes.append(f"the forward updates buffer {spec.target}: the update is not carried out")
     return {
-        path: spec.arg.name
-        for path, spec in zip(paths, specs, strict=True)
+        path: leaf.name
+        for path, (spec, leaf) in zip(paths, specs, strict=True)
         if type(spec.arg).__name__ == "TensorArgument"
     }
 

@@ -35,6 +35,7 @@ FAR = 1_000_003  # a prime: every count modulo something small changes
 MOST = 4096  # entries of a container that are looked at
 _MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
 _MISSING = object()
+Access = tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]
 
 
 @dataclass(eq=False)
@@ -199,7 +200,7 @@ class _Walk:
                 yield from self._inside(path, inner_name, module, inner, depth - 1)
 
 
-def _access(value: Any) -> tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]] | None:
+def _access(value: Any) -> Access | None:
     """How to read and write what a value keeps; None where it keeps nothing that is known here."""
     if isinstance(value, (dict, list, deque, set)) and len(value) > MOST:
         return None
@@ -208,7 +209,7 @@ def _access(value: Any) -> tuple[Callable[[], dict[Any, Any]], Callable[[dict[An
     if isinstance(value, (list, deque)):
         return lambda: dict(enumerate(value)), lambda v: _relist(value, list(v.values()))
     if isinstance(value, set):
-        return lambda: dict.fromkeys(value, True), lambda v: (value.clear(), value.update(v), None)[2]
+        return lambda: dict.fromkeys(value, True), lambda v: _reset(value, v)
     if isinstance(value, random.Random):
         return lambda: {"state": value.getstate()}, lambda v: value.setstate(v["state"])
     if isinstance(value, np.random.Generator):
@@ -217,13 +218,19 @@ def _access(value: Any) -> tuple[Callable[[], dict[Any, Any]], Callable[[dict[An
         return lambda: {"state": str(value.get_state())}, lambda v: None
     if isinstance(value, FunctionType):
         cells = [c for c in value.__closure__ or () if _is_filled(c)]
-        names = value.__code__.co_freevars
-        return (lambda: {n: c.cell_contents for n, c in zip(names, cells, strict=False)},
-                lambda v: [setattr(c, "cell_contents", v[n]) for n, c in zip(names, cells, strict=False)] and None)
+        return _cell_access(dict(zip(value.__code__.co_freevars, cells, strict=False)))
     content = getattr(value, "__dict__", None)
     if isinstance(content, dict) and not _is_torchs(type(value).__module__) and not callable(value):
         return lambda: dict(content), lambda v: _refill(content, v)
     return None
+
+
+def _cell_access(cells: dict[str, CellType]) -> Access:
+    def write(values: dict[Any, Any]) -> None:
+        for name, cell in cells.items():
+            cell.cell_contents = values[name]
+
+    return lambda: {name: cell.cell_contents for name, cell in cells.items()}, write
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -237,7 +244,11 @@ def _class_holder(kind: type) -> Holder:
     def read() -> dict[Any, Any]:
         return {k: v for k, v in vars(kind).items() if isinstance(v, (int, float, str, list, dict, Tensor))}
 
-    return Holder("", kind.__qualname__, None, read, lambda v: [setattr(kind, k, x) for k, x in v.items()] and None)
+    def write(values: dict[Any, Any]) -> None:
+        for name, value in values.items():
+            setattr(kind, name, value)
+
+    return Holder("", kind.__qualname__, None, read, write)
 
 
 def _globals_holder(module: ModuleType) -> Holder:
@@ -256,6 +267,11 @@ def _refill(content: dict[Any, Any], values: dict[Any, Any]) -> None:
     for key in [k for k in content if k not in values and k not in _MACHINERY]:
         del content[key]
     content.update(values)
+
+
+def _reset(held: set[Any], values: dict[Any, Any]) -> None:
+    held.clear()
+    held.update(values)
 
 
 def _relist(held: Any, values: list[Any]) -> None:

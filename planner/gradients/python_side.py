@@ -152,9 +152,11 @@ class PythonGradients:
         enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
         def recorded_enter(mode: Any) -> Any:
-            of_user = called_by_user(also="_contextlib.py")  # that calls a decorated function
-            mode._recorded = (torch.no_grad() if mode.mode else torch.enable_grad()) if of_user else None
-            return mode._recorded.__enter__() if of_user else enter(mode)
+            mode._recorded = None
+            if not called_by_user(also="_contextlib.py"):  # that calls a decorated function
+                return enter(mode)
+            recorded = mode._recorded = torch.no_grad() if mode.mode else torch.enable_grad()
+            return recorded.__enter__()
 
         def recorded_leave(mode: Any, *error: Any) -> Any:
             return leave(mode, *error) if mode._recorded is None else mode._recorded.__exit__(*error)

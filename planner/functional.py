@@ -1,0 +1,270 @@
+"""Ops that write into their arguments become ops that make new values; readers of what was written read those.
+
+    y = x[:, 0]; y.add_(1); use(x)      →      y' = y + 1;  x' = select_scatter(x, y', 1, 0);  use(x')
+
+Every value is seen as a row of views of one root. A write to a view is carried back into the root by the inverse of
+each view, and whoever reads another view of that root afterwards sees it made anew from the new root. Regions without
+gradients come in line. torch.export can do the same by tracing everything a second time (``run_decompositions``), for
+what is not known here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+            aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
+            aten.view_as.default, aten.ravel.default}  # fmt: skip
+PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist,
+            aten.numpy_T.default, aten.mT.default, aten.swapaxes.default, aten.swapdims.default}  # fmt: skip
+PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
+         aten.tensor_split.sections}  # fmt: skip
+SAME = {aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
+        aten.detach_.default, aten.lift_fresh_copy.default}
+SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+VIEWS = {*RESHAPES, *PERMUTES, *SAME, aten.slice.Tensor, aten.select.int, aten.expand.default, aten.detach.default}
+
+
+class UnknownWrite(Exception):
+    """A write that is not known here: the whole graph is left to PyTorch."""
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a call writes into an argument; ``detach_``, which export puts behind a literal, writes nothing."""
+    schema = getattr(node.target, "_schema", None)
+    is_call = node.op == "call_function" and node.target is not aten.detach_.default
+    return is_call and schema is not None and schema.is_mutable
+
+
+def make_functional(module: fx.GraphModule) -> dict[str, str]:
+    """Rewrite ``module`` in place; returns its written placeholders and the nodes of their last values, by name.
+
+    Raises UnknownWrite, with ``module`` as it was, where a write is not known.
+    """
+    rewriter = _Rewriter()
+    written = rewriter.run(module)
+    module.graph = rewriter.graph
+    module.recompile()
+    return written
+
+
+class _Root:
+    """A piece of memory: ``value`` is its newest content, ``version`` counts the writes to it."""
+
+    def __init__(self, value: fx.Node) -> None:
+        self.value, self.version = value, 0
+
+
+class _View:
+    """A value of the old graph: where it lies and how it is made of its root (the old calls, outermost last)."""
+
+    def __init__(self, root: _Root, calls: tuple[fx.Node, ...], node: fx.Node) -> None:
+        self.root, self.calls, self.node, self.version = root, calls, node, root.version
+
+
+class _Rewriter:
+    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.views: dict[fx.Node, _View] = {}
+        self.plain: dict[fx.Node, Any] = {}
+        self.regions: dict[fx.Node, Any] = {}  # call of a region → what its body returns
+        self.written: dict[str, _Root] = {}
+
+    def run(self, module: fx.GraphModule) -> dict[str, str]:
+        self._copy(module, module.graph.nodes)
+        return {name: root.value.name for name, root in self.written.items()}
+
+    def _copy(self, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node.target is aten.detach_.default and node.args[0].meta["val"].requires_grad:  # pyright: ignore
+                raise UnknownWrite("detach_")
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._region(module, node)
+            elif node.target is operator.getitem and node.args[0] in self.regions:
+                self.views[node] = self.views[self.regions[node.args[0]][node.args[1]]]
+            elif is_write(node):
+                self._write(node)
+            elif node.op != "get_attr" or not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+                self._keep(node)
+
+    def _region(self, module: fx.GraphModule, node: fx.Node) -> None:
+        """The body of a region without gradients, in line; it sees what it reads through ``detach``."""
+        enabled, body, *operands = node.args
+        name = node.target.name()  # pyright: ignore
+        if name != "wrap_with_set_grad_enabled" or enabled or not isinstance(body, fx.Node):
+            raise UnknownWrite(str(node.target))
+        inner = getattr(module, str(body.target))
+        holders = inner.graph.find_nodes(op="placeholder")
+        for holder, operand in zip(holders, operands, strict=True):
+            if operand not in self.views:
+                raise UnknownWrite(str(node.target))
+            view, value = self.views[operand], operand.meta["val"]
+            stopped = self._emit(node, aten.detach.default, (self._read(operand),), {}, value.detach())
+            self.views[holder] = _View(view.root, (*view.calls, stopped), stopped)
+        self._copy(inner, [n for n in inner.graph.nodes if n.op not in ("placeholder", "output")])
+        self.regions[node] = inner.graph.output_node().args[0]
+
+    def _keep(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node, self._read)
+        source = _viewed(node)
+        if source is not None and source in self.views:
+            seen = self.views[source]
+            self.views[node] = _View(seen.root, (*seen.calls, node), new)
+        elif isinstance(node.meta.get("val"), Tensor):
+            self.views[node] = _View(_Root(new), (), new)
+        else:
+            self.plain[node] = new
+
+    def _read(self, node: fx.Node) -> Any:
+        """The value that ``node`` has now."""
+        if node in self.plain:
+            return self.plain[node]
+        view = self.views[node]
+        if view.version != view.root.version:
+            view.node, view.version = self._replay(view.root.value, view.calls)[-1], view.root.version
+        return view.node
+
+    def _replay(self, root: fx.Node, calls: tuple[fx.Node, ...]) -> list[fx.Node]:
+        """The root, and what each call makes of the one before."""
+        made = [root]
+        for call in calls:
+            target, args, kwargs = _as_one_call(call)
+            rest = fx.map_arg(tuple(args[1:]), self._read)
+            made.append(self._emit(call, target, (made[-1], *rest), fx.map_arg(kwargs, self._read), call.meta["val"]))
+        return made
+
+    def _write(self, node: fx.Node) -> None:
+        target = _functional_op(node.target)
+        schema = node.target._schema  # pyright: ignore
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        x = node.args[0] if node.args else None
+        if target is None or written != [0] or not isinstance(x, fx.Node) or x not in self.views:
+            raise UnknownWrite(str(node.target))
+        view, old = self.views[x], x.meta["val"]
+        value = self._fitting(node, target(self, node, self._read(x)), old)
+        bases = self._replay(view.root.value, view.calls)[:-1] if view.calls else []
+        for base, call in zip(reversed(bases), reversed(view.calls), strict=True):
+            value = self._put_back(call, base, value)
+        self._note_placeholder(view)
+        view.root.value = value
+        view.root.version += 1
+        self.views[node] = _View(view.root, view.calls, self._read(x))
+
+    def _note_placeholder(self, view: _View) -> None:
+        if view.root.value.op == "placeholder":
+            self.written[view.root.value.name] = view.root
+
+    def _fitting(self, node: fx.Node, value: fx.Node, old: Tensor) -> fx.Node:
+        """A write keeps the dtype and the shape of what it writes into."""
+        made = value.meta["val"]
+        if made.dtype != old.dtype:
+            value = self._emit(node, aten.to.dtype, (value, old.dtype), {}, made.to(old.dtype))
+        if made.shape != old.shape:
+            value = self._emit(node, aten.expand.default, (value, list(old.shape)), {}, old)
+        return value
+
+    def _put_back(self, call: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
+        """``base`` with the view ``call`` of it replaced by ``part``."""
+        target, args, kwargs = _as_one_call(call)
+        whole = base.meta["val"]
+        if target in RESHAPES:
+            return self._emit(call, aten.reshape.default, (part, list(whole.shape)), {}, whole)
+        if target in PERMUTES:
+            moved = target(torch.empty(tuple(range(2, 2 + whole.dim())), device="meta"), *args[1:], **kwargs).shape
+            order = [[int(n) - 2 for n in moved].index(d) for d in range(whole.dim())]
+            return self._emit(call, aten.permute.default, (part, order), {}, whole)
+        if target in SAME or (target is aten.detach.default and not whole.requires_grad):
+            return part
+        if target not in SCATTERS:  # also a write behind autograd's back, into x.detach()
+            raise UnknownWrite(str(target))
+        return self._emit(call, SCATTERS[target], (base, part, *fx.map_arg(tuple(args[1:]), self._read)), kwargs, whole)
+
+    def _emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=origin.name)
+        new.meta = {**origin.meta, "val": val}
+        return new
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node whose memory ``node`` sees."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return None
+    first = node.args[0] if node.args else None
+    is_piece = node.target is operator.getitem and isinstance(first, fx.Node) and first.args
+    source = first.args[0] if is_piece else first  # pyright: ignore
+    seen = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if _as_one_call(node)[0] not in VIEWS or not isinstance(seen, Tensor):
+        return None
+    return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
+
+
+def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(op, arguments, keywords) of a view; a piece of a split is a slice, one of an unbind a selection."""
+    if node.target is not operator.getitem:
+        return node.target, tuple(node.args), dict(node.kwargs)
+    source: Any = node.args[0]
+    index: Any = node.args[1]
+    if not isinstance(source, fx.Node) or source.target not in PARTS:
+        return node.target, tuple(node.args), dict(node.kwargs)
+    names = [a.name for a in source.target._schema.arguments]  # pyright: ignore
+    given = dict(zip(names, source.args, strict=False)) | dict(source.kwargs)
+    dim = int(given.get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
+    if source.target is aten.unbind.int:
+        return aten.select.int, (source.args[0], dim, index), {}
+    sizes = [int(piece.shape[dim]) for piece in source.meta["val"]]
+    start = sum(sizes[:index])
+    return aten.slice.Tensor, (source.args[0], dim, start, start + sizes[index]), {}
+
+
+def _functional_op(target: Any) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.Node] | None:
+    """How the value that ``target`` would have written is made."""
+    if torch.Tag.nondeterministic_seeded in target.tags and target is not aten.dropout_.default:
+        return None
+    name, overload = target._opname, target._overloadname or "default"
+    if name in _WRITES:
+        return _WRITES[name]
+    plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None) if name.endswith("_") else None
+    if plain is None or plain._schema.is_mutable or torch.Tag.inplace_view in target.tags:
+        return None
+
+    def call(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:
+        args = (x, *fx.map_arg(tuple(node.args[1:]), rewriter._read))
+        kwargs = fx.map_arg(dict(node.kwargs), rewriter._read)
+        values, named = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
+        return rewriter._emit(node, plain, args, kwargs, plain(*values, **named))
+
+    return call
+
+
+def _copy(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:
+    source: Any = node.args[1]
+    return rewriter._read(source)
+
+
+def _filled(value: Callable[[fx.Node], Any]) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.Node]:
+    def fill(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:
+        number, old = value(node), node.meta["val"]
+        if isinstance(number, fx.Node):
+            return rewriter._read(number)
+        options = {"dtype": old.dtype, "device": old.device}
+        return rewriter._emit(node, aten.full.default, ([int(n) for n in old.shape], number), options, old)
+
+    return fill
+
+
+_WRITES: dict[str, Callable[[_Rewriter, fx.Node, fx.Node], fx.Node]] = {
+    "copy_": _copy,
+    "zero_": _filled(lambda node: 0),
+    "fill_": _filled(lambda node: node.args[1]),
+}
