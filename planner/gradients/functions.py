@@ -7,8 +7,9 @@ small random tensors of the shapes that it was given:
 
     d(Function.apply)/dx   against   d(Function.forward)/dx by autograd
 
-Values are drawn near 0, positive, and far from 0 (where rounding counts for more: in float64 only); what is not finite
-on either side is not compared. Compared is the norm of the difference.
+Values are drawn around 0, positive, far from 0 (where rounding counts for more: in float64 only) and next to 0, where a
+root or a quotient may be bounded. What only the derivative does not give finite is a difference, what the Function does
+not give finite is not compared. Compared is the norm of the difference.
 
 These trials (and planner.gradients.trials) are where planning runs a backward: after it, on a torch built for CUDA, a
 fork of this process cannot run another (launchers here start processes that have not planned).
@@ -26,6 +27,7 @@ from torch.autograd.function import Function
 from planner.gradients.applications import COARSE, SAMPLES, Application, Sample, applied, draw, on_the_side
 
 NOTHING = 1e-2  # a gradient that is smaller than this much of the arriving one, times the tolerance, is rounding
+NEXT_TO_ZERO = Sample(1e-9, 0.0, 1.0, 1e-6)
 MANY_ELEMENTS = 10**6
 _PARTS = ("_higher_order_ops", "_library", "_functorch", "_dynamo", "nn.modules", "utils.checkpoint")
 _NOT_OURS = tuple(f"torch.{name}" for name in _PARTS)
@@ -53,7 +55,7 @@ def is_derived(use: Application) -> bool | None:
 def _agree_on_samples(use: Application) -> bool | None:
     """All samples in float64; where the Function itself is coarser, the first that says anything."""
     known = None
-    for sample in SAMPLES:
+    for sample in (*SAMPLES, NEXT_TO_ZERO):
         equal, dtype = _agree(use, sample)
         known = known if equal is None else equal
         if known is False or (known and dtype != torch.float64):
@@ -70,8 +72,10 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
     tolerance = sample.tolerance if seen.dtype == torch.float64 else COARSE.get(seen.dtype, 0.5)
     compared = None
     for a, b in zip(own, derived, strict=True):
-        finite = torch.isfinite(a) & torch.isfinite(b)
+        finite = torch.isfinite(a)
         a, b = a[finite], b[finite]
+        if not torch.isfinite(b).all():
+            return False, seen.dtype
         if not a.numel():
             continue
         compared = True

@@ -117,6 +117,20 @@ class Clipped(Function):
         return grads[0].clamp(-100, 100)
 
 
+class BoundedRoot(Function):
+    """Another backward only next to 0, where the derivative grows without bound."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] / torch.sqrt((4 * x).clip(min=1e-6))
+
+
 class ComputedAgain(Function):
     """Recomputation by hand: runs a module without gradients, and again in the backward."""
 
@@ -178,6 +192,7 @@ OWN: dict[str, tuple[Body, str]] = {
     "reversed": (lambda model, x: Scaled.apply(model.up(x), -1.0), "Scaled(_, -1.0)"),
     "only one of two": (lambda model, x: Scaled.apply(Scaled.apply(model.up(x), 1.0), 0.5), "Scaled(_, 0.5)"),
     "clipped": (lambda model, x: Clipped.apply(model.up(x)), "Clipped(_)"),
+    "bounded": (lambda model, x: BoundedRoot.apply(model.up(x).relu()), "BoundedRoot(_)"),
     "inside another": (lambda model, x: Outer.apply(model.up(x)), "Rounded(_)"),
 }
 
