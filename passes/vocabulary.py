@@ -106,5 +106,6 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         gradient.scatter_add_(1, local.unsqueeze(1), one_hot)  # in place: a stage's backward runs once
         if smoothing:
             gradient[:, :true_columns] -= smoothing / vocabulary * of_column
-        gradient.mul_((grads[0].to(gradient.dtype) * valid).unsqueeze(1))
+        # where, and no product: with every label ignored a mean has the gradient 1/0, and an ignored row still has none
+        gradient.mul_(torch.where(valid, grads[0].to(gradient.dtype), 0.0).unsqueeze(1))
         return gradient.to(dtype), None, None, None, None, None, None

@@ -13,8 +13,8 @@ from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.losses.batch_dims import wider
 from planner.losses.terms import share_loss
+from planner.losses.two_captures import wider
 from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.override_kinds import kinds_by_override
@@ -58,7 +58,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
     simplify_masks(program)
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro,
-                       lambda: capture(model, wider(inputs), loss=spec.loss, dtype=_dtype(spec)))
+                       lambda times: capture(model, wider(inputs, times), loss=spec.loss, dtype=_dtype(spec)))
     blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
     placements = decide_placements(
         program,

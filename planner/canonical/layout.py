@@ -78,7 +78,10 @@ def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     index %= size
     val = node.meta["val"]
     piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
-    return reshaped(emit, piece, val)
+    selected = reshaped(emit, piece, val)
+    if dim == 0:
+        selected.meta["selected"] = True  # of one, where it looks like a view
+    return selected
 
 
 def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -89,6 +92,9 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     start = args[2] if len(args) > 2 and args[2] is not None else kwargs.get("start", 0) or 0
     start = min(start + size if start < 0 else start, size)
     if length == size and step == 1:
+        stop = args[3] if len(args) > 3 else kwargs.get("end")
+        if dim == 0 and stop is not None and int(stop) <= size:
+            x.meta["selected"] = True  # the first n of n
         return x
     end = min(start + (length - 1) * step + 1 if length else start, size)
     tail = (step,) if step != 1 else ()

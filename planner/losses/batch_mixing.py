@@ -4,7 +4,7 @@
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
     a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
-Whether a dim holds the batch is known from two captures (planner.losses.batch_dims). The second costs as much as the
+Whether a dim holds the batch is known from two captures (planner.losses.two_captures). The second costs as much as the
 first, so it is asked for only where an op could do one of these; a sum over the features, as of a norm, could not.
 """
 
@@ -16,32 +16,17 @@ from torch import fx
 
 from planner.canonical.emit import named
 from planner.gradients.own_backward import OwnBackward
-from planner.losses.batch_dims import BatchDims
 from planner.losses.counts import reduced_dims, reduces_batch
-from planner.rules.base import adds_up
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
-         "topk", "flip", "roll", "slice", "split_with_sizes", "narrow"}  # fmt: skip
+         "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",
+         "kthvalue", "mode", "quantile", "nanquantile", "nanmedian", "msort", "renorm", "index_select"}  # fmt: skip
 PRODUCTS = {"mm", "matmul", "bmm", "einsum", "linear"}
 
-
-def mixing_nodes(graph: fx.Graph, on_batch: Collection[fx.Node], loss_terms: Collection[fx.Node],
-                 where_batch_stands: Callable[[], BatchDims | None]) -> list[fx.Node]:
-    """Calls with a gradient that mix the sequences of a batch, other than the sums and means that make the loss.
-
-    ``where_batch_stands`` is called at most once, and only for a graph that leaves a doubt; what it cannot say (None,
-    or a node that it does not know) is not claimed.
-    """
-    inner = [n for n in graph.nodes if n in on_batch and n not in loss_terms and _has_gradient(n)]
-    inner = [n for n in inner if not (isinstance(n.target, OwnBackward) and _is_loss_term(n, loss_terms))]
-    doubtful = [n for n in inner if _may_mix(n, on_batch)]
-    known = where_batch_stands() if doubtful else None
-    mixing = {n for n in doubtful if known is not None and _mixes(n, known)}
-    mixing |= {n for n in graph.nodes if n not in on_batch and _has_gradient(n) and not adds_up(n)}
-    return [n for n in graph.nodes if n in mixing]
+BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, where known
 
 
-def _has_gradient(node: fx.Node) -> bool:
+def has_gradient(node: fx.Node) -> bool:
     return node.op == "call_function" and any(n.meta.get("grad") for n in node.all_input_nodes)
 
 
@@ -49,8 +34,10 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "_opname", "")
 
 
-def _may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
+def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     """Told by the op alone: cheap, and true of few ops of a Transformer."""
+    if node.op != "call_function":
+        return False
     if isinstance(node.target, OwnBackward):
         return not _works_by_sequence(node.target, [{0} if n in on_batch else set() for n in node.args])
     if _name(node) in ALONG:
@@ -60,8 +47,11 @@ def _may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     return reduces_batch(node) and 0 in reduced_dims(node)
 
 
-def _is_loss_term(node: fx.Node, others: Collection[fx.Node]) -> bool:
+def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether a user's own backward makes a term of the loss, which is told as one."""
     value = node.meta["val"]
+    if not isinstance(node.target, OwnBackward):
+        return False
     is_number = not isinstance(value, (tuple, list)) and value.dim() == 0
     return is_number and any(user.op == "output" or user in others for user in node.users)
 
@@ -87,18 +77,23 @@ def _dims_along(node: fx.Node) -> frozenset[int]:
     given = named(node, list(node.args), dict(node.kwargs))
     dims = given.get("dim", given.get("dims", 0))
     ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
+    if dims is None:
+        return frozenset(range(ndim))
     return frozenset(int(d) % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
-def _mixes(node: fx.Node, known: BatchDims) -> bool:
-    inputs = [known.dims.get(n.name) for n in node.all_input_nodes]
+def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
+    """Whether an op that may mix does: it runs along the batch. What is not known is not claimed."""
+    inputs = [dims_of(n) for n in node.all_input_nodes]
     if any(dims is None for dims in inputs):
         return False
     if isinstance(node.target, OwnBackward):
-        return not _works_by_sequence(node.target, [known.dims[n.name] for n in node.args])  # pyright: ignore
+        return not _works_by_sequence(node.target, [dims_of(n) or set() for n in node.args])  # pyright: ignore
     held = [dims for dims in inputs if dims]
     if _name(node) in PRODUCTS:
-        made = known.dims.get(node.name)
+        made = dims_of(node)
         return made is not None and len(made) != 1 and bool(held)
+    if _name(node) not in ALONG and not reduces_batch(node):
+        return False
     along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
     return bool(held) and not along.isdisjoint(held[0])

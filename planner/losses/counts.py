@@ -27,23 +27,24 @@ REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_me
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
     batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and where they stand. ``mixed``: ops
-    before the loss in which the sequences of a batch see each other."""
+    before the loss in which the sequences of a batch see each other. ``doubts``: ops of the loss with a number or a
+    constant that may follow the size of the batch, taken as it is."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     inexact: list[tuple[str, Any]] = field(default_factory=list)
     mixed: list[tuple[str, Any]] = field(default_factory=list)
+    doubts: list[tuple[str, Any]] = field(default_factory=list)
 
 
 class Counts:
     """Owns the counts found so far, in ``program``'s graph."""
 
     def __init__(self, program: Program, terms: LossTerms) -> None:
-        self.program, self.terms = program, terms
+        self.terms = terms
         self.graph = program.graph.graph
         self.counted: list[fx.Node] = []
-        self.from_inputs = input_only(program)
 
     def holder(self, count: fx.Node) -> fx.Node:
         """The placeholder (float64) that will hold Σ ``count`` over the global batch."""
@@ -57,32 +58,17 @@ class Counts:
         name = self.terms.denominators[self.counted.index(count)]
         return next(n for n in self.graph.nodes if n.name == name)
 
-    def globalise(self, num_microbatches: int) -> None:
-        """Give every reader of a microbatch's count that of the global batch, as one process would compute."""
-        for node in list(self.graph.nodes):
-            if self._is_count(node):
-                readers = list(node.users)
-                value = self._whole(node, num_microbatches)
-                for reader in readers:
-                    reader.replace_input_with(node, value)
-
-    def _is_count(self, node: fx.Node) -> bool:
-        if node.target not in SUMS | AVERAGES or node.meta["val"].dim() != 0 or not self.from_inputs.get(node.name):
-            return False
-        above = ancestors([node])
-        return not any(n.name in self.terms.denominators or reduces_batch(n) for n in above if n is not node)
-
-    def _whole(self, node: fx.Node, num_microbatches: int) -> fx.Node:
-        value, dtype = self.holder(node), node.meta["val"].dtype
+    def globalise(self, node: fx.Node, count: fx.Node) -> fx.Node:
+        """Give every reader of ``node``, a microbatch's value, that of the global batch: the sum of ``count``."""
+        readers, holder, dtype = list(node.users), self.holder(count), node.meta["val"].dtype
         with self.graph.inserting_after(node):
-            cast = self.graph.call_function(aten.to.dtype, (value, dtype))
+            cast = self.graph.call_function(aten.to.dtype, (holder, dtype))
         cast.meta = {**node.meta, "val": torch.empty((), dtype=dtype, device="meta"), "grad": False}
-        if node.target in SUMS:
-            return cast
-        with self.graph.inserting_after(cast):
-            mean = self.graph.call_function(aten.div.Tensor, (cast, num_microbatches))
-        mean.meta = dict(cast.meta)
-        return mean
+        made = ancestors([count]) - {node}
+        for reader in readers:
+            if reader not in made:
+                reader.replace_input_with(node, cast)
+        return cast
 
     def finish(self) -> None:
         """Split off the graph of the counts: it reads batch tensors (and constants) alone."""

@@ -6,64 +6,84 @@ the global batch, of n microbatches:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
     mask.sum(), mask.mean()   → their value over the global batch, wherever they are read (planner.losses.counts)
-    8, where 8 is the batch   → 8 · n                                                      (planner.losses.batch_dims)
+    8, ones(8).sum() …        → their value in a graph of the global batch, where that differs (planner.losses.scaling)
     sum over the batch        → itself: shares are sums
     mean over the batch       → itself / n     (equal sizes: exact)
     what reads no batch       → itself / n     (a penalty on weights counts once)
-    a + b, a·c, −a, casts     → term by term
+    a + b, a·c, −a, casts …   → term by term
     anything else             → itself / n, and a warning that names the line
 
-What mixes the sequences of a batch before the loss (planner.losses.batch_mixing) is told too: no share
-mends it.
+Which of these a value is, its kind says (planner.losses.kinds): by the graph's form where that leaves no doubt
+(planner.losses.form), else by a second capture (planner.losses.by_captures). What mixes the sequences of a batch before
+the loss is told too: no share mends it.
 
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.constants import SHAPE_READERS, Constants
 from planner.errors import PlanError
-from planner.losses.batch_dims import BatchDims, compare_captures, is_number
-from planner.losses.batch_mixing import mixing_nodes
-from planner.losses.counts import AVERAGES, SUMS, Counts, LossTerms, ancestors, reduced_dims, reduces_batch
+from planner.losses.batch_mixing import has_gradient, is_own_loss, may_mix, mixes
+from planner.losses.by_captures import Typing
+from planner.losses.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
+from planner.losses.form import is_certain, kinds_by_form, loss_region
+from planner.losses.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
+from planner.losses.loss_ops import (
+    ADDED,
+    CHOICES,
+    CROSS_ENTROPIES,
+    DIVISIONS,
+    LAYOUT,
+    MEAN,
+    OVER_ROWS,
+    PRODUCTS,
+    SCALED,
+    SUM,
+    arguments,
+    aten,
+    counts_inputs,
+    reduction_of,
+    selects,
+)
+from planner.losses.scaling import Scaling
+from planner.losses.two_captures import cut_of, is_number, lay_on, splits
 from planner.program import Program
+from planner.rules.base import adds_up
 from planner.source_lines import where_of
 
 __all__ = ["LossTerms", "share_loss"]
 
-aten = torch.ops.aten
+MAX_ELEMENTS = 1 << 24
+LINEAR = LAYOUT | ADDED | {aten.cat.default, operator.getitem}
+FACTORS = SCALED | PRODUCTS
+LOOPED = 64  # where a graph may hold a loop over its sequences, the second capture has no more than these
 
-MEAN, SUM = 1, 2
-PASS_THROUGH = {aten.to.dtype, aten.reshape.default, aten.clone.default, aten.contiguous.default, aten.neg.default}
-SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
-ADDED = {aten.add.Tensor, aten.sub.Tensor}
-TAIL = PASS_THROUGH | SCALED | ADDED | SUMS | AVERAGES
-OVER_ROWS = {aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-             aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.kl_div.default}
+Recapture = Callable[[int], Program]
 
 
-def share_loss(program: Program, num_microbatches: int, recapture: Callable[[], Program] | None = None) -> LossTerms:
+def share_loss(program: Program, num_microbatches: int, recapture: Recapture | None = None) -> LossTerms:
     """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks).
 
-    ``recapture`` gives the program of twice as many sequences, for a loss that leaves in doubt what counts them.
+    ``recapture(k)`` gives the program of k times as many sequences, for a loss that leaves in doubt what counts them.
     """
     terms = LossTerms()
-    counts = Counts(program, terms)
+    rewriter = _Rewriter(program, num_microbatches, terms)
     if num_microbatches > 1:
-        counts.globalise(num_microbatches)
-    rewriter = _Rewriter(program, num_microbatches, counts, recapture)
-    rewriter.scale_numbers()
-    rewriter.warn_of_statistics()
-    rewriter.warn_of_mixing()
-    share = rewriter.share(program.node(program.loss))
+        rewriter.find_kinds(recapture)
+        rewriter.warn_of_statistics()
+        rewriter.warn_of_weights_alone()
+    share = rewriter.whole_loss()
     program.graph.graph.output_node().args = ((share,),)
     program.loss = share.name
-    counts.finish()
+    rewriter.counts.finish()
     program.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     program.graph.recompile()
     program.__dict__.pop("_nodes", None)
@@ -71,162 +91,195 @@ def share_loss(program: Program, num_microbatches: int, recapture: Callable[[], 
 
 
 class _Rewriter:
-    """Owns what is known of the batch: which nodes read it, and once it was needed, where it stands in them."""
+    """Owns the kinds of the values, and writes the share."""
 
-    def __init__(self, program: Program, num_microbatches: int, counts: Counts,
-                 recapture: Callable[[], Program] | None) -> None:
-        self.program, self.total, self.counts = program, num_microbatches, counts
+    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms) -> None:
+        self.program, self.total, self.terms = program, num_microbatches, terms
+        self.counts = Counts(program, terms)
         self.graph = program.graph.graph
-        self.recapture = recapture
-        self._batch_dims: BatchDims | None = None
+        self.kinds: dict[fx.Node, Kind] = {}
+        self.single: set[fx.Node] = set()
         self.on_batch: set[fx.Node] = set()
         for node in self.graph.nodes:
-            self._note(node)
+            reads = any(n in self.on_batch for n in node.all_input_nodes) and node.target not in SHAPE_READERS
+            if node.name in program.inputs or reads:
+                self.on_batch.add(node)
 
-    def _note(self, node: fx.Node) -> None:
-        if node.name in self.program.inputs or any(n in self.on_batch for n in node.all_input_nodes):
-            self.on_batch.add(node)
+    # ---- kinds
+
+    def find_kinds(self, recapture: Recapture | None) -> None:
+        constants = Constants(self.program, of_shapes=True, max_elements=MAX_ELEMENTS)
+        region = loss_region(self.program, self.on_batch)
+        self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
+        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region):
+            second = _captured(recapture, self._times())
+            if second is None:
+                self._tell(self.terms.doubts, self.program.node(self.program.loss))
+            else:
+                counts = self._by_two_captures(second, constants, region)
+        for node in counts:
+            self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
+
+    def _times(self) -> int:
+        """The second capture is of the global batch; of less where the graph takes its batch apart, or may do so unseen
+        as that of one sequence."""
+        size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
+        loops = size == 1 or any((cut_of(n) or splits(n)) and may_mix(n, ())
+                                 for n in self.graph.nodes if n in self.on_batch)
+        return min(self.total, max(2, LOOPED // size)) if loops else self.total
+
+    def _by_two_captures(self, second: tuple[Program, int], constants: Constants,
+                         region: set[fx.Node]) -> list[fx.Node]:
+        """The kinds, with numbers and constants corrected; the counts."""
+        program, times = second
+        others = Constants(program, of_shapes=True, max_elements=MAX_ELEMENTS)
+        captures = lay_on(self.graph, program.graph.graph, constants.nodes | others.nodes, times)
+        scaling = Scaling(captures, constants, others, self.total)
+        scaling.compare_numbers(self.graph)
+        typing = Typing(self.program, captures, scaling, region, program.graph.graph)
+        self.kinds, self.single = typing.kinds, typing.single
+        self._warn_of_mixing(typing)
+        for node in scaling.unknown:
+            self._tell(self.terms.doubts, node)
+        self._correct(scaling)
+        return typing.counts
+
+    def _warn_of_mixing(self, typing: Typing) -> None:
+        """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
+        tail = self._tail()
+        inner = [n for n in self.graph.nodes if n in self.on_batch and n not in tail and has_gradient(n)]
+        for node in (n for n in inner if not is_own_loss(n, tail)):
+            along = may_mix(node, self.on_batch) and mixes(node, typing.captures.changed)
+            if (along and not typing.takes_apart(node)) or node in typing.apart:
+                self._tell(self.terms.mixed, node)
+
+    def _tail(self) -> set[fx.Node]:
+        """The loss, and upwards all that is no value of single rows."""
+        seen: set[fx.Node] = set()
+        stack = [self.program.node(self.program.loss)]
+        while stack:
+            node = stack.pop()
+            if node not in seen and node in self.on_batch and self.kinds[node].name != ROWS:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        return seen
+
+    def _correct(self, scaling: Scaling) -> None:
+        """Numbers and constants take the value that they have in one process."""
+        for (node, place), number in scaling.numbers.items():
+            if isinstance(place, int):
+                node.update_arg(place, number)
+            else:
+                node.update_kwarg(place, number)
+        corrections = [(aten.mul.Tensor, scaling.factors), (aten.add.Tensor, scaling.shifts)]
+        for op, found in corrections:
+            for node, number in found.items():
+                self._correct_constant(node, op, number, scaling)
+
+    def _correct_constant(self, node: fx.Node, op: Any, number: float, scaling: Scaling) -> None:
+        dtype = node.meta["val"].dtype
+        with self.graph.inserting_after(node if node.op != "placeholder" else self._last_placeholder()):
+            value = number if dtype.is_floating_point else round(number)
+            new = self.graph.call_function(op, (node, value))
+        new.meta = dict(node.meta)
+        self.kinds[new] = self.kinds[node]
+        for reader in list(node.users):
+            if reader is not new and reader not in scaling.first.nodes:
+                reader.replace_input_with(node, new)
+
+    def _last_placeholder(self) -> fx.Node:
+        return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+
+    def warn_of_statistics(self) -> None:
+        """Batch normalisation in training takes the statistics of what it is given: here of one microbatch."""
+        for node in self.graph.nodes:
+            if "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch:
+                names = [a.name for a in node.target._schema.arguments]
+                if dict(zip(names, node.args, strict=False)).get("training", True):
+                    self._tell(self.terms.inexact, node)
+
+    def warn_of_weights_alone(self) -> None:
+        """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""
+        for node in self.graph.nodes:
+            if node not in self.on_batch and has_gradient(node) and not adds_up(node):
+                self._tell(self.terms.mixed, node)
+
+    def _tell(self, where_to: list[tuple[str, Any]], node: fx.Node) -> None:
+        row = str(node.target), where_of(node)
+        if row not in where_to:
+            where_to.append(row)
 
     # ---- the loss, from its end upwards
 
-    def share(self, node: fx.Node) -> fx.Node:
+    def whole_loss(self) -> fx.Node:
+        loss = self.program.node(self.program.loss)
+        if self.total == 1:
+            return self._cross_entropy(loss) if loss.target in CROSS_ENTROPIES else loss
+        return self._inexact(loss) if self.kinds[loss].name == UNIT else self._share(loss)
+
+    def _share(self, node: fx.Node) -> fx.Node:
         """A node whose values over the microbatches add up to ``node`` over the global batch."""
-        target = node.target
-        if self.total == 1 and target is not aten.cross_entropy_loss.default:
-            return node
-        if node not in self.on_batch:
+        kind = self.kinds[node].name
+        if kind == WHOLE:
             return self._average(node)
-        if target is aten.cross_entropy_loss.default or target is aten.nll_loss_nd.default:
+        if kind == UNIT or node in self.single:
+            return node
+        return self._inexact(node) if kind == ROWS else self._by_op(node)
+
+    def _by_op(self, node: fx.Node) -> fx.Node:
+        linear = self._linear_in(node)
+        if self.kinds[node].name == UNKNOWN and (not linear or any(self.kinds[n].name == UNIT for n in linear)):
+            return self._inexact(node)
+        if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node)
-        if target in PASS_THROUGH:
-            return self._again(node, [self.share(self._input(node, 0)), *node.args[1:]])
-        if target in ADDED and not node.kwargs:
-            parts: Any = node.args
-            return self._again(node, [self.share(a) if isinstance(a, fx.Node) else a / self.total for a in parts])
-        if target in SUMS | AVERAGES:
-            return self._reduced(node)
-        if target in SCALED:
-            return self._scaled(node)
-        if target in OVER_ROWS:
-            return node if _reduction(node) == SUM else self._average(node)
-        return self._inexact(node)
+        if node.target in OVER_ROWS:
+            return node if reduction_of(node) == SUM else self._average(node)
+        if node.target in SUMS | AVERAGES and self.kinds[node.all_input_nodes[0]].name == ROWS:
+            return node if node.target in SUMS else self._average(node)
+        if node.target in PRODUCTS and not linear:
+            return node
+        shares = {n: self._share(n) for n in linear}
+        args = fx.map_arg(node.args, lambda n: shares.get(n, n))
+        if node.target in ADDED | CHOICES:
+            args = tuple(a / self.total if is_number(a) else a for a in args)
+        return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
 
-    def _input(self, node: fx.Node, position: int) -> fx.Node:
-        value = node.args[position]
-        assert isinstance(value, fx.Node)
-        return value
-
-    def _again(self, node: fx.Node, args: list[Any]) -> fx.Node:
-        return node if list(node.args) == args else self._emit(node, node.target, args, dict(node.kwargs))
+    def _linear_in(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that ``node`` is linear in, so that shares of them make a share of it."""
+        inputs, target = node.all_input_nodes, node.target
+        if target in LINEAR:
+            return inputs
+        moving = [n for n in inputs if self.kinds[n].name != WHOLE]
+        if target in CHOICES:
+            values, condition = selects(node)
+            return values if condition not in moving else []
+        if target in FACTORS and len(moving) == 1 and (target not in DIVISIONS or node.args[0] is moving[0]):
+            return moving if self.kinds[moving[0]].name in (SHARE, LOOSE, UNKNOWN) else []
+        reduces = target in SUMS | AVERAGES
+        return inputs if reduces and self.kinds[inputs[0]].name in (SHARE, LOOSE) else []
 
     def _emit(self, like: fx.Node, target: Any, args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         with self.graph.inserting_before(self.graph.output_node()):
             new = self.graph.call_function(target, tuple(args), kwargs or {})
         new.meta = dict(like.meta)
-        self._note(new)
         return new
 
     def _average(self, node: fx.Node) -> fx.Node:
         return node if self.total == 1 else self._emit(node, aten.div.Tensor, [node, self.total])
 
     def _inexact(self, node: fx.Node) -> fx.Node:
-        self.counts.terms.inexact.append((str(node.target), where_of(node)))
+        self._tell(self.terms.inexact, node)
         return self._average(node)
-
-    def _scaled(self, node: fx.Node) -> fx.Node:
-        """a·b or a/b where all but one factor is the same for every microbatch."""
-        a, b = node.args[0], node.args[1]
-        if isinstance(a, fx.Node) and b not in self.on_batch:
-            return self._again(node, [self.share(a), b])
-        if node.target is aten.mul.Tensor and isinstance(b, fx.Node) and a not in self.on_batch:
-            return self._again(node, [a, self.share(b)])
-        return self._inexact(node)
-
-    def _reduced(self, node: fx.Node) -> fx.Node:
-        """A sum or mean: over the batch, or (where that was summed before) over what is left."""
-        value = self._input(node, 0)
-        done, where = reduced_dims(node), frozenset(range(value.meta["val"].dim()))
-        if node.meta["val"].dim() or any(reduces_batch(n) for n in ancestors([value]) if n in self.on_batch):
-            known = self._where_batch_stands()
-            if known is None or value.name not in known.dims:
-                return self._inexact(node)
-            where = known.dims[value.name]
-        if not where:
-            return self._again(node, [self.share(value), *node.args[1:]])
-        if not where <= done:
-            return self._inexact(node)
-        return node if node.target in SUMS else self._average(node)
-
-    # ---- plain numbers
-
-    def scale_numbers(self) -> None:
-        """A number that counts sequences takes the count of the global batch."""
-        tail = [n for n in self._tail() if n.target in SCALED]
-        if self.total == 1 or not any(self._may_count(a) for n in tail for a in n.args):
-            return
-        known = self._where_batch_stands()
-        for node in tail:
-            for position, number in enumerate(node.args):
-                power = known.powers.get((node.name, position), 0) if known is not None and is_number(number) else 0
-                if power is None:
-                    self.counts.terms.inexact.append((str(node.target), where_of(node)))
-                elif power:
-                    node.update_arg(position, number * self.total**power)  # pyright: ignore[reportOperatorIssue]
-
-    def _tail(self) -> list[fx.Node]:
-        """The loss, and upwards all that sums, means and products of it are made of."""
-        seen: dict[fx.Node, None] = {}
-        stack = [self.program.node(self.program.loss)]
-        while stack:
-            node = stack.pop()
-            if node in self.on_batch and node.target in TAIL and node not in seen:
-                seen[node] = None
-                stack.extend(node.all_input_nodes)
-        return list(seen)
-
-    def _may_count(self, number: Any) -> bool:
-        """Whether a plain number could be, or be one over, a multiple of the microbatch's size."""
-        if not is_number(number) or number == 0:
-            return False
-        size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
-        sizes = [c for c in (abs(number), 1 / abs(number)) if abs(c - round(c)) < 1e-6 * c]
-        return any(round(c) > 1 and round(c) % size == 0 for c in sizes) or (size == 1 and abs(number) == 1)
-
-    def _where_batch_stands(self) -> BatchDims | None:
-        """By a second capture; None where that is not possible."""
-        if self._batch_dims is None and self.recapture is not None:
-            recapture, self.recapture = self.recapture, None
-            try:
-                self._batch_dims = compare_captures(self.graph, recapture().graph.graph)
-            except PlanError:
-                return None
-        return self._batch_dims
-
-    def warn_of_statistics(self) -> None:
-        """Batch normalisation in training takes the statistics of what it is given: here of one microbatch."""
-        for node in self.graph.nodes:
-            if self.total > 1 and "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch:
-                names = [a.name for a in node.target._schema.arguments]
-                if dict(zip(names, node.args, strict=False)).get("training", True):
-                    self.counts.terms.inexact.append((str(node.target), where_of(node)))
-
-    def warn_of_mixing(self) -> None:
-        """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
-        if self.total > 1:
-            found = mixing_nodes(self.graph, self.on_batch, set(self._tail()), self._where_batch_stands)
-            self.counts.terms.mixed.extend((str(n.target), where_of(n)) for n in found)
 
     # ---- cross-entropy
 
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
         names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given, total = arguments(node), node
         target, reduction = given["target"], given.get("reduction", MEAN)
-        if reduction == SUM:
+        if reduction != MEAN:
             return node
-        if reduction != MEAN or not self.counts.from_inputs.get(target.name):
-            return self._inexact(node)
-        if target.meta["val"].is_floating_point():
+        if target.meta["val"].is_floating_point() or not counts_inputs(node, input_only(self.program)):
             return self._average(node)
         count = self._valid_tokens(target, given.get("weight"), int(given.get("ignore_index", -100)))
         order = [given["self"], target, given.get("weight"), SUM, *[given[k] for k in names[4:] if k in given]]
@@ -258,8 +311,11 @@ class _Rewriter:
         return emit(aten.sum.default, [valid], torch.empty((), dtype=torch.int64, device="meta"))
 
 
-def _reduction(node: fx.Node) -> int:
-    """The reduction code of a loss op (0 none, 1 mean, 2 sum)."""
-    names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return int(given.get("reduction", MEAN))
+def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:
+    """The second capture; None where the model does not run with so many sequences."""
+    if recapture is None:
+        return None
+    try:
+        return recapture(times), times
+    except PlanError:
+        return None

@@ -53,6 +53,10 @@ def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
     for what, where in source.terms.inexact:
         yield Diagnostic("warning", f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
                          str(where), "keep one microbatch, or write the loss as a sum over a count")
+    for what, where in source.terms.doubts:
+        yield Diagnostic("warning", f"{what} in the loss has a number or a constant of which it is not known how it "
+                         "follows the size of the batch: it is taken as it is in one microbatch", str(where),
+                         "keep one microbatch, or divide by a count of the labels, such as mask.sum()")
     for what, where in source.terms.mixed:
         yield Diagnostic("warning", f"{what} mixes the sequences of a batch: each microbatch sees only its own",
                          str(where), "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant")

@@ -123,3 +123,22 @@ def test_the_parts_of_an_embedding_add_up(tp):
     ran = [part(rank) for rank in range(tp)]
     torch.testing.assert_close(sum(out for out, _ in ran), expected.detach())
     torch.testing.assert_close(torch.cat([g for _, g in ran]), gradient)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_every_label_ignored_a_mean_has_no_value_and_no_gradient_as_in_torch(tp, smoothing):
+    """The mean divides by 0: what comes back into the loss is infinite, and the logits' gradients are zeros."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(5, 8, dtype=torch.float64), torch.full((5,), -100)
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, target, label_smoothing=smoothing)
+    (gradient,) = torch.autograd.grad(expected, whole)
+    assert expected.isnan()
+    assert torch.count_nonzero(gradient) == 0
+    pulled = torch.ones((), dtype=torch.float64) / 0.0  # of the sum, which is divided by the count: 0
+    for options in ({"reduction": 1}, {"reduction": 2}):
+        ran = losses(list(logits.chunk(tp, 1)), target, 8, pulled if options["reduction"] == 2 else pulled.new_ones(()),
+                     label_smoothing=smoothing, **options)
+        assert torch.equal(torch.cat([g for _, g, _ in ran], 1), gradient)
+        assert all(loss.isnan() or options["reduction"] == 2 for loss, _, _ in ran)

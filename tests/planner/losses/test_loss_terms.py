@@ -10,38 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture import capture
-from planner.losses.batch_dims import compare_captures, wider
+from planner.constants import Constants
 from planner.losses.terms import share_loss
+from planner.losses.two_captures import lay_on, wider
 from planner.program import Program
+from tests.planner.losses.shares import LENGTH, Small, inputs_of, rows
 
-MICRO, LENGTH, NUM_MICROBATCHES = 2, 6, 4
-INPUTS = {name: torch.zeros(MICRO, LENGTH, dtype=torch.int64, device="meta") for name in ("ids", "labels")}
-
-
-class Small(nn.Module):
-    """Logits of one linear; ``loss(logits, labels, weight)``."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.head, self.loss = nn.Embedding(8, 4), nn.Linear(4, 8), loss
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.head(self.embed(ids)), labels, self.head.weight)
-
-
-def rows(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+MICRO, NUM_MICROBATCHES = 2, 4
+INPUTS = inputs_of(MICRO)
+GLOBAL = MICRO * NUM_MICROBATCHES
 
 
 def shared(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[int], list[str], list[str]]:
     """Sizes of the captures that were made; what is inexact, as code of the user's line; denominators."""
     captured: list[int] = []
 
-    def captures(inputs: dict[str, Tensor]) -> Program:
-        captured.append(inputs["ids"].shape[0])
-        return capture(Small(loss), inputs)
+    def captures(times: int) -> Program:
+        captured.append(MICRO * times)
+        return capture(Small(loss), wider(INPUTS, times))
 
-    terms = share_loss(captures(INPUTS), NUM_MICROBATCHES, lambda: captures(wider(INPUTS)))
+    terms = share_loss(captures(1), NUM_MICROBATCHES, captures)
     return captured, [where.code for _, where in terms.inexact], terms.denominators
 
 
@@ -51,7 +39,6 @@ def shared(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[int],
         lambda logits, labels, _: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
         lambda logits, labels, _: rows(logits, labels).mean(),
         lambda logits, labels, _: rows(logits, labels).mean(1).mean(),
-        lambda logits, labels, w: rows(logits, labels).mean() + 0.03 * w.pow(2).sum(),
         lambda logits, labels, _: F.mse_loss(logits.sum(-1), labels.to(logits.dtype)),
     ],
 )
@@ -66,10 +53,11 @@ def test_an_unambiguous_loss_is_exact_by_one_capture(loss):
         lambda logits, labels, _: rows(logits, labels).sum() * (1 / labels.numel()),
         lambda logits, labels, _: rows(logits, labels).sum() / 4,
         lambda logits, labels, _: rows(logits, labels).mean(0).sum(),
+        lambda logits, labels, w: rows(logits, labels).mean() + 0.03 * w.pow(2).sum(),
     ],
 )
 def test_a_loss_that_may_count_sequences_is_exact_by_a_second_capture(loss):
-    assert shared(loss)[:2] == ([MICRO, 2 * MICRO], [])
+    assert shared(loss)[:2] == ([MICRO, GLOBAL], [])
 
 
 @pytest.mark.parametrize(
@@ -114,12 +102,13 @@ def test_captures_of_two_sizes_tell_where_the_batch_stands():
     def loss(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
         return rows(logits, labels).flatten().sum() / labels.numel()
 
-    first, second = (capture(Small(loss), inputs).graph.graph for inputs in (INPUTS, wider(INPUTS)))
-    found = compare_captures(first, second)
-    division = next(n for n in first.nodes if n.target is torch.ops.aten.div.Tensor)
-    assert found.powers == {(division.name, 1): 1}
-    assert found.dims["ids"] == found.dims["linear"] == {0}
-    assert found.dims[division.name] == frozenset()
+    first, second = (capture(Small(loss), wider(INPUTS, times)) for times in (1, 3))
+    graph = first.graph.graph
+    found = lay_on(graph, second.graph.graph, Constants(first).nodes | Constants(second).nodes, 3)
+    division = next(n for n in graph.nodes if n.target is torch.ops.aten.div.Tensor)
+    assert found.others[division].args[1] == 3 * MICRO * LENGTH
+    assert found.changed(first.node("ids")) == found.changed(first.node("linear")) == {0}
+    assert found.changed(division) == frozenset()
 
 
 class Mixed(Small):
@@ -153,7 +142,7 @@ APART = {
 
 def mixed(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
     model = Mixed(mix)
-    terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda: capture(model, wider(INPUTS)))
+    terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda times: capture(model, wider(INPUTS, times)))
     return [(op, str(where)) for op, where in terms.mixed]
 
 
