@@ -230,7 +230,7 @@ class Typing(Joins):
 
     def _cross_entropy(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         named = arguments(node)
-        logits, target, weight = (named.get(k) for k in ("self", "target", "weight"))
+        logits, target, weight = named["self"], named["target"], named.get("weight")
         kinds = [self._given(node, n) for n in (logits, target)]
         known = weight is None or self.kinds[weight].name == WHOLE
         if any(k.name != ROWS for k in kinds) or reduction_of(node) == NONE or not known:

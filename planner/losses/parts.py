@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner.losses.kinds import Part, tile
@@ -125,4 +126,4 @@ class Likeness:
 
 def _ndim(node: fx.Node) -> int:
     val = node.meta.get("val")
-    return val.dim() if hasattr(val, "dim") else -1
+    return val.dim() if isinstance(val, torch.Tensor) else -1

@@ -54,7 +54,7 @@ from planner.losses.loss_ops import (
     selects,
 )
 from planner.losses.scaling import Scaling
-from planner.losses.two_captures import cut_of, is_number, lay_on, splits
+from planner.losses.two_captures import cut_of, lay_on, splits
 from planner.program import Program
 from planner.rules.base import adds_up
 from planner.source_lines import where_of
@@ -241,7 +241,7 @@ class _Rewriter:
         shares = {n: self._share(n) for n in linear}
         args = fx.map_arg(node.args, lambda n: shares.get(n, n))
         if node.target in ADDED | CHOICES:
-            args = tuple(a / self.total if is_number(a) else a for a in args)
+            args = tuple(a / self.total if isinstance(a, (int, float)) else a for a in args)
         return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
