@@ -34,7 +34,7 @@ _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, 
 def diagnostic_rows(source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...],
                     reasons: Reasons, places: Places) -> tuple[Diagnostic, ...]:
     """Warnings first, then notes; each once."""
-    rows = [*_notes(source), *_inexact(source), *_own_backwards(source, places)]
+    rows = [*_notes(source), *_inexact(source), *_untrained(source.program), *_own_backwards(source, places)]
     if source.mesh.tp > 1:
         rows += [*_attention(source, sites, places), *_without_rule(source)]
         rows += _layers(source, parameters, reasons, places)
@@ -47,6 +47,32 @@ def _notes(source: PlanSource) -> Iterator[Diagnostic]:
         yield Diagnostic("warning", note)
     for what, where in source.program.rewrites:
         yield Diagnostic("info", what, str(where))
+
+
+MOST_NAMED = 4
+
+
+def _untrained(program: Program) -> Iterator[Diagnostic]:
+    """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
+    trained = _with_gradient(program)
+    names = [f for n, f in program.parameters.items() if program.node(n).meta["grad"] and n not in trained]
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield Diagnostic("warning", f"{len(names)} parameters get no gradient and stay as they are: "
+                         f"{', '.join(names[:MOST_NAMED])}{more}", names[0].rpartition(".")[0],
+                         "set requires_grad_(False) on them if this is meant")
+
+
+def _with_gradient(program: Program) -> set[str]:
+    """Names of what the gradient of the loss reaches."""
+    reached: set[str] = set()
+    waiting = [program.node(program.loss)]
+    while waiting:
+        node = waiting.pop()
+        if node.name not in reached and node.meta.get("grad"):
+            reached.add(node.name)
+            waiting.extend(node.all_input_nodes)
+    return reached
 
 
 def _inexact(source: PlanSource) -> Iterator[Diagnostic]:

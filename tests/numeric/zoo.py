@@ -61,10 +61,11 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.numeric import counted_models, own_functions, own_models
+    from tests.numeric import counted_models, held_weights, own_functions, own_models
 
     torch.manual_seed(11)
-    entry = (FAMILIES | own_models.MODELS | own_functions.FUNCTIONS | counted_models.MODELS)[name]()
+    models = FAMILIES | own_models.MODELS | own_functions.FUNCTIONS | counted_models.MODELS | held_weights.HELD_WEIGHTS
+    entry = models[name]()
     with torch.no_grad():
         for parameter in entry.model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.06))

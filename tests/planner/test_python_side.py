@@ -1,0 +1,193 @@
+"""What a forward reads in Python, and leaves there: frozen by a capture, so refused by line, or shown not to matter."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from random import random as drawn
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner import PlanError, plan
+
+COUNT = 0
+SPEC = {
+    "mesh": {"tp": 1},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"ids": {"shape": [5], "dtype": "int64", "high": 20}, "labels": {"like": "ids"}},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.up, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.norm = nn.BatchNorm1d(8)
+        self.calls, self.log, self.cache, self.ready = 0, [], {}, False
+        self.memory: Tensor | None = None
+        self.state = dataclasses.make_dataclass("State", ["seen"])(0)
+        self.generator = np.random.default_rng(0)
+        self.register_buffer("average", torch.zeros(8))
+        self.plain = torch.ones(())
+        self.middle = middle
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.middle(self, F.gelu(self.up(self.tokens(ids))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def counter(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x / m.calls
+
+
+def late_counter(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * 2 if m.calls > 1000 else x
+
+
+def nested_counter(m: Any, x: Tensor) -> Tensor:
+    m.state.seen += 1
+    return x * m.state.seen
+
+
+def global_counter(m: Any, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def log_length(m: Any, x: Tensor) -> Tensor:
+    m.log.append(1)
+    return x * len(m.log)
+
+
+def first_call(m: Any, x: Tensor) -> Tensor:
+    if not m.ready:
+        m.ready = True
+        return x * 3
+    return x
+
+
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    y = x if m.memory is None else x + m.memory
+    m.memory = x.detach()
+    return y
+
+
+def python_random(m: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def imported_random(m: Any, x: Tensor) -> Tensor:
+    return x if drawn() < 0.5 else x * 2
+
+
+def shuffled(m: Any, x: Tensor) -> Tensor:
+    order = [0, 1, 2, 3, 4]
+    random.shuffle(order)
+    return x[:, order]
+
+
+def numpy_random(m: Any, x: Tensor) -> Tensor:
+    return x * float(np.random.normal())
+
+
+def own_generator(m: Any, x: Tensor) -> Tensor:
+    return x * float(m.generator.normal())
+
+
+def clock(m: Any, x: Tensor) -> Tensor:
+    return x * (time.time() % 1)
+
+
+def average_read(m: Any, x: Tensor) -> Tensor:
+    y = x - m.average
+    with torch.no_grad():
+        m.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+    return y
+
+
+def plain_counter(m: Any, x: Tensor) -> Tensor:
+    m.plain.add_(1)
+    return x * m.plain
+
+
+REFUSED = [counter, late_counter, nested_counter, global_counter, log_length, first_call, recurrent, python_random,
+           imported_random, shuffled, numpy_random, own_generator, clock, average_read, plain_counter]  # fmt: skip
+
+
+@pytest.mark.parametrize("middle", REFUSED, ids=lambda f: f.__name__)
+def test_what_changes_from_call_to_call_is_refused_with_a_line(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(Model(middle), SPEC)
+    assert "test_python_side.py" in str(error.value)
+    assert error.value.fix
+
+
+def counted_only(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    m.log.append(m.calls)
+    return x
+
+
+def kept_for_later(m: Any, x: Tensor) -> Tensor:
+    m.memory = x.softmax(-1)
+    return x
+
+
+def cached_mask(m: Any, x: Tensor) -> Tensor:
+    if x.shape[1] not in m.cache:
+        m.cache[x.shape[1]] = torch.ones(x.shape[1], 8).tril()
+    return x * m.cache[x.shape[1]]
+
+
+def certain_draw(m: Any, x: Tensor) -> Tensor:
+    return x if random.random() < 0.0 or np.random.uniform(0, 1) >= 1.0 else x * 2
+
+
+def timed(m: Any, x: Tensor) -> Tensor:
+    m.state.seen = time.perf_counter()
+    return x
+
+
+def running_statistics(m: Any, x: Tensor) -> Tensor:
+    return m.norm(x.flatten(0, 1)).view(x.shape)
+
+
+def mask_in_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.average.copy_(torch.linspace(0, 1, 8))
+    return x * m.average
+
+
+def branch_on_constants(m: Any, x: Tensor) -> Tensor:
+    mask = torch.full((5, 5), float("-inf")).triu(1)
+    return x * 2 if bool((mask == torch.full((5, 5), float("-inf")).triu(1)).all()) else x
+
+
+KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, running_statistics, mask_in_a_buffer,
+        branch_on_constants]  # fmt: skip
+
+
+@pytest.mark.parametrize("middle", KEPT, ids=lambda f: f.__name__)
+def test_what_does_not_matter_is_planned_and_leaves_the_model_alone(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Model(middle)
+    before = {**vars(model)}, list(model.log), dict(model.cache), model.state.seen
+    states = random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
+    assert plan(model, SPEC).parameters
+    assert ({**vars(model)}, list(model.log), dict(model.cache), model.state.seen) == before
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # pyright: ignore
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_clock_that_decides_nothing_is_told_with_its_line() -> None:
+    (told,) = [row.what for row in plan(Model(timed), SPEC).diagnostics if "asks for the time" in row.what]
+    assert "test_python_side.py" in told
