@@ -111,31 +111,30 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
 
 
 def _geometry(value: Tensor, whole: Tensor) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
-    """The same elements in the same order, as views of ``whole``; None where a dim is neither kept, moved nor cut."""
-    start = int(value.storage_offset() - whole.storage_offset())
-    if (value.shape, value.stride(), start) == (whole.shape, whole.stride(), 0):
-        return ()
-    dims = list(zip(whole.shape, whole.stride(), strict=True))
-    wanted = list(zip(value.shape, value.stride(), strict=True))
-    if start == 0 and sorted(dims) == sorted(wanted) and len(set(dims)) == len(dims):
-        return ((aten.permute.default, ([dims.index(w) for w in wanted],)),)
+    """The same elements in the same order, as views of ``whole``: a box of it with its dims in another order, or all of
+    it in another shape; None for anything else."""
+    start, strides = int(value.storage_offset() - whole.storage_offset()), list(whole.stride())
     if start == 0 and value.numel() == whole.numel() and value.is_contiguous() and whole.is_contiguous():
-        return ((aten.reshape.default, (list(value.shape),)),)
-    if len(dims) == len(wanted) and value.stride() == whole.stride() and start >= 0:
-        return _slices(value, whole, start)
-    return None
+        same = value.shape == whole.shape
+        return () if same else ((aten.reshape.default, (list(value.shape),)),)
+    if start < 0 or sorted(value.stride()) != sorted(strides) or len(set(strides)) < len(strides):
+        return None
+    order = [strides.index(s) for s in value.stride()]
+    box = _box({d: int(n) for d, n in zip(order, value.shape, strict=True)}, whole, start)
+    if box is None:
+        return None
+    return box if order == sorted(order) else (*box, (aten.permute.default, (order,)))
 
 
-def _slices(value: Tensor, whole: Tensor, start: int) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
-    """A box of ``whole``: an offset along each dim, largest stride first."""
+def _box(sizes: Mapping[int, int], whole: Tensor, start: int) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
+    """``sizes`` of each dim of ``whole``, from an offset along each: largest stride first."""
     slices = []
-    for dim in sorted(range(whole.dim()), key=lambda d: -whole.stride(d)):
+    for dim in sorted(sizes, key=lambda d: -whole.stride(d)):
         first, start = divmod(start, whole.stride(dim))
-        size = value.shape[dim]
-        if first + size > whole.shape[dim]:
+        if first + sizes[dim] > whole.shape[dim]:
             return None
-        if size != whole.shape[dim]:
-            slices.append((aten.slice.Tensor, (dim, first, first + size)))
+        if sizes[dim] != whole.shape[dim]:
+            slices.append((aten.slice.Tensor, (dim, first, first + sizes[dim])))
     return tuple(slices) if start == 0 else None
 
 

@@ -300,8 +300,7 @@ def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
 
 def same_graph(first: torch.fx.Graph, second: torch.fx.Graph) -> torch.fx.Node | None:
     """The first call of ``first`` that ``second`` does not have at its place; None where both are the same."""
-    theirs = list(second.nodes)
-    nodes = list(first.nodes)
+    nodes, theirs = ([n for n in graph.nodes if n.op != "placeholder"] for graph in (first, second))
     for i, node in enumerate(nodes):
         other = theirs[i] if i < len(theirs) else None
         if other is None or _words(node) != _words(other):
