@@ -65,7 +65,9 @@ def capture(
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
         exported, notes, told = _traced(model, kwargs, exchange, mode)
-        held = held_tensors(exported.constants, model, exchange, lambda name: _reader_of(exported, name))
+        lifted = {s.target: exported.constants.get(s.target) for s in exported.graph_signature.input_specs
+                  if s.kind is InputKind.CONSTANT_TENSOR and s.target}
+        held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
     program = _program(model, exported, constants, held, loss, notes, written)

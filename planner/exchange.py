@@ -27,7 +27,8 @@ class Exchange:
     """Owns the pairs (object of the model, stand-in that holds its values meanwhile)."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> None:
-        self._tensors = list(_unique([*model.parameters(), *model.buffers()]))
+        tensors = _unique([*model.parameters(), *model.buffers()])
+        self._tensors = [t for t in tensors if t.layout is torch.strided]  # a sparse one stays, a constant
         self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
         self._dtype, self._mode = dtype, mode
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -90,8 +91,8 @@ def swap(a: Tensor, b: Tensor) -> None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    """Equal for tensors that share memory; a sparse tensor has none of its own to share."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake
 from planner.held_tensors import ForeignTensors
-from planner.known_values import node_of
+from planner.known_values import node_of, value_of
 from planner.outputs import plain_structure
 from planner.python_draws import PythonDraws
-from planner.python_state import Change, PythonState, is_doubtful, move_on, same_graph
+from planner.python_state import Change, PythonState, is_doubtful, move_on
+from planner.same_forward import first_difference
 from planner.source_lines import where_of
 
 STATE_FIX = (
@@ -36,12 +37,14 @@ class ForwardWatch:
 
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
         self.notes: list[str] = []
-        self._model, self._mode = model, mode
+        self._model, self._exchange, self._mode = model, exchange, mode
+        self._own_buffers = dict(model.named_buffers())
         self._foreign = ForeignTensors(model, exchange)
         self._draws = PythonDraws(model)
         self._state: PythonState | None = None
         self._changes: list[Change] = []
-        self._constant: dict[int, Tensor] = {}  # tensors that the forward left, made of constants and buffers alone
+        # tensors that the forward left, made of constants and buffers alone, and their values where these are known
+        self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._running = ExitStack()
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -74,7 +77,7 @@ class ForwardWatch:
         self._stop()
         if self._state is not None and not self._changes:
             self._changes = self._state.changes()
-            self._constant = {id(t): t for t in _of_constants(self._changes, self._model)}
+            self._constant = {id(t): (t, value) for t, value in self._constants()}
         return plain_structure(output)
 
     def _stop(self) -> None:
@@ -100,20 +103,47 @@ class ForwardWatch:
         """The model as many forwards later."""
         assert self._state is not None
         self._state.restore()
-        move_on(self._changes, self._is_constant, lambda t: fake(t, None, self._mode))
+        move_on(self._changes, self._later)
         yield
+
+    def _later(self, tensor: Tensor) -> Tensor | None:
+        """What stands where the forward left ``tensor`` when a later one comes; None for what stood there before."""
+        if self._is_constant(tensor):
+            return self._constant[id(tensor)][1]
+        return fake(tensor, None, self._mode)
 
     def settle(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
         """Raise PlanError unless ``again`` exports the same graph."""
         clocks = list(dict.fromkeys(self._draws.clocks))
         try:
-            differing = same_graph(exported.graph, again().graph)
+            differing = first_difference(exported, again(), self._buffers())
         except PlanError as error:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), clocks) from error
         if differing is not None:
             raise self._depends(where_of(differing), clocks)
         asked = "the forward asks for the time at {}: nothing that it computed depended on the answer"
         self.notes += [asked.format(where) for where in clocks]
+
+    def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Of what the forward left, the tensors made of constants and buffers alone, while the tracer knows them."""
+        mode = proxy_tensor.get_proxy_mode()
+        tensors = {id(t): t for change in self._changes for t in _tensors(change.after)}.values()
+        if mode is None or not tensors:
+            return
+        values = self._buffers()  # export puts buffers of its own in their place
+        buffers = {node_of(b, mode.tracer): values.get(name) for name, b in self._model.named_buffers()}
+        known = {node: value for node, value in buffers.items() if node and value is not None and not value.is_meta}
+        for tensor in tensors:
+            node = node_of(tensor, mode.tracer)
+            if node is None:
+                yield tensor, tensor if not isinstance(tensor, FakeTensor) else None
+            elif _is_constant(node, set(buffers)):
+                with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
+                    yield tensor, value_of(node, mode.tracer.root, known)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Their values, which the exchange has put aside."""
+        return {name: self._exchange.values(buffer) for name, buffer in self._own_buffers.items()}
 
     def _depends(self, where: Where, clocks: list[Where]) -> PlanError:
         changed = self._doubtful
@@ -127,19 +157,6 @@ class ForwardWatch:
             where=line,
             fix=STATE_FIX,
         )
-
-
-def _of_constants(changes: list[Change], model: nn.Module) -> Iterator[Tensor]:
-    """The tensors in ``changes`` that are made of constants and buffers, while the tracer still knows them."""
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None:
-        return
-    known = {node_of(buffer, mode.tracer) for buffer in model.buffers()}
-    for change in changes:
-        for tensor in _tensors(change.after):
-            node = node_of(tensor, mode.tracer)
-            if node is None or _is_constant(node, known):
-                yield tensor
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

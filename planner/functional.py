@@ -49,11 +49,16 @@ def make_functional(module: fx.GraphModule) -> dict[str, str]:
 
     Raises UnknownWrite, with ``module`` as it was, where a write is not known.
     """
-    rewriter = _Rewriter()
-    written = rewriter.run(module)
-    module.graph = rewriter.graph
+    module.graph, written = functional_graph(module)
     module.recompile()
     return written
+
+
+def functional_graph(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, str]]:
+    """What ``make_functional`` gives, in a graph of its own."""
+    rewriter = _Rewriter()
+    written = rewriter.run(module)
+    return rewriter.graph, written
 
 
 class _Root:

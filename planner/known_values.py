@@ -9,6 +9,7 @@ and constants, the calls are run once more on real tensors, and the answer is th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,15 +32,23 @@ def known_answer(tensor: Tensor, question: str) -> Any:
     """
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(tensor, mode.tracer) if mode is not None and isinstance(tensor, FakeTensor) else None
-    order = _constant_calls(node) if node is not None else None
-    if mode is None or order is None:
+    if mode is None or node is None:
         return None
-    with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.no_grad():
-        value = _run(order, mode.tracer.root)
+    with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
+        value = value_of(node, mode.tracer.root, {})
         return None if value is None else getattr(value, question)()
 
 
-def _constant_calls(node: fx.Node) -> list[fx.Node] | None:
+def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
+    """What ``node`` computes from constants, attributes of ``root``, and ``given`` values; None where it reads more.
+
+    Called with tracing and fake tensors switched off.
+    """
+    order = _constant_calls(node, given)
+    return None if order is None else _run(order, root, given)
+
+
+def _constant_calls(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> list[fx.Node] | None:
     """All that ``node`` is made of, makers first; None where that is more than constants, or too large."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
@@ -50,6 +59,8 @@ def _constant_calls(node: fx.Node) -> list[fx.Node] | None:
             order.append(current)
         elif current not in seen:
             seen.add(current)
+            if current in given:
+                continue
             if not _is_constant(current):
                 return None
             waiting.append((current, True))
@@ -74,8 +85,8 @@ def _is_written(node: fx.Node) -> bool:
                for user in node.users)
 
 
-def _run(order: list[fx.Node], root: Any) -> Tensor | None:
-    values: dict[fx.Node, Any] = {}
+def _run(order: list[fx.Node], root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
+    values: dict[fx.Node, Any] = dict(given)
     for node in order:
         if node.op == "get_attr":
             values[node] = getattr(root, str(node.target))
@@ -85,4 +96,4 @@ def _run(order: list[fx.Node], root: Any) -> Tensor | None:
         args = fx.map_arg(node.args, lambda n: values[n])
         kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n]))
         values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    return values[order[-1]]
+    return values[order[-1]] if order else None

@@ -11,12 +11,13 @@ The functions are replaced in their modules, and in the user's modules that impo
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from planner.errors import PlanError, Where
 from planner.gradients.call_sites import CallSites, called_by_user
 
 FIX = "draw in torch, as torch.rand(()) or F.dropout, which draw anew in each step; or draw outside of the forward"
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
 
@@ -65,7 +67,7 @@ class PythonDraws:
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
-            if not called_by_user():
+            if not called_by_user() or _is_of_python(sys._getframe(1)):
                 return value
             is_unit = name in UNIT and isinstance(value, float) and not kwargs and args in ((), (0, 1), (0.0, 1.0))
             if not is_unit:
@@ -81,7 +83,7 @@ class PythonDraws:
     def _clock(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def clock() -> Any:
-            if called_by_user():
+            if called_by_user() and not _is_of_python(sys._getframe(1)):
                 self.clocks.append(self._sites.here())
             return original()
 
@@ -122,6 +124,11 @@ class Draw(float):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
     __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _used
     __int__ = __trunc__ = __float__ = __bool__ = _used
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    """Whether a frame is in Python's own library: a log record bears its time, which tells nothing of the forward."""
+    return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
 
 
 def users_modules(model: nn.Module) -> list[ModuleType]:

@@ -3,7 +3,7 @@
     self.calls += 1                          a number: captured again with another value
     self.log.append(…); len(self.log)        a list, dict, set or plain object: captured again as the forward left it
     self.memory = h                          a tensor made of the batch: captured again with another in its place
-    self.mask = torch.ones(t, t).tril()      a tensor of constants: each call would make the same, no doubt
+    self.mask = torch.ones(t, t).tril()      a tensor of constants: kept with its value
 
 Looked at are the attributes of modules and what they hold, the cells of functions that stand there, class attributes
 and globals of the user's modules, generators. A second capture costs as much as the first, so it is made only where
@@ -25,7 +25,6 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from planner.errors import Where
@@ -105,14 +104,14 @@ class PythonState:
                 holder.write(holder.before)
 
 
-def move_on(changes: list[Change], is_constant: Callable[[Tensor], bool], other: Callable[[Tensor], Tensor]) -> None:
-    """Put the model as after many more calls: numbers far on, tensors of the batch exchanged for ``other`` ones.
+def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None]) -> None:
+    """Put the model as after many more calls: numbers far on, and for each tensor what ``later`` gives.
 
-    Tensors of constants are as before the call, which would have made the same.
+    Where it gives None, what stood there before the call, which would have made the same.
     """
     for change in changes:
         values = change.holder.read()
-        value = _moved(change.before, change.after, is_constant, other)
+        value = _moved(change.before, change.after, later)
         if value is _MISSING:
             values.pop(change.key, None)
         else:
@@ -120,14 +119,14 @@ def move_on(changes: list[Change], is_constant: Callable[[Tensor], bool], other:
         change.holder.write(values)
 
 
-def _moved(before: Any, after: Any, is_constant: Callable[[Tensor], bool], other: Callable[[Tensor], Tensor]) -> Any:
+def _moved(before: Any, after: Any, later: Callable[[Tensor], Tensor | None]) -> Any:
     if isinstance(after, (int, float)) and not isinstance(after, bool) and isinstance(before, (int, float)):
         return after + FAR
-    if isinstance(after, Tensor):
-        return before if is_constant(after) else other(after)
-    if isinstance(after, (list, tuple, dict)) and (held := list(_tensors(after))):
-        return before if all(map(is_constant, held)) else _with(after, other)
-    return after
+    later_ones = {id(t): later(t) for t in _tensors(after)}
+    known = {key: tensor for key, tensor in later_ones.items() if tensor is not None}
+    if len(known) < len(later_ones):
+        return before
+    return _with(after, known) if known else after
 
 
 def is_doubtful(change: Change, is_constant: Callable[[Tensor], bool]) -> bool:
@@ -144,13 +143,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(inner)
 
 
-def _with(value: Any, other: Callable[[Tensor], Tensor]) -> Any:
+def _with(value: Any, tensors: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return other(value)
+        return tensors[id(value)]
     if isinstance(value, dict):
-        return {k: _with(v, other) for k, v in value.items()}
+        return {k: _with(v, tensors) for k, v in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_with(v, other) for v in value)
+        return type(value)(_with(v, tensors) for v in value)
     return value
 
 
@@ -296,17 +295,3 @@ def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
                 if writes.search(line):
                     return Where(path, file, number, linecache.getline(file, number).strip())
     return Where(path)
-
-
-def same_graph(first: torch.fx.Graph, second: torch.fx.Graph) -> torch.fx.Node | None:
-    """The first call of ``first`` that ``second`` does not have at its place; None where both are the same."""
-    nodes, theirs = ([n for n in graph.nodes if n.op != "placeholder"] for graph in (first, second))
-    for i, node in enumerate(nodes):
-        other = theirs[i] if i < len(theirs) else None
-        if other is None or _words(node) != _words(other):
-            return node
-    return nodes[-1] if len(theirs) > len(nodes) else None
-
-
-def _words(node: torch.fx.Node) -> tuple[str, ...]:
-    return node.op, node.name, str(node.target), str(node.args), str(node.kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -191,3 +192,49 @@ def test_what_does_not_matter_is_planned_and_leaves_the_model_alone(middle: Call
 def test_a_clock_that_decides_nothing_is_told_with_its_line() -> None:
     (told,) = [row.what for row in plan(Model(timed), SPEC).diagnostics if "asks for the time" in row.what]
     assert "test_python_side.py" in told
+
+
+def cached_in_a_buffer(m: Any, x: Tensor) -> Tensor:
+    if x.shape[1] <= m.calls:
+        return x * m.table[: x.shape[1]].detach()
+    table = torch.outer(torch.arange(x.shape[1]).float(), m.average + 1)
+    m.table[: x.shape[1]] = table
+    m.calls = x.shape[1]
+    return x * table
+
+
+def cached_wrongly(m: Any, x: Tensor) -> Tensor:
+    if x.shape[1] <= m.calls:
+        return x * m.table[: x.shape[1]].detach() * 2
+    return cached_in_a_buffer(m, x)
+
+
+def cached_in_an_attribute(m: Any, x: Tensor) -> Tensor:
+    if x.shape[1] > m.calls:
+        m.calls, m.memory = x.shape[1], torch.outer(torch.arange(x.shape[1]).float(), m.average + 1).cos()
+    return x * m.memory[: x.shape[1]]
+
+
+def with_table(middle: Callable[[Any, Tensor], Tensor]) -> Model:
+    model = Model(middle)
+    model.register_buffer("table", torch.zeros(16, 8), persistent=False)
+    model.register_buffer("unread", torch.eye(3).to_sparse(), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("middle", [cached_in_a_buffer, cached_in_an_attribute], ids=lambda f: f.__name__)
+def test_a_cache_that_holds_what_would_be_computed_is_no_dependence(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    assert plan(with_table(middle), SPEC).parameters
+
+
+def test_a_cache_that_holds_something_else_is_refused() -> None:
+    with pytest.raises(PlanError, match="what earlier calls left in Python"):
+        plan(with_table(cached_wrongly), SPEC)
+
+
+def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
+    def logged(m: Any, x: Tensor) -> Tensor:
+        logging.getLogger("of a forward").warning("seen")
+        return x
+
+    assert not [row for row in plan(Model(logged), SPEC).diagnostics if "asks for the time" in row.what]
