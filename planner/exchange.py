@@ -30,12 +30,14 @@ class Exchange:
         tensors = _unique([*model.parameters(), *model.buffers()])
         self._tensors = [t for t in tensors if t.layout is torch.strided]  # a sparse one stays, a constant
         self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
+        self._modules = list(model.modules())
         self._dtype, self._mode = dtype, mode
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def made(self) -> Iterator[None]:
         """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
+        registered = [(held, dict(held)) for module in self._modules for held in (module._buffers, module._parameters)]
         try:
             for tensor in self._tensors:
                 self._exchange(tensor, self._stand_in(tensor))
@@ -46,6 +48,9 @@ class Exchange:
             while self._pairs:
                 swap(*self._pairs[-1])
                 self._pairs.pop()
+            for held, before in registered:  # a forward may register a buffer, to keep a table there
+                held.clear()
+                held.update(before)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         empty = fake(tensor, self._dtype, self._mode)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from planner.capture import caches_off
 from planner.errors import PlanError
+from planner.outputs import plain_structure
 from planner.spec import Spec
 from runtime.fingerprint import fingerprint_of_model
 from runtime.lr import learning_rate
@@ -86,6 +87,7 @@ class OneProcess:
 
 def loss_of(output: Any, wanted: str) -> Tensor:
     """The loss among a model's outputs: the one named ``wanted``, else ``loss``, else the only scalar with gradient."""
+    output = plain_structure(output)
     if isinstance(output, Tensor):
         return output
     named = output.items() if isinstance(output, Mapping) else enumerate(output)

@@ -163,18 +163,22 @@ def ignored_labels(decided: Plan) -> dict[str, int]:
     return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
 
 
-_UNCHANGED = ("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad")
+_MOVES = ("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter",
+          "select_scatter", "index_put")  # fmt: skip
 
 
 def _looked_up(nodes: Any) -> set[Any]:
-    """Inputs whose very values are ids of an embedding: an ignored label would be no row of it."""
-    found = set()
-    for node in nodes:
-        if getattr(node.target, "_opname", "") == "embedding":
-            ids = node.args[1]
-            while getattr(ids.target, "_opname", "") in _UNCHANGED and ids.all_input_nodes:
-                ids = ids.all_input_nodes[0]
+    """Inputs whose very values are ids of an embedding, also shifted by one: an ignored label would be no row of it.
+
+    ``where`` and ``masked_fill`` end the search: they put another id in the place of an ignored one.
+    """
+    found: set[Any] = set()
+    waiting = [node.args[1] for node in nodes if getattr(node.target, "_opname", "") == "embedding"]
+    while waiting:
+        ids = waiting.pop()
+        if ids not in found:
             found.add(ids)
+            waiting.extend(ids.all_input_nodes if getattr(ids.target, "_opname", "") in _MOVES else ())
     return found
 
 

@@ -238,3 +238,15 @@ def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
         return x
 
     assert not [row for row in plan(Model(logged), SPEC).diagnostics if "asks for the time" in row.what]
+
+
+def test_a_buffer_that_a_forward_registers_is_gone_again() -> None:
+    def tabled(m: Any, x: Tensor) -> Tensor:
+        if m.table is None:
+            m.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
+        return x * m.table
+
+    model = Model(tabled)
+    model.register_buffer("table", None, persistent=False)
+    assert plan(model, SPEC).parameters
+    assert model.table is None

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from planner import plan
 from runtime.comparison import (
     Tolerance,
     compare_gradients,
@@ -164,3 +167,22 @@ def test_one_step_of_rounding_is_allowed_to_a_bfloat16_parameter_and_two_are_not
         wrong = truth.clone()
         wrong[place] = two[place] if place < 3 else two[place] * 2
         assert not compare_parameters({"a": wrong}, {"a": truth}, allowed)[0].passed
+
+
+class ShiftedIntoTheEmbedding(nn.Module):
+    """A decoder that reads its labels one place later, as T5 does, and ignores none of them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        shifted = labels.new_zeros(labels.shape)
+        shifted[..., 1:] = labels[..., :-1].clone()
+        return F.cross_entropy((self.table(shifted) @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+
+
+def test_labels_that_are_looked_up_one_place_later_are_not_ignored() -> None:
+    inputs = {"labels": {"shape": [5], "dtype": "int64", "high": 7}}
+    made = plan(ShiftedIntoTheEmbedding(), {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
+    assert ignored_labels(made) == {}
