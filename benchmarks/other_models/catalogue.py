@@ -206,11 +206,13 @@ CATALOGUE: tuple[Listed, ...] = (
         {"features": real(16, 20), "labels": ids(16, 12)},
     ),
     Listed("Perceiver", "perceiver-pytorch", "from_small_packages:perceiver", "tp2", IMAGES),
-    Listed("Nyströmformer", "nystrom-attention", "from_small_packages:nystromformer", "tp2", TEXT),
+    # its pseudo-inverse takes a maximum over the batch: a step is one microbatch
+    Listed("Nyströmformer", "nystrom-attention", "from_small_packages:nystromformer", "tp2", TEXT, batch=4, micro=4),
     Listed("MLP-Mixer", "mlp-mixer-pytorch", "from_small_packages:mlp_mixer", "tp2", IMAGES),
     Listed("gMLP with tiny attention", "g-mlp-pytorch", "from_small_packages:g_mlp", "tp2", TEXT),
     Listed("PaLM", "PaLM-rlhf-pytorch", "from_small_packages:palm", "tp2 pp2", {"input_ids": ids(17)}),
     Listed("Titans, memory as context", "titans-pytorch", "from_small_packages:titans", "tp2", {"input_ids": ids(17)}),
+    # a contrastive loss mixes the sequences of a batch: a step is one microbatch
     Listed(
         "CLIP",
         "open-clip-torch",
