@@ -125,12 +125,12 @@ def twins() -> nn.Module:
 
 
 def vivit() -> nn.Module:
-    from vit_pytorch.vivit import ViT
+    from vit_pytorch.vivit import ViViT
 
     class Video(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = ViT(
+            self.net = ViViT(
                 image_size=16,
                 frames=4,
                 image_patch_size=8,
