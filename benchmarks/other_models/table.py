@@ -15,9 +15,9 @@ its processes beside the unmodified model in one process, after forward, backwar
     pip install {packages}
     python -m benchmarks.other_models --markdown docs/other_models.md     # or with parts of names: timm own_ whisper
 
-with torch {torch}; torchtune also wants `torchao<0.12`, timm and others a torchvision. Packages that are not installed are
-listed as such; nothing in this repository needs them. The models are small (two or three layers, 32 or 64 channels) and
-compute in float64 where they can.
+with torch {torch}; torchtune also wants `torchao<0.12`, timm and others a torchvision. Packages that are not installed
+are listed as such; nothing in this repository needs them. The models are small (two or three layers, 32 or 64 channels)
+and compute in float64 where they can. The rows were seen one after another over a sitting, while the code changed.
 
 *FLOPs cut*: the share of the matrix products' work that tp spreads. *Collectives a layer*: those over tp, forward and
 backward, of one microbatch in the block that has most (a layer of a decoder with cross-attention has three sublayers,
