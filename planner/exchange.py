@@ -37,7 +37,8 @@ class Exchange:
     @contextmanager
     def made(self) -> Iterator[None]:
         """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
-        registered = [(held, dict(held)) for module in self._modules for held in (module._buffers, module._parameters)]
+        held_by: list[dict[str, Any]] = [d for m in self._modules for d in (m._buffers, m._parameters)]
+        registered = [(held, dict(held)) for held in held_by]
         try:
             for tensor in self._tensors:
                 self._exchange(tensor, self._stand_in(tensor))
