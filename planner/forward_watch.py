@@ -38,12 +38,13 @@ class ForwardWatch:
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
         self.notes: list[str] = []
         self._model, self._exchange, self._mode = model, exchange, mode
-        self._own_buffers = dict(model.named_buffers())
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._fixed = {**dict(model.named_buffers()), **frozen}
         self._foreign = ForeignTensors(model, exchange)
         self._draws = PythonDraws(model)
         self._state: PythonState | None = None
         self._changes: list[Change] = []
-        # tensors that the forward left, made of constants and buffers alone, and their values where these are known
+        # tensors that the forward left, made of constants, buffers and frozen parameters, and their values where known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._running = ExitStack()
 
@@ -116,7 +117,7 @@ class ForwardWatch:
         """Raise PlanError unless ``again`` exports the same graph."""
         clocks = list(dict.fromkeys(self._draws.clocks))
         try:
-            differing = first_difference(exported, again(), self._buffers())
+            differing = first_difference(exported, again(), self._fixed_values())
         except PlanError as error:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), clocks) from error
         if differing is not None:
@@ -125,25 +126,26 @@ class ForwardWatch:
         self.notes += [asked.format(where) for where in clocks]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Of what the forward left, the tensors made of constants and buffers alone, while the tracer knows them."""
+        """Of what the forward left, the tensors made of what does not change, while the tracer knows them."""
         mode = proxy_tensor.get_proxy_mode()
         tensors = {id(t): t for change in self._changes for t in _tensors(change.after)}.values()
         if mode is None or not tensors:
             return
-        values = self._buffers()  # export puts buffers of its own in their place
-        buffers = {node_of(b, mode.tracer): values.get(name) for name, b in self._model.named_buffers()}
-        known = {node: value for node, value in buffers.items() if node and value is not None and not value.is_meta}
+        values = self._fixed_values()  # export puts tensors of its own in their place
+        named = (*self._model.named_buffers(), *self._model.named_parameters())
+        fixed = {node_of(t, mode.tracer): values[name] for name, t in named if name in values}
+        known = {node: value for node, value in fixed.items() if node and not value.is_meta}
         for tensor in tensors:
             node = node_of(tensor, mode.tracer)
             if node is None:
                 yield tensor, tensor if not isinstance(tensor, FakeTensor) else None
-            elif _is_constant(node, set(buffers)):
+            elif _is_constant(node, set(fixed)):
                 with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
                     yield tensor, value_of(node, mode.tracer.root, known)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Their values, which the exchange has put aside."""
-        return {name: self._exchange.values(buffer) for name, buffer in self._own_buffers.items()}
+    def _fixed_values(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters by name: their values, which the exchange has put aside."""
+        return {name: self._exchange.values(tensor) for name, tensor in self._fixed.items()}
 
     def _depends(self, where: Where, clocks: list[Where]) -> PlanError:
         changed = self._doubtful

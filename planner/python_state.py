@@ -289,8 +289,9 @@ def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
     writes = re.compile(rf"\b{re.escape(name)}\b\s*([-+*/|]?=[^=]|\.\w+\(|\[)")
     for source in (type(module).forward, type(module)):
         with suppress(Exception):
-            file = inspect.getsourcefile(source) or ""
-            lines, first = inspect.getsourcelines(source)
+            written = inspect.unwrap(source)
+            file = inspect.getsourcefile(written) or ""
+            lines, first = inspect.getsourcelines(written)
             for number, line in enumerate(lines, first):
                 if writes.search(line):
                     return Where(path, file, number, linecache.getline(file, number).strip())

@@ -27,7 +27,7 @@ MOST_ELEMENTS = 1 << 24
 def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: Mapping[str, Tensor]) -> fx.Node | None:
     """The call of ``first`` with which ``second`` differs; None where both compute the same.
 
-    ``buffers``: by dotted name, their values before the first call.
+    ``buffers``: by dotted name, their values before the first call, and those of frozen parameters.
     """
     differing = _first_other_call(first.graph, second.graph)
     if differing is None:
@@ -114,11 +114,11 @@ class _Key(str):
 
 
 def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Placeholder → value, of constants and buffers that have one."""
+    """Placeholder → value, of constants, buffers and frozen parameters that have one."""
     found: dict[str, Tensor] = {}
     for spec in exported.graph_signature.input_specs:
         kept: Any = None
-        if spec.kind is InputKind.BUFFER:
+        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER):
             kept = buffers.get(spec.target or "")
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             kept = exported.constants.get(spec.target or "")

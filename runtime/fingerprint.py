@@ -23,6 +23,8 @@ def fingerprint(tensor: Tensor) -> int:
     """0 for what has no values (meta, fake, empty)."""
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     data = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     size = data.numel() // _WORD * _WORD
     rest = data[size:].to(torch.int64)

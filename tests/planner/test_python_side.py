@@ -197,7 +197,7 @@ def test_a_clock_that_decides_nothing_is_told_with_its_line() -> None:
 def cached_in_a_buffer(m: Any, x: Tensor) -> Tensor:
     if x.shape[1] <= m.calls:
         return x * m.table[: x.shape[1]].detach()
-    table = torch.outer(torch.arange(x.shape[1]).float(), m.average + 1)
+    table = torch.outer(torch.arange(x.shape[1]).float(), m.rates)
     m.table[: x.shape[1]] = table
     m.calls = x.shape[1]
     return x * table
@@ -219,6 +219,7 @@ def with_table(middle: Callable[[Any, Tensor], Tensor]) -> Model:
     model = Model(middle)
     model.register_buffer("table", torch.zeros(16, 8), persistent=False)
     model.register_buffer("unread", torch.eye(3).to_sparse(), persistent=False)
+    model.rates = nn.Parameter(torch.linspace(1.0, 2.0, 8), requires_grad=False)
     return model
 
 
