@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -19,8 +20,10 @@ from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.override_kinds import kinds_by_override
 from planner.placements import decide_placements
+from planner.program import Program
 from planner.rows.tables import plan_of
 from planner.schedule import build_schedule
+from planner.slow_steps import shown_if_slow
 from planner.source import PlanSource
 from planner.spec import Spec
 from planner.stages import assign_stages
@@ -45,7 +48,7 @@ def plan(
         )
     checked = Spec.load(spec)
     try:
-        with torch.device("cpu"):  # the caller may stand in `with torch.device("meta")`
+        with _on_cpu():
             return _decide(model, checked, example_inputs)
     except PlanError as error:
         raise checked.locate(error) from error.__cause__
@@ -55,25 +58,39 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     _refuse_what_is_missing(spec)
     mesh = _mesh(spec)
     inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
-    program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
-    simplify_masks(program)
-    terms = share_loss(program, spec.batch.global_size // spec.batch.micro,
-                       lambda times: capture(model, wider(inputs, times), loss=spec.loss, dtype=_dtype(spec)))
-    blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
-    placements = decide_placements(
-        program,
-        blocks,
-        mesh.tp,
-        dict(spec.tensor_parallel.overrides),
-        sequence_parallel=spec.tensor_parallel.sequence_parallel,
-        vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple,
-    )
+    with shown_if_slow("capturing the model"):
+        program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
+        simplify_masks(program)
+
+    def captured_wider(times: int) -> Program:
+        with shown_if_slow("capturing the model at another batch size"):
+            return capture(model, wider(inputs, times), loss=spec.loss, dtype=_dtype(spec))
+
+    terms = share_loss(program, spec.batch.global_size // spec.batch.micro, captured_wider)
+    with shown_if_slow("finding the repeated blocks"):
+        blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
+    with shown_if_slow(f"deciding how to cut {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
+        placements = decide_placements(
+            program,
+            blocks,
+            mesh.tp,
+            dict(spec.tensor_parallel.overrides),
+            sequence_parallel=spec.tensor_parallel.sequence_parallel,
+            vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple,
+        )
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
     schedule = build_schedule(
         spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size
     )
     source = PlanSource(program, blocks, placements, stages, terms, mesh, spec.seed, model)
-    return plan_of(spec, source, schedule)
+    with shown_if_slow("writing the plan's tables"):
+        return plan_of(spec, source, schedule)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """The caller may stand in `with torch.device("meta")`; where not, nothing has to watch each factory call."""
+    is_cpu = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_cpu else torch.device("cpu")
 
 
 def _refuse_what_is_missing(spec: Spec) -> None:

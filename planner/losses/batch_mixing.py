@@ -10,7 +10,7 @@ first, so it is asked for only where an op could do one of these; a sum over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -80,6 +80,21 @@ def _dims_along(node: fx.Node) -> frozenset[int]:
     if dims is None:
         return frozenset(range(ndim))
     return frozenset(int(d) % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def mixes_along_a_dim(node: fx.Node) -> bool:
+    """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
+    is_cut = _name(node) in ("slice", "split_with_sizes", "narrow")
+    return node.op == "call_function" and not is_cut and (_name(node) in ALONG or reduces_batch(node))
+
+
+def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
+    """Of an op that may mix: whether a dim that it runs along may hold the batch (planner.losses.batch_flow)."""
+    held = [flow.get(n) for n in node.all_input_nodes]
+    if isinstance(node.target, OwnBackward) or _name(node) in PRODUCTS or any(dims is None for dims in held):
+        return True
+    along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
+    return any(not along.isdisjoint(dims) for dims in held if dims)
 
 
 def mixes(node: fx.Node, dims_of: BatchDims) -> bool:

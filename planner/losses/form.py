@@ -12,7 +12,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from planner.losses.batch_mixing import ALONG, has_gradient, may_mix
+from planner.losses.batch_flow import batch_flow
+from planner.losses.batch_mixing import ALONG, has_gradient, may_mix, may_run_along, mixes_along_a_dim
 from planner.losses.batch_mixing import PRODUCTS as MIXING_PRODUCTS
 from planner.losses.counts import AVERAGES, REDUCTIONS, SUMS, input_only, reduces_batch
 from planner.losses.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
@@ -106,8 +107,12 @@ def is_certain(program: Program, kinds: dict[fx.Node, Kind], on_batch: Collectio
     if kinds[program.node(program.loss)].name != SHARE:
         return False
     inner = [n for n in program.graph.graph.nodes if n in on_batch and n not in region and has_gradient(n)]
-    return not any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region) and not any(
-        may_mix(n, on_batch) for n in inner)
+    if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
+        return False
+    flow = batch_flow(program, on_batch) if size > 1 else {}
+    known = [n for n in inner if mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)]
+    mixing = dict.fromkeys([*(n for n in inner if may_mix(n, on_batch)), *known])
+    return not any(may_run_along(n, flow) for n in mixing)
 
 
 def _is_doubtful(node: fx.Node, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node],

@@ -31,7 +31,7 @@ from torch import fx
 
 from planner.constants import SHAPE_READERS, Constants
 from planner.errors import PlanError
-from planner.losses.batch_mixing import has_gradient, is_own_loss, may_mix, mixes
+from planner.losses.batch_mixing import has_gradient, is_own_loss, may_mix, mixes, mixes_along_a_dim
 from planner.losses.by_captures import Typing
 from planner.losses.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
 from planner.losses.form import is_certain, kinds_by_form, loss_region
@@ -149,7 +149,8 @@ class _Rewriter:
         tail = self._tail()
         inner = [n for n in self.graph.nodes if n in self.on_batch and n not in tail and has_gradient(n)]
         for node in (n for n in inner if not is_own_loss(n, tail)):
-            along = may_mix(node, self.on_batch) and mixes(node, typing.captures.changed)
+            may = may_mix(node, self.on_batch) or mixes_along_a_dim(node)
+            along = may and mixes(node, typing.captures.changed)
             if (along and not typing.takes_apart(node)) or node in typing.apart:
                 self._tell(self.terms.mixed, node)
 

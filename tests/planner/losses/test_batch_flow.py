@@ -1,0 +1,97 @@
+"""Where one capture says that the batch may be, two captures of different sizes show it: nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import planner.api
+from planner import plan
+from planner.capture import capture
+from planner.losses.batch_flow import batch_flow
+
+SPEC = {
+    "mesh": {"tp": 2},
+    "batch": {"global": 8, "micro": 2},
+    "inputs": {"ids": {"shape": [6], "dtype": "int64", "high": 20}, "labels": {"like": "ids"}},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.body, self.head = nn.Embedding(20, 16), body, nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(self.tokens(ids))).flatten(0, 1), labels.flatten())
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)
+
+
+class TimeFirst(nn.Module):
+    """Sequences first, heads merged with the batch, and pieces along dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x.transpose(0, 1)).unflatten(-1, (3, 16)).permute(2, 0, 1, 3).unbind(0)
+        q, k, v = (z.reshape(t, b * 4, 4).transpose(0, 1) for z in (q, k, v))
+        mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return mixed.transpose(0, 1).reshape(t, b, 16).transpose(0, 1)
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.transpose(0, 1).flip(1).mean(1, keepdim=True).transpose(0, 1)
+
+
+BODIES = [nn.Identity, Seq2Seq, TimeFirst, Mixing]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Callable[[], nn.Module]) -> None:
+    model = Model(body())
+    ids = (torch.zeros(n, 6, dtype=torch.int64) for n in (2, 3))
+    small, large = (capture(model, {"ids": x, "labels": x}) for x in ids)
+    on_batch = {n for n in small.graph.graph.nodes if n.name in small.inputs}
+    for node in small.graph.graph.nodes:
+        if any(n in on_batch for n in node.all_input_nodes):
+            on_batch.add(node)
+    flow = batch_flow(small, on_batch)
+    others = {n.name: n for n in large.graph.graph.nodes}
+    compared = 0
+    for node, dims in flow.items():
+        a, b = node.meta.get("val"), others[node.name].meta.get("val")
+        if dims is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
+            compared += 1
+            assert {d for d in range(a.dim()) if a.shape[d] != b.shape[d]} <= dims, node
+    assert compared > 5
+
+
+@pytest.mark.parametrize(("body", "captures"), [(Seq2Seq, 1), (TimeFirst, 1), (Mixing, 2)])
+def test_one_capture_is_enough_where_no_op_runs_along_the_batch(
+    body: Callable[[], nn.Module], captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def counted(*args: object, **options: object) -> object:
+        made.append(args)
+        return capture(*args, **options)  # pyright: ignore
+
+    monkeypatch.setattr(planner.api, "capture", counted)
+    warnings = [row.what for row in plan(Model(body()), SPEC).diagnostics if "mixes the sequences" in row.what]
+    assert (len(made), bool(warnings)) == (captures, captures == 2)

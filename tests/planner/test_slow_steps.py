@@ -1,0 +1,33 @@
+"""A step that takes long says what it is at; a quick one says nothing."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from planner.slow_steps import shown_if_slow
+
+
+def test_a_slow_step_says_what_it_is_at_while_it_runs_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", out)
+    with shown_if_slow("capturing the model", after_seconds=0.0):
+        deadline = time.monotonic() + 60
+        while not out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert out.getvalue() == "capturing the model …\n"
+    assert out.getvalue().splitlines()[1].startswith("capturing the model: ")
+
+
+def test_a_quick_step_and_a_step_of_another_rank_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", out)
+    with shown_if_slow("planning"):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    with shown_if_slow("planning", after_seconds=0.0):
+        time.sleep(0.05)
+    assert out.getvalue() == ""
