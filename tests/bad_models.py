@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,27 +63,6 @@ class Numpy(Base):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = torch.from_numpy(self.logits(input_ids).detach().numpy())  # here
         return F.cross_entropy(x, labels.flatten())
-
-
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class RoundedLayer(Layer):
-    def forward(self, input: Tensor) -> Tensor:
-        return Rounded.apply(super().forward(input))  # here
-
-
-class StraightThrough(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = RoundedLayer()
 
 
 class HookedLayer(Layer):

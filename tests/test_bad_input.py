@@ -103,7 +103,6 @@ def test_a_bad_spec_is_one_error_at_its_line(
         (bad_models.MaskedRows, "", "depends on data", "no x[mask]"),
         (bad_models.NumberInPython, "", "a number read out of a tensor", "without .item()"),
         (bad_models.Numpy, "", "numpy", "no numpy"),
-        (bad_models.StraightThrough, "layers.1", "the backward of Rounded is not", "(f(x) - x).detach()"),
         (bad_models.TensorHook, "layers.1", "a hook on a gradient would be lost", "remove the hook"),
         (bad_models.ParameterHook, "head", "a hook on the gradients of parameter head.weight", "remove the hook"),
         (bad_models.ModuleHook, "layers.1", "a hook on the gradients of module layers.1", "remove the hook"),
@@ -232,7 +231,7 @@ BAD = "tests/bad_models.py"
     [
         (["plan", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
         (["verify", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
-        (["plan", f"{BAD}:StraightThrough"], "", "", ["the backward of Rounded", "layers.1", "Rounded.apply"]),
+        (["plan", f"{BAD}:TensorHook"], "", "", ["a hook on a gradient would be lost", "layers.1", "bad_models.py:"]),
         (["train", f"{BAD}:NoLoss", "--data", "stdlib"], "", "", ["no output of the model is a loss", "at:"]),
         (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "takes 4 processes"]),
         (["verify", f"{BAD}:Base"], "pp: 2", "pp: 3", ["only 2 blocks", "spec.yaml:1"]),

@@ -48,7 +48,7 @@ class CustomFunctions:
 
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[str] = []
-        self._model = model
+        self.model = model
         self._derived: dict[Any, bool | None] = {}
         self._facts: dict[Any, Facts] = {}
         self._calls: dict[Any, OwnBackward] = {}
@@ -70,7 +70,7 @@ class CustomFunctions:
         return self._calls[place]
 
     def _call(self, use: Application, args: tuple[Any, ...], autocast: Autocast | None) -> OwnBackward:
-        outputs = _aside(lambda: _Look(self._model, use, args, autocast).outputs())
+        outputs = _aside(lambda: _Look(self.model, use, args, autocast).outputs())
         key = use.key()
         if key not in self._facts:
             self._facts[key] = self._tried(use)

@@ -54,6 +54,7 @@ class PythonGradients:
         self._model = model
         self._sites = CallSites(model)
         self._thread = threading.get_ident()
+        self._is_over = False
         self._depth = 0
         self._data_slot: Any = Tensor.data
         self._grad_slot: Any = Tensor.grad
@@ -63,10 +64,13 @@ class PythonGradients:
     @contextmanager
     def watched(self) -> Iterator[None]:
         torch.overrides.get_default_nowrap_functions()  # made once for good: not while attributes are replaced
-        with ExitStack() as stack:
-            for owner, name, replacement in self._replacements():
-                stack.enter_context(_replaced(owner, name, replacement))
-            yield
+        try:
+            with ExitStack() as stack:
+                for owner, name, replacement in self._replacements():
+                    stack.enter_context(_replaced(owner, name, replacement))
+                yield
+        finally:
+            self._end()
         self.notes.extend(self.regions.warnings())
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
@@ -96,8 +100,15 @@ class PythonGradients:
             yield owner, name, self._refusing(getattr(owner, name), _TRANSFORM, _TRANSFORM_FIX)
         yield saved_graph.saved_tensors_hooks, "__enter__", self._enter_saved(saved_graph.saved_tensors_hooks.__enter__)
 
+    def _end(self) -> None:
+        """A module that PyTorch imported meanwhile may hold on to a replacement: it watches nothing from now on, and
+        keeps no model alive."""
+        self._is_over = True
+        self._model = self.functions.model = nn.Module()
+        self._sites = CallSites(self._model)
+
     def _elsewhere(self) -> bool:
-        return threading.get_ident() != self._thread
+        return self._is_over or threading.get_ident() != self._thread
 
     def _here(self) -> Where:
         return self._sites.here()
