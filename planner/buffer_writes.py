@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
+from planner.losses.counts import ancestors
 from planner.source_lines import where_of
 
 FIX = "update it outside of the forward, or give what changes from step to step as an input"
@@ -28,7 +29,7 @@ def notes_of_writes(
     that are the same at each step, if nothing writes them; ``outputs``: what the forward returns.
     """
     nodes = {node.name: node for node in graph.nodes}
-    reaching = _ancestors([nodes[name] for name in outputs])
+    reaching = ancestors([nodes[name] for name in outputs])
     for holder, last in written.items():
         if holder not in names:
             continue
@@ -45,17 +46,6 @@ def notes_of_writes(
 
 def _is_the_same(value: fx.Node, fixed: set[str]) -> bool:
     """Whether each step writes the same values: made of what does not change, without random numbers."""
-    above = _ancestors([value])
+    above = ancestors([value])
     drawn = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in above)
     return not drawn and all(n.name in fixed for n in above if n.op == "placeholder")
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(node.all_input_nodes)
-    return seen

@@ -29,7 +29,7 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
 
     ``buffers``: by dotted name, their values before the first call, and those of frozen parameters.
     """
-    differing = _first_other_call(first.graph, second.graph)
+    differing = _first_other_call(first.graph, second.graph) or _reader_of_another_constant(first, second)
     if differing is None:
         return None
     try:
@@ -46,6 +46,16 @@ def _first_other_call(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
         if i >= len(theirs) or _words(node) != _words(theirs[i]):
             return node
     return nodes[-1] if len(theirs) > len(nodes) else None
+
+
+def _reader_of_another_constant(first: ExportedProgram, second: ExportedProgram) -> fx.Node | None:
+    """The same calls may read other constants: ``torch.tensor(self.calls)`` is one."""
+    own, other = (_held_values(exported, {}) for exported in (first, second))
+    for holder in first.graph.find_nodes(op="placeholder"):
+        name = holder.name
+        if name in own and (name not in other or _fingerprint(own[name]) != _fingerprint(other[name])):
+            return next(iter(holder.users), holder)
+    return None
 
 
 def _words(node: fx.Node) -> tuple[str, ...]:

@@ -49,6 +49,11 @@ def counter(m: Any, x: Tensor) -> Tensor:
     return x / m.calls
 
 
+def counter_in_a_tensor(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x / torch.tensor([float(m.calls), 1.0] * 4)
+
+
 def late_counter(m: Any, x: Tensor) -> Tensor:
     m.calls += 1
     return x * 2 if m.calls > 1000 else x
@@ -121,8 +126,9 @@ def plain_counter(m: Any, x: Tensor) -> Tensor:
     return x * m.plain
 
 
-REFUSED = [counter, late_counter, nested_counter, global_counter, log_length, first_call, recurrent, python_random,
-           imported_random, shuffled, numpy_random, own_generator, clock, average_read, plain_counter]  # fmt: skip
+REFUSED = [counter, counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
+           recurrent, python_random, imported_random, shuffled, numpy_random, own_generator, clock, average_read,
+           plain_counter]  # fmt: skip
 
 
 @pytest.mark.parametrize("middle", REFUSED, ids=lambda f: f.__name__)
