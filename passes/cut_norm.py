@@ -16,8 +16,9 @@ from passes.collectives import g_f
 Tensor = torch.Tensor
 
 
-def cut_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: AxisHandle,
-                   size: int) -> Tensor:
+def cut_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: AxisHandle, size: int
+) -> Tensor:
     """x [.., n/tp] of this rank, n = ``size`` features in all: this rank's part of ``layer_norm``."""
     wide = widened(x)
     centered = wide - _mean(wide, axis, size)

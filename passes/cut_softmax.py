@@ -1,9 +1,9 @@
 """Softmax and its kin over a dim that is cut: what a loss of one's own does to logits, without gathering them.
 
-    logsumexp     top + log Σ exp(x − top): ranks exchange the maximum, then the sum; type V → I
-    log_softmax   x − f(logsumexp x): the gradient of the subtrahend is summed over ranks; type V → V
-    softmax       exp of that
-    gather        each rank gives what it holds of the picked elements and zeros; the sum over ranks is the pick: V → P
+logsumexp     top + log Σ exp(x − top): ranks exchange the maximum, then the sum; type V → I
+log_softmax   x − f(logsumexp x): the gradient of the subtrahend is summed over ranks; type V → V
+softmax       exp of that
+gather        each rank gives what it holds of the picked elements and zeros; the sum over ranks is the pick: V → P
 """
 
 from __future__ import annotations

@@ -70,8 +70,9 @@ class _Scene:
     def set_arg(self, position: int, value: Any) -> None:
         self.node.update_arg(position, value)
 
-    def become(self, function: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def become(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """Replace the node by a call that also gets the axis where ``args`` says None."""
         handle = axis_node(self.stage, self.axis)
         with self.stage.graph.inserting_before(self.node):
@@ -199,8 +200,19 @@ REWRITES: dict[Any, Callable[[_Scene], None]] = {
     aten.slice.Tensor: _slice,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    **dict.fromkeys((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
-                     aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.group_norm.default), _groups),
+    **dict.fromkeys(
+        (
+            aten.conv1d.default,
+            aten.conv2d.default,
+            aten.conv3d.default,
+            aten.convolution.default,
+            aten.conv1d.padding,
+            aten.conv2d.padding,
+            aten.conv3d.padding,
+            aten.group_norm.default,
+        ),
+        _groups,
+    ),
     **dict.fromkeys((aten.logsumexp.default, aten.gather.default, *SOFTMAX), _over_ranks),
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), _norm_over_ranks),
     aten.embedding.default: _embedding,

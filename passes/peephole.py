@@ -19,8 +19,10 @@ from torch.fx.node import map_aggregate
 
 aten = torch.ops.aten
 
-FUSED = {aten.linear.default: lambda x, w, b: (aten.linear.default, (x, w, b)),
-         aten.mm.default: lambda x, w, b: (aten.addmm.default, (b, x, w))}
+FUSED = {
+    aten.linear.default: lambda x, w, b: (aten.linear.default, (x, w, b)),
+    aten.mm.default: lambda x, w, b: (aten.addmm.default, (b, x, w)),
+}
 
 
 def fuse_bias(graph: fx.Graph) -> None:
@@ -48,12 +50,18 @@ def fuse_bias(graph: fx.Graph) -> None:
 def _is_bias(product: fx.Node, bias: fx.Node) -> bool:
     value, whole = bias.meta["val"], product.meta["val"]
     same = product.meta.get("placement").kind == "V" or bias.meta["placement"].kind != "V"  # pyright: ignore
-    return bias.op == "get_attr" and value.dim() == 1 and value.shape[0] == whole.shape[-1] and same \
+    return (
+        bias.op == "get_attr"
+        and value.dim() == 1
+        and value.shape[0] == whole.shape[-1]
+        and same
         and value.dtype == whole.dtype
+    )
 
 
 def place_devices(graph: fx.Graph, device: torch.device) -> None:
     """Factories and casts of the captured graph name the device of capture; give them the rank's."""
+
     def placed(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 

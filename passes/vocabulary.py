@@ -1,9 +1,9 @@
 """Vocabulary-parallel input embedding and cross-entropy (Megatron-LM paper, section 3).
 
-    embedding   rows [start, start + v/tp): ids outside give zeros; the sum over ranks is the lookup (type P)
-    loss        ℓ = log Σ exp(z) − z[target]: ranks exchange per token max z, then Σ exp(z − max) and z[target] − max,
-                three scalars; with label smoothing also Σ z. Padding columns take no part. Gradient: softmax − one-hot
-    weighted    w[target] · ℓ, and with label smoothing ε also ε/v · Σ w (log Σ exp(z) − z) over the classes
+embedding   rows [start, start + v/tp): ids outside give zeros; the sum over ranks is the lookup (type P)
+loss        ℓ = log Σ exp(z) − z[target]: ranks exchange per token max z, then Σ exp(z − max) and z[target] − max,
+            three scalars; with label smoothing also Σ z. Padding columns take no part. Gradient: softmax − one-hot
+weighted    w[target] · ℓ, and with label smoothing ε also ε/v · Σ w (log Σ exp(z) − z) over the classes
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from passes.collectives import all_reduce
 Tensor = torch.Tensor
 
 
-def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, vocabulary: int,
-                         padding_idx: int = -1) -> Tensor:
+def vocabulary_embedding(
+    weight: Tensor, ids: Tensor, axis: AxisHandle, vocabulary: int, padding_idx: int = -1
+) -> Tensor:
     """weight [v/tp, h], ids [..]: this rank's part (P) of the lookup [.., h]. Row ``padding_idx`` gets no gradient.
 
     ``vocabulary`` is the number of true rows. Raises RuntimeError for an id outside of it: no rank would find it.
@@ -36,9 +37,16 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, axis: AxisHandle, vocabula
     return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
-def vocabulary_cross_entropy(logits: Tensor, target: Tensor, axis: AxisHandle, vocabulary: int, reduction: int = 1,
-                             ignore_index: int = -100, label_smoothing: float = 0.0,
-                             weight: Tensor | None = None) -> Tensor:
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    axis: AxisHandle,
+    vocabulary: int,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
+) -> Tensor:
     """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
 
     ``weight`` [v] of each class is whole on every rank.
@@ -58,8 +66,16 @@ def vocabulary_cross_entropy(logits: Tensor, target: Tensor, axis: AxisHandle, v
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: AxisHandle, vocabulary: int, ignore_index: int,
-                smoothing: float, weight: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        axis: AxisHandle,
+        vocabulary: int,
+        ignore_index: int,
+        smoothing: float,
+        weight: Tensor | None,
+    ) -> Tensor:
         columns = logits.shape[1]
         start = axis.rank * columns
         true_columns = max(0, min(columns, vocabulary - start))
@@ -75,7 +91,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         picked = probabilities.gather(1, local.unsqueeze(1)).squeeze(1)
         scalars = [torch.where(mine, picked, 0.0)]
         of_class = None if weight is None else weight.to(wide.dtype)
-        of_column = None if of_class is None else of_class[start:start + true_columns]
+        of_column = None if of_class is None else of_class[start : start + true_columns]
         if smoothing:
             parts = probabilities[:, :true_columns]
             scalars.append(parts.sum(1) if of_column is None else (parts * of_column).sum(1))

@@ -80,8 +80,10 @@ def find_blocks(program: Program) -> Blocks:
     kinds: dict[Any, int] = {}
     for group in groups:
         kinds.setdefault(structure.kind(group), len(kinds))
-    instances = tuple(Block(i, kinds[structure.kind(group)], path, tuple(n.name for n in group.nodes))
-                      for i, (group, path) in enumerate(zip(groups, _paths(program, structure, groups), strict=True)))
+    instances = tuple(
+        Block(i, kinds[structure.kind(group)], path, tuple(n.name for n in group.nodes))
+        for i, (group, path) in enumerate(zip(groups, _paths(program, structure, groups), strict=True))
+    )
     return Blocks(instances, structure.representatives(groups))
 
 
@@ -101,8 +103,12 @@ def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node
     num_bytes = [value_bytes(n) * (2 if isinstance(n.meta.get("val"), (tuple, list)) else 1) for n in nodes]
     edge_array = np.array(edges, dtype=np.int64).reshape(-1, 2)
     tokens = np.unique([structure.signature[n] for n in nodes], return_inverse=True)[1]
-    flow = Flow(tokens, np.array([node_flops(n) for n in nodes]), edge_array,
-                live_bytes(edge_array, np.array(num_bytes, dtype=np.int64)))
+    flow = Flow(
+        tokens,
+        np.array([node_flops(n) for n in nodes]),
+        edge_array,
+        live_bytes(edge_array, np.array(num_bytes, dtype=np.int64)),
+    )
     return [_groups(runs, nodes, structure, recomputed) for runs in find_runs(flow)]
 
 
@@ -134,8 +140,14 @@ def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recompu
 class _Choice:
     """Between ``repetition`` and those of ``groups`` that it overlaps."""
 
-    def __init__(self, program: Program, structure: Structure, recomputed: set[fx.Node], groups: list[Group],
-                 repetition: list[Group]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        structure: Structure,
+        recomputed: set[fx.Node],
+        groups: list[Group],
+        repetition: list[Group],
+    ) -> None:
         self.program, self.structure, self.recomputed = program, structure, recomputed
         self.groups, self.repetition = groups, repetition
         self.inside = {node for group in repetition for node in group.nodes if node not in recomputed}
@@ -160,8 +172,9 @@ class _Choice:
     @property
     def _are_coarse(self) -> bool:
         """Whether the calls contain several blocks of some size each."""
-        return (len(self.repetition) >= 2 * len(self.touching)
-                and all(group.num_products > 1 for group in self.repetition))
+        return len(self.repetition) >= 2 * len(self.touching) and all(
+            group.num_products > 1 for group in self.repetition
+        )
 
     @property
     def _before(self) -> float:
@@ -172,21 +185,28 @@ class _Choice:
         groups = in_order(groups, self.structure)
         block_of = {node.name: i for i, group in enumerate(groups) for node in group.nodes}
         live = live_values(anchors(self.program, block_of, self.recomputed), len(groups))
-        sizes = [sum(value_bytes(self.program.node(name)) for name in names)
-                 for names, (a, b) in zip(live, pairwise(groups), strict=True) if a in own and b in own]
+        sizes = [
+            sum(value_bytes(self.program.node(name)) for name in names)
+            for names, (a, b) in zip(live, pairwise(groups), strict=True)
+            if a in own and b in own
+        ]
         return float(np.median(sizes)) if sizes else 0.0
 
 
 def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[str]:
     """For display: a call's own path, else the common prefix of the names of the parameters that a block reads."""
-    read = [frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
-            for group in groups]
+    read = [
+        frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
+        for group in groups
+    ]
     prefixes = [group.path or _common_prefix(names) for group, names in zip(groups, read, strict=True)]
     readers: dict[str, set[frozenset[str]]] = {}
     for prefix, names in zip(prefixes, read, strict=True):
         readers.setdefault(prefix, set()).add(names)
-    return [prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"{prefix} block {i}".strip()
-            for i, (group, prefix) in enumerate(zip(groups, prefixes, strict=True))]
+    return [
+        prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"{prefix} block {i}".strip()
+        for i, (group, prefix) in enumerate(zip(groups, prefixes, strict=True))
+    ]
 
 
 def _common_prefix(fqns: frozenset[str]) -> str:

@@ -1,7 +1,7 @@
 """A forward that writes into its buffers: told where nothing of it reaches the loss, refused where it would.
 
-    running_mean, num_batches_tracked     written for later evaluation: the plan does not carry it out, and says so
-    codebook.mul_(d).add_(…); x @ codebook      read again by the next step: a plan would train with the first values
+running_mean, num_batches_tracked     written for later evaluation: the plan does not carry it out, and says so
+codebook.mul_(d).add_(…); x @ codebook      read again by the next step: a plan would train with the first values
 """
 
 from __future__ import annotations

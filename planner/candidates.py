@@ -20,9 +20,15 @@ MAX_CUTS = 12
 class Candidates:
     """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
 
-    def __init__(self, nodes: Iterable[fx.Node], tp: int, producers: dict[str, list[fx.Node]],
-                 readers: dict[str, list[fx.Node]], seeds: Mapping[str, Placement] | None = None,
-                 vocabulary_multiple: int = 128) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[fx.Node],
+        tp: int,
+        producers: dict[str, list[fx.Node]],
+        readers: dict[str, list[fx.Node]],
+        seeds: Mapping[str, Placement] | None = None,
+        vocabulary_multiple: int = 128,
+    ) -> None:
         self.tp = tp
         self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
@@ -100,5 +106,6 @@ class Candidates:
         if not node.meta.get("parameter") or self.tp == 1:
             return [Option((), I, "whole", whole=True)]
         kinds = [I, R] if node.meta.get("grad") else [I]
-        return [Option((), k, "replicate", whole=True) for k in kinds] + \
-               [Option((), cut, "shard") for cut in sorted(self.cuts[node.name])]
+        return [Option((), k, "replicate", whole=True) for k in kinds] + [
+            Option((), cut, "shard") for cut in sorted(self.cuts[node.name])
+        ]

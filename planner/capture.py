@@ -65,8 +65,11 @@ def capture(
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
         exported, notes, told = _traced(model, kwargs, exchange, mode)
-        lifted = {s.target: exported.constants.get(s.target) for s in exported.graph_signature.input_specs
-                  if s.kind is InputKind.CONSTANT_TENSOR and s.target}
+        lifted = {
+            s.target: exported.constants.get(s.target)
+            for s in exported.graph_signature.input_specs
+            if s.kind is InputKind.CONSTANT_TENSOR and s.target
+        }
         held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
@@ -75,8 +78,9 @@ def capture(
     return program
 
 
-def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
-            ) -> tuple[torch.export.ExportedProgram, list[str], list[tuple[str, Where]]]:
+def _traced(
+    model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
+) -> tuple[torch.export.ExportedProgram, list[str], list[tuple[str, Where]]]:
     """The export, and what the user should know; made twice where the forward left behind what a next one may read."""
     watch, gradients = ForwardWatch(model, exchange, mode), PythonGradients(model)
     with watch.installed():
@@ -139,16 +143,21 @@ def _functional(
     if _any_call(module, lambda call: is_write(call) or _is_of_vmap(call)):
         exported = _decomposed(exported)
     holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
-    return exported, {holders[s.target]: s.arg.name for s in exported.graph_signature.output_specs
-                      if s.kind is OutputKind.BUFFER_MUTATION and s.target in holders}
+    return exported, {
+        holders[s.target]: s.arg.name
+        for s in exported.graph_signature.output_specs
+        if s.kind is OutputKind.BUFFER_MUTATION and s.target in holders
+    }
 
 
 def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     try:
         return _quietly(lambda: exported.run_decompositions({}))
     except Exception as error:
-        raise PlanError(f"the model cannot be captured: its ops in place cannot be made functional: {error}",
-                        fix="write them out of place (`x = x + y` for `x += y`)") from error
+        raise PlanError(
+            f"the model cannot be captured: its ops in place cannot be made functional: {error}",
+            fix="write them out of place (`x = x + y` for `x += y`)",
+        ) from error
 
 
 def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
@@ -199,8 +208,15 @@ def _is_of_vmap(call: fx.Node) -> bool:
     return "vmap" in getattr(call.target, "__name__", "")
 
 
-def _program(model: nn.Module, exported: torch.export.ExportedProgram, constants: Mapping[str, Any],
-             held: Mapping[str, Held], loss: str, notes: list[str], written: Mapping[str, str]) -> Program:
+def _program(
+    model: nn.Module,
+    exported: torch.export.ExportedProgram,
+    constants: Mapping[str, Any],
+    held: Mapping[str, Held],
+    loss: str,
+    notes: list[str],
+    written: Mapping[str, str],
+) -> Program:
     fqns, aliases = _parameter_names(model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
     in_place: dict[str, Held] = {}
@@ -218,8 +234,11 @@ def _program(model: nn.Module, exported: torch.export.ExportedProgram, constants
             program.constants[name] = constants.get(target, torch.empty(0))
     refuse_dynamic_shapes(exported.graph_module)
     outputs = select_outputs(exported)
-    names = {s.arg.name: s.target or "" for s in exported.graph_signature.input_specs
-             if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
+    names = {
+        s.arg.name: s.target or ""
+        for s in exported.graph_signature.input_specs
+        if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    }
     fixed = {*program.buffers, *program.constants}
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})

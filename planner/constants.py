@@ -1,7 +1,7 @@
 """Values that no batch tensor, parameter or buffer enters, and that draw no random numbers: computed when planning.
 
-    arange, zeros and a fill, tril, comparisons of these …
-    ones_like(labels)      too, where asked for: of ``labels`` it reads the shape alone
+arange, zeros and a fill, tril, comparisons of these …
+ones_like(labels)      too, where asked for: of ``labels`` it reads the shape alone
 """
 
 from __future__ import annotations

@@ -15,24 +15,32 @@ from torch import fx
 from planner.errors import PlanError
 from planner.source_lines import where_of
 
-FIX = ("control flow and shapes may depend on shapes and settings, not on the values of tensors: "
-       "replace the branch by torch.where, a mask or a flag (no x[mask], no nonzero())")
+FIX = (
+    "control flow and shapes may depend on shapes and settings, not on the values of tensors: "
+    "replace the branch by torch.where, a mask or a flag (no x[mask], no nonzero())"
+)
 
 
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""
     for node in _calls(module):
         if any(not isinstance(size, int) for value in _tensors(node.meta.get("val")) for size in value.shape):
-            raise PlanError(f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
-                            where=where_of(node), fix=FIX)
+            raise PlanError(
+                f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
+                where=where_of(node),
+                fix=FIX,
+            )
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """Raise PlanError where Python computes with a number that was read out of a tensor."""
     for node in _calls(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise PlanError("the model cannot be captured: Python computes with a number read out of a tensor",
-                            where=where_of(node), fix="compute with the tensor itself, without .item() or int()")
+            raise PlanError(
+                "the model cannot be captured: Python computes with a number read out of a tensor",
+                where=where_of(node),
+                fix="compute with the tensor itself, without .item() or int()",
+            )
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -1,8 +1,8 @@
 """One clear error for the user: what is wrong, where in THEIR code or spec, how to fix it.
 
-    PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible by tp = 2
-      at:  blocks.0.mlp.up   (mlp.py:7, `return self.down(act(self.up(x)))`)
-      fix: choose tp from {1, 3, 11, 33}, or set tensor_parallel.overrides: {"blocks.*.mlp.up": replicate}
+PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible by tp = 2
+  at:  blocks.0.mlp.up   (mlp.py:7, `return self.down(act(self.up(x)))`)
+  fix: choose tp from {1, 3, 11, 33}, or set tensor_parallel.overrides: {"blocks.*.mlp.up": replicate}
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _einsum(node: fx.Node) -> int:
     for i, term in enumerate(terms[1:], start=1):
         held |= set(term)
         flops += 2 * math.prod(sizes[c] for c in held)
-        held &= result | {c for later in terms[i + 1:] for c in later}
+        held &= result | {c for later in terms[i + 1 :] for c in later}
     return flops
 
 
@@ -158,8 +158,18 @@ def _letters(term: str, ndim: int) -> list[str]:
 _FLOPS: dict[Any, Callable[[fx.Node], int]] = {
     **dict.fromkeys((aten.linear, aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot), _product),
     **dict.fromkeys((aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm), _product_after_bias),
-    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d,
-                     aten.conv_transpose2d, aten.conv_transpose3d), _convolution),
+    **dict.fromkeys(
+        (
+            aten.conv1d,
+            aten.conv2d,
+            aten.conv3d,
+            aten.convolution,
+            aten.conv_transpose1d,
+            aten.conv_transpose2d,
+            aten.conv_transpose3d,
+        ),
+        _convolution,
+    ),
     aten.scaled_dot_product_attention: _bilinear_attention,
     aten.einsum: _einsum,
 }

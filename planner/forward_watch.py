@@ -150,8 +150,11 @@ class ForwardWatch:
     def _depends(self, where: Where, clocks: list[Where]) -> PlanError:
         changed = self._doubtful
         if not changed:
-            return PlanError("the forward computes with the time of day: a plan would keep that of the capture",
-                             where=clocks[0], fix=STATE_FIX)
+            return PlanError(
+                "the forward computes with the time of day: a plan would keep that of the capture",
+                where=clocks[0],
+                fix=STATE_FIX,
+            )
         names = ", ".join(dict.fromkeys(change.what for change in changed[:3]))
         line = next((w for w in (change.where for change in changed) if w.line), where)
         return PlanError(

@@ -27,8 +27,15 @@ PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default, aten.moved
             aten.numpy_T.default, aten.mT.default, aten.swapaxes.default, aten.swapdims.default}  # fmt: skip
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
          aten.tensor_split.sections}  # fmt: skip
-SAME = {aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
-        aten.detach_.default, aten.lift_fresh_copy.default}
+SAME = {
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.detach_.default,
+    aten.lift_fresh_copy.default,
+}
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 VIEWS = {*RESHAPES, *PERMUTES, *SAME, aten.slice.Tensor, aten.select.int, aten.expand.default, aten.detach.default}
 

@@ -69,8 +69,9 @@ class ForeignTensors:
         self._known.add(id(tensor))
 
 
-def held_tensors(constants: Mapping[str, Any], model: nn.Module, exchange: Exchange,
-                 where: Callable[[str], Where]) -> dict[str, Held]:
+def held_tensors(
+    constants: Mapping[str, Any], model: nn.Module, exchange: Exchange, where: Callable[[str], Where]
+) -> dict[str, Held]:
     """By name of the constant; called while the tensors are exchanged. ``where``: the line that reads a constant."""
     names = _names(model)
     found = {}
@@ -86,8 +87,11 @@ def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None
     """Raise PlanError where the loss is computed with a constant that was made elsewhere than in this forward."""
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(constants.get(node.name), FakeTensor) and node.users:
-            raise PlanError("the forward computes with a tensor that an earlier call made, or another thread",
-                            where=where_of(next(iter(node.users))), fix="make it within the forward, or a buffer")
+            raise PlanError(
+                "the forward computes with a tensor that an earlier call made, or another thread",
+                where=where_of(next(iter(node.users))),
+                fix="make it within the forward, or a buffer",
+            )
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -101,11 +105,16 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
     if value.dtype != owner.dtype:
         raise PlanError(
             f"the forward reads the memory of {fqn} as {value.dtype}, and precision makes it {owner.dtype}",
-            where=where(), fix="make the view in the forward, or leave out precision.parameters")
+            where=where(),
+            fix="make the view in the forward, or leave out precision.parameters",
+        )
     views = _geometry(value, values)
     if views is None:
-        raise PlanError(f"the forward sees the memory of {fqn} in a way that cannot be told", where=where(),
-                        fix="make the view in the forward (`self.weight[…]`, `self.weight.t()`)")
+        raise PlanError(
+            f"the forward sees the memory of {fqn} in a way that cannot be told",
+            where=where(),
+            fix="make the view in the forward (`self.weight[…]`, `self.weight.t()`)",
+        )
     stopped = owner.requires_grad and not value.requires_grad
     return (*(((aten.detach.default, ()),) if stopped else ()), *views)
 

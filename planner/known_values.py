@@ -81,8 +81,10 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    return any(getattr(user.target, "_schema", None) is not None and user.target._schema.is_mutable  # pyright: ignore
-               for user in node.users)
+    return any(
+        getattr(user.target, "_schema", None) is not None and user.target._schema.is_mutable  # pyright: ignore
+        for user in node.users
+    )
 
 
 def _run(order: list[fx.Node], root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:

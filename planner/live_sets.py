@@ -76,8 +76,9 @@ def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.No
     return result
 
 
-def _move_late(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node],
-               anchor: dict[fx.Node, int]) -> None:
+def _move_late(
+    program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node], anchor: dict[fx.Node, int]
+) -> None:
     """Move each connected group of calls that no block feeds to its first reader, unless a parameter is read sooner."""
     graph, loss = dependencies(program), program.node(program.loss)
     needed = {loss} | nx.ancestors(graph, loss)
@@ -91,8 +92,9 @@ def _move_late(program: Program, block_of: Mapping[str, int], recomputed: set[fx
             anchor.update(dict.fromkeys(group, target))
 
 
-def _groups_before_blocks(graph: nx.DiGraph, calls: list[fx.Node], block_of: Mapping[str, int],
-                          recomputed: set[fx.Node]) -> list[set[fx.Node]]:
+def _groups_before_blocks(
+    graph: nx.DiGraph, calls: list[fx.Node], block_of: Mapping[str, int], recomputed: set[fx.Node]
+) -> list[set[fx.Node]]:
     """The connected groups of those calls that neither are in a block nor depend on one, in graph order."""
     free: dict[fx.Node, int] = {}
     for i, node in enumerate(calls):

@@ -32,11 +32,38 @@ from planner.types import I, Placement
 aten = torch.ops.aten
 
 # What the backward of an op reads of its forward; an op in no table reads all its operands.
-_READS_NOTHING = {aten.add, aten.sub, aten.neg, aten.sum, aten.mean, aten.to, aten.clone, aten.cat, aten.expand,
-                  aten.roll, aten.constant_pad_nd, aten.pad, aten.dropout, aten.slice_scatter, aten.select_scatter,
-                  aten.copy, aten.cross_entropy_loss}
-_READS_RESULT = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.tanh, aten.sigmoid, aten.exp,
-                 aten.relu, aten.rsqrt, aten.sqrt, aten.reciprocal}
+_READS_NOTHING = {
+    aten.add,
+    aten.sub,
+    aten.neg,
+    aten.sum,
+    aten.mean,
+    aten.to,
+    aten.clone,
+    aten.cat,
+    aten.expand,
+    aten.roll,
+    aten.constant_pad_nd,
+    aten.pad,
+    aten.dropout,
+    aten.slice_scatter,
+    aten.select_scatter,
+    aten.copy,
+    aten.cross_entropy_loss,
+}
+_READS_RESULT = {
+    aten.softmax,
+    aten._softmax,
+    aten.log_softmax,
+    aten._log_softmax,
+    aten.tanh,
+    aten.sigmoid,
+    aten.exp,
+    aten.relu,
+    aten.rsqrt,
+    aten.sqrt,
+    aten.reciprocal,
+}
 _READS_THE_OTHER = {aten.mul, aten.linear, aten.mm, aten.bmm, aten.matmul}
 _READS_ONLY = {aten.where: 0, aten.embedding: 1, aten.masked_fill: 1, aten.gather: 2, aten.index_select: 2}
 
@@ -64,10 +91,18 @@ def optimizer_bytes(parameter: torch.dtype, gradient: torch.dtype) -> int:
     return 2 * moment + main_parameter + main_gradient
 
 
-def memory_of_ranks(program: Program, stages: StageAssignment, pp: int, in_flight: Sequence[int], *,
-                    num_shards: int = 1, zero: int = 1, local: LocalSizes | None = None,
-                    parameter_dtype: torch.dtype | None = None,
-                    gradient_dtype: torch.dtype | None = None) -> tuple[MemoryRow, ...]:
+def memory_of_ranks(
+    program: Program,
+    stages: StageAssignment,
+    pp: int,
+    in_flight: Sequence[int],
+    *,
+    num_shards: int = 1,
+    zero: int = 1,
+    local: LocalSizes | None = None,
+    parameter_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
+) -> tuple[MemoryRow, ...]:
     """One row for each pp rank.
 
     ``in_flight``: per rank the most (microbatch, chunk) pairs between forward and backward (``planner.simulate``).
@@ -80,18 +115,28 @@ def memory_of_ranks(program: Program, stages: StageAssignment, pp: int, in_fligh
         chunks = range(rank, stages.num_stages, pp)
         held = parameters_of(program, stages, chunks)
         parameters, gradients, optimizer = _parameter_bytes(held, local, parameter_dtype, gradient_dtype)
-        kept = sum(bytes_of(program, stages, stage, local)
-                   for stage in chunks for bytes_of in (activation_bytes, boundary_bytes))
-        rows.append(MemoryRow(rank, parameters + _buffer_bytes(program, stages, chunks), gradients,
-                              ceil(optimizer / num_shards) if zero else optimizer,
-                              ceil(kept * in_flight[rank] / len(chunks))))
+        kept = sum(
+            bytes_of(program, stages, stage, local)
+            for stage in chunks
+            for bytes_of in (activation_bytes, boundary_bytes)
+        )
+        rows.append(
+            MemoryRow(
+                rank,
+                parameters + _buffer_bytes(program, stages, chunks),
+                gradients,
+                ceil(optimizer / num_shards) if zero else optimizer,
+                ceil(kept * in_flight[rank] / len(chunks)),
+            )
+        )
     return tuple(rows)
 
 
 def parameters_of(program: Program, stages: StageAssignment, held: Sequence[int]) -> list[fx.Node]:
     """The parameters that some stage of ``held`` reads, each once (a tied one may have several placeholders)."""
-    read = {fqn: name for name, fqn in program.parameters.items()
-            if not set(stages.parameter_stages[name]).isdisjoint(held)}
+    read = {
+        fqn: name for name, fqn in program.parameters.items() if not set(stages.parameter_stages[name]).isdisjoint(held)
+    }
     return [program.node(name) for name in read.values()]
 
 
@@ -112,8 +157,12 @@ def activation_bytes(program: Program, stages: StageAssignment, stage: int, loca
     return hidden + sum(local.bytes(n) for n in kept if n.op == "call_function" and n.name not in received)
 
 
-def _parameter_bytes(parameters: Sequence[fx.Node], local: LocalSizes, parameter_dtype: torch.dtype | None,
-                     gradient_dtype: torch.dtype | None) -> tuple[int, int, int]:
+def _parameter_bytes(
+    parameters: Sequence[fx.Node],
+    local: LocalSizes,
+    parameter_dtype: torch.dtype | None,
+    gradient_dtype: torch.dtype | None,
+) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and (undivided) optimizer state; what is frozen has only the first."""
     held = gradients = optimizer = 0
     for node in parameters:
@@ -127,8 +176,11 @@ def _parameter_bytes(parameters: Sequence[fx.Node], local: LocalSizes, parameter
 
 def _buffer_bytes(program: Program, stages: StageAssignment, held: Sequence[int]) -> int:
     local = LocalSizes()
-    return sum(local.bytes(program.node(name)) for name in (*program.buffers, *program.constants)
-               if not set(stages.parameter_stages[name]).isdisjoint(held))
+    return sum(
+        local.bytes(program.node(name))
+        for name in (*program.buffers, *program.constants)
+        if not set(stages.parameter_stages[name]).isdisjoint(held)
+    )
 
 
 def _saved(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,10 +1,10 @@
 """Models of any size without memory: parameters on the meta device, and values for buffers that went there with them.
 
-    with meta_parameters():            parameters on meta, buffers real: the way to build
-        model = Model(config)
+with meta_parameters():            parameters on meta, buffers real: the way to build
+    model = Model(config)
 
-    with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
-        model = Model(config)          they come back only where the model itself offers to initialise a module
+with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
+    model = Model(config)          they come back only where the model itself offers to initialise a module
 """
 
 from __future__ import annotations

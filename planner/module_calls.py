@@ -135,4 +135,4 @@ def _follow(calls: list[Group], reach: dict[Group, int]) -> bool:
 def _between(siblings: list[Group], members: set[Group]) -> list[Group]:
     """The siblings from the first member to the last."""
     at = [i for i, call in enumerate(siblings) if call in members]
-    return siblings[at[0]:at[-1] + 1] if at else []
+    return siblings[at[0] : at[-1] + 1] if at else []

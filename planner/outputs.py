@@ -1,7 +1,7 @@
 """What a forward returns: any structure of tensors becomes one that export knows, its leaves get names, one is a loss.
 
-    Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
-    {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
+Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
+{"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
 """
 
 from __future__ import annotations

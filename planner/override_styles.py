@@ -34,13 +34,17 @@ _MAX_WALK = 100
 class Overrides:
     """Owns what was asked of the parameters under discussion. ``of_weights``: calls that read parameters alone."""
 
-    def __init__(self, program: Program, candidates: Candidates, asked: Mapping[str, Asked],
-                 of_weights: frozenset[str]) -> None:
+    def __init__(
+        self, program: Program, candidates: Candidates, asked: Mapping[str, Asked], of_weights: frozenset[str]
+    ) -> None:
         self.program, self.candidates, self.of_weights = program, candidates, of_weights
         known = {node.name: node for node in candidates.nodes}
         self.asked = {name: wish for name, wish in asked.items() if name in known and known[name].users}
-        self.followed = {(wish.pattern, self._module(name)) for name, wish in self.asked.items()
-                         if not self._is_vector(program.node(name))}
+        self.followed = {
+            (wish.pattern, self._module(name))
+            for name, wish in self.asked.items()
+            if not self._is_vector(program.node(name))
+        }
         unread = {wish for name, wish in asked.items() if name not in self.asked and not program.node(name).users}
         for wish in unread - {asked[name] for name in asked if program.node(name).users}:
             if wish.style != "replicate":

@@ -71,7 +71,7 @@ def find_runs(flow: Flow) -> list[list[Run]]:
     while runs := _best(flow, tokens):
         found.append(runs)
         for run in runs:
-            tokens[run.start:run.end] = -1 - np.arange(run.start, run.end)  # equal to nothing any more
+            tokens[run.start : run.end] = -1 - np.arange(run.start, run.end)  # equal to nothing any more
     return found
 
 
@@ -83,8 +83,11 @@ def _best(flow: Flow, tokens: np.ndarray) -> list[Run]:
         covered = sum(int(total[stop] - total[start]) for start, stop in stretches)
         options.append((covered, period, stretches))
     most = max((covered for covered, _, _ in options), default=0)
-    large = [[_cleanest(flow, start, stop, period) for start, stop in stretches]
-             for covered, period, stretches in options if covered and covered >= _SHARE * most]
+    large = [
+        [_cleanest(flow, start, stop, period) for start, stop in stretches]
+        for covered, period, stretches in options
+        if covered and covered >= _SHARE * most
+    ]
     crossing = [int(_median(np.concatenate([flow.live[run.cuts] for run in runs]))) for runs in large]
     return next((runs for runs, c in zip(large, crossing, strict=True) if c <= _TOLERANCE * min(crossing)), [])
 
@@ -139,8 +142,9 @@ def _cleanest(flow: Flow, start: int, stop: int, period: int) -> Run:
     for count, phases in ((most, np.arange(spare + 1)), (most - 1, np.arange(spare + 1, period))):
         if count >= 2:
             cuts = start + phases + period * np.arange(1, count)[:, None]
-            options += [(-count, int(c), start + int(phase))
-                        for c, phase in zip(_median(flow.live[cuts]), phases, strict=True)]
+            options += [
+                (-count, int(c), start + int(phase)) for c, phase in zip(_median(flow.live[cuts]), phases, strict=True)
+            ]
     limit = _TOLERANCE * min(crossing for _, crossing, _ in options)
     count, _, first = min(option for option in options if option[1] <= limit)
     return Run(first, period, -count)

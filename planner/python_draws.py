@@ -77,8 +77,12 @@ class PythonDraws:
         return draw
 
     def _refuse(self, name: str) -> None:
-        raise PlanError(f"the forward draws a random number in Python ({name}): a plan would keep that of the capture "
-                        "for every step", where=self._sites.here(), fix=FIX)
+        raise PlanError(
+            f"the forward draws a random number in Python ({name}): a plan would keep that of the capture "
+            "for every step",
+            where=self._sites.here(),
+            fix=FIX,
+        )
 
     def _clock(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -132,8 +132,12 @@ def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> di
             kept = buffers.get(spec.target or "")
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             kept = exported.constants.get(spec.target or "")
-        if isinstance(kept, Tensor) and not isinstance(kept, FakeTensor) and kept.layout is torch.strided \
-                and not kept.is_meta:
+        if (
+            isinstance(kept, Tensor)
+            and not isinstance(kept, FakeTensor)
+            and kept.layout is torch.strided
+            and not kept.is_meta
+        ):
             found[spec.arg.name] = kept.detach()
     return found
 

@@ -131,9 +131,7 @@ def schedule_table(num_microbatches: int, vpp: int, group_size: int) -> list[tup
     ]
 
 
-def num_warmup(
-    kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_size: int, extra_warmup: int = 0
-) -> int:
+def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_size: int, extra_warmup: int = 0) -> int:
     """Warm-up forwards of a rank, of ``total`` = microbatches·vpp forwards in all."""
     if kind == "gpipe":
         return total

@@ -1,7 +1,7 @@
 """Say what long work is at: a line on stderr for each step that takes more than some seconds, and one when it ends.
 
-    capturing the model …
-    capturing the model: 8.4 s
+capturing the model …
+capturing the model: 8.4 s
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ from torch import fx
 from planner.errors import Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), d) + os.sep
-              for d in ("planner", "passes", "runtime"))
+_OURS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), d) + os.sep
+    for d in ("planner", "passes", "runtime")
+)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 

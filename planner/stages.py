@@ -54,9 +54,15 @@ class StageAssignment:
         return {name: stages for name, stages in self.parameter_stages.items() if len(stages) > 1}
 
 
-def assign_stages(program: Program, blocks: Blocks, pp: int, vpp: int = 1, split: str | Sequence[int] = "auto",
-                  node_cost: Callable[[fx.Node], int] = default_cost,
-                  where: Where | str | None = None) -> StageAssignment:
+def assign_stages(
+    program: Program,
+    blocks: Blocks,
+    pp: int,
+    vpp: int = 1,
+    split: str | Sequence[int] = "auto",
+    node_cost: Callable[[fx.Node], int] = default_cost,
+    where: Where | str | None = None,
+) -> StageAssignment:
     """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or the number of blocks of each stage.
 
     Raises PlanError (at ``where``) for more stages than blocks and for a split that does not cover the blocks.
@@ -75,8 +81,9 @@ def assign_stages(program: Program, blocks: Blocks, pp: int, vpp: int = 1, split
     return _assignment(program, anchor, recomputed, sizes, costs)
 
 
-def _assignment(program: Program, anchor: dict[fx.Node, int], recomputed: set[fx.Node], sizes: Sequence[int],
-                costs: Sequence[int]) -> StageAssignment:
+def _assignment(
+    program: Program, anchor: dict[fx.Node, int], recomputed: set[fx.Node], sizes: Sequence[int], costs: Sequence[int]
+) -> StageAssignment:
     stage_of_block = [s for s, size in enumerate(sizes) for _ in range(size)] or [0]
     ranges = _ranges(sizes)
     stage = {node: stage_of_block[block] for node, block in anchor.items()}
@@ -85,13 +92,15 @@ def _assignment(program: Program, anchor: dict[fx.Node, int], recomputed: set[fx
     stage_of |= {node.name: stages[0] for node, stages in copies.items() if node in recomputed and stages}
     per_block = list(zip(stage_of_block, costs, strict=True))
     return StageAssignment(
-        num_stages=len(sizes), stage_of=stage_of,
+        num_stages=len(sizes),
+        stage_of=stage_of,
         recomputed=frozenset(n.name for n in recomputed if copies[n]),
         copies={n.name: stages for n, stages in copies.items() if n in recomputed and stages},
         live=live_values(stage, len(sizes)),
         parameter_stages={n.name: copies[n] for n in program.graph.graph.nodes if n.op == "placeholder"},
         blocks_of_stage=tuple(tuple(r) for r in ranges),
-        cost_of_stage=tuple(sum(c for s, c in per_block if s == k) for k in range(len(sizes))))
+        cost_of_stage=tuple(sum(c for s, c in per_block if s == k) for k in range(len(sizes))),
+    )
 
 
 def _ranges(sizes: Sequence[int]) -> list[range]:
@@ -103,8 +112,11 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str 
     if pp * vpp > max(num_blocks, 1):
         stages = f"pp {pp} · vpp {vpp} = {pp * vpp} stages" if vpp > 1 else f"pp {pp} stages"
         fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: there is nothing to cut between"
-        raise PlanError(f"pipeline: {stages}, but the model has only {num_blocks} blocks to cut between",
-                        where=where or "mesh.pp", fix=fix)
+        raise PlanError(
+            f"pipeline: {stages}, but the model has only {num_blocks} blocks to cut between",
+            where=where or "mesh.pp",
+            fix=fix,
+        )
 
 
 def _check_split(split: list[int], num_stages: int, num_blocks: int, where: Where | str | None) -> list[int]:

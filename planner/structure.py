@@ -61,10 +61,14 @@ class Structure:
         if group not in self._kinds:
             position = {node: i for i, node in enumerate(group.nodes)}
             outside = self.externals(group)
-            tokens = [(self.signature[node],
-                       tuple(i - position[o] if o in position else ~outside[o] for o in self.operands[node]),
-                       any(user not in position for user in node.users))
-                      for i, node in enumerate(group.nodes)]
+            tokens = [
+                (
+                    self.signature[node],
+                    tuple(i - position[o] if o in position else ~outside[o] for o in self.operands[node]),
+                    any(user not in position for user in node.users),
+                )
+                for i, node in enumerate(group.nodes)
+            ]
             read = [(self.roles.get(o.name), _value_key(o), self._is_shared(o, position)) for o in outside]
             self._kinds[group] = hash((tuple(tokens), tuple(read)))
         return self._kinds[group]

@@ -1,6 +1,6 @@
 """Replace a directory at once: whoever looks, and whatever is killed, sees the old one or the new one.
 
-    write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
+write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ def compare_values(kind: str, found: Sequence[float], truth: Sequence[float], al
     ]
 
 
-def compare_gradients(
-    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance
-) -> list[Row]:
+def compare_gradients(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance) -> list[Row]:
     """The largest difference of each gradient, relative to its own largest element.
 
     A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in

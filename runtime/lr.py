@@ -1,9 +1,9 @@
 """The learning rate as a pure function of the step: linear warm-up, then constant, cosine or linear decay.
 
-    step < warmup      lr·(step + 1)/warmup
-    constant           lr
-    cosine             min_lr + (lr - min_lr)·(1 + cos(pi·x))/2       x = (step - warmup)/(steps - warmup), at most 1
-    linear             lr + (min_lr - lr)·x
+step < warmup      lr·(step + 1)/warmup
+constant           lr
+cosine             min_lr + (lr - min_lr)·(1 + cos(pi·x))/2       x = (step - warmup)/(steps - warmup), at most 1
+linear             lr + (min_lr - lr)·x
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
 
-    names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
-    check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
-    read                                          Placement.slices of each parameter, straight into its place
+names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
+check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
+read                                          Placement.slices of each parameter, straight into its place
 """
 
 from __future__ import annotations
@@ -200,9 +200,7 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
 
 
 @torch.no_grad()
-def _read(
-    files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept
-) -> None:
+def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept) -> None:
     for stage in stages:
         for parameter in stage.parameters:
             _read_parameter(files, found.parameters[parameter.fqn][0], stage, parameter, groups)

@@ -97,9 +97,11 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
         parts[-1].append(entry)
     # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
     ordered = [sorted(part, key=lambda e: -e.dtype.itemsize) for part in parts]
-    names = [SINGLE] if len(parts) == 1 else [
-        f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
-    ]
+    names = (
+        [SINGLE]
+        if len(parts) == 1
+        else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    )
     return dict(zip(names, ordered, strict=True))
 
 

@@ -1,8 +1,8 @@
 """Where full tensors come from: the user's model, or fresh values where it stands on the meta device.
 
-    N(0, std)                                  matrices
-    N(0, std / sqrt(number of residual writes))    matrices that write into the residual
-    1, 0                                       scales of norms, biases
+N(0, std)                                  matrices
+N(0, std / sqrt(number of residual writes))    matrices that write into the residual
+1, 0                                       scales of norms, biases
 """
 
 from __future__ import annotations

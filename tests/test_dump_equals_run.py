@@ -75,8 +75,10 @@ def run_counted(model: str, changes: dict[str, Any]) -> tuple[Counter, Counter, 
 def batch_of(made: Plan) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     batch = made.spec["batch"]
-    return {name: torch.randint(0, 64, (batch["global"], *given["shape"]), generator=generator)
-            for name, given in made.spec["inputs"].items()}
+    return {
+        name: torch.randint(0, 64, (batch["global"], *given["shape"]), generator=generator)
+        for name, given in made.spec["inputs"].items()
+    }
 
 
 def rows_of_rank(made: Plan, rank: int) -> Counter[tuple[str, str, int]]:
@@ -91,8 +93,11 @@ def mine(made: Plan, rank: int) -> list[tuple[Any, int]]:
     """(row, how often in a step) for the rows that ``rank`` runs."""
     pp_rank = made.source.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
     times = {"microbatch": made.schedule.num_microbatches, "step": 1}
-    return [(row, row.count * times[row.per]) for row in made.collectives
-            if row.stage is None or row.stage % made.mesh.pp == pp_rank]
+    return [
+        (row, row.count * times[row.per])
+        for row in made.collectives
+        if row.stage is None or row.stage % made.mesh.pp == pp_rank
+    ]
 
 
 CASES = {
@@ -102,18 +107,22 @@ CASES = {
     "tp2 pp2, one key head": ("llama, one key head", {"mesh": {"tp": 2, "pp": 2}}),
     "tp2 dp2, fused qkv with one key head": ("fused, one key head", {"mesh": {"tp": 2, "dp": 2}}),
     "pp2 dp2, buckets, low precision": (
-        "bert", {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"bucket_size": 5000},
-                 "precision": {"parameters": "bfloat16", "gradients": "float32"}},
+        "bert",
+        {
+            "mesh": {"pp": 2, "dp": 2},
+            "optimizer": {"bucket_size": 5000},
+            "precision": {"parameters": "bfloat16", "gradients": "float32"},
+        },
     ),
     "tp2 pp2, sequence parallel": (
-        "llama", {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
+        "llama",
+        {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
     ),
     "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
     "tp2 pp2, norm over all heads": ("normed queries", {"mesh": {"tp": 2, "pp": 2}}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }
-
 
 
 def run_all_cases() -> dict[str, Any]:
@@ -154,8 +163,12 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
     """The model's own buffers and constants, which are no parameters."""
     source: Any = made.source
     names = (*source.program.buffers, *source.program.constants)
-    return sum(LocalSizes().bytes(source.program.node(name)) for name in names
-               for stage in source.stages.parameter_stages[name] if stage % made.mesh.pp == pp_rank)
+    return sum(
+        LocalSizes().bytes(source.program.node(name))
+        for name in names
+        for stage in source.stages.parameter_stages[name]
+        if stage % made.mesh.pp == pp_rank
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
@@ -165,7 +178,9 @@ def test_a_layer_costs_two_forward_and_two_backward_all_reduces_and_the_loss_thr
     for block in blocks:
         rows = [r for r in made.collectives if r.axis == "tp" and r.block == block]
         assert Counter((r.kind, r.phase, r.count, r.per) for r in rows) == {
-            ("all_reduce", "forward", 1, "microbatch"): 2, ("all_reduce", "backward", 1, "microbatch"): 2}
+            ("all_reduce", "forward", 1, "microbatch"): 2,
+            ("all_reduce", "backward", 1, "microbatch"): 2,
+        }
     assert len(blocks) == MODELS[model].num_layers
     tokens = tokens_of_loss(made)
     losses = [r.bytes for r in made.collectives if r.axis == "tp" and r.bytes in (4 * tokens, 8 * tokens)]

@@ -90,8 +90,11 @@ def _equal(nodes: tuple[Any, ...], found: _Branches, seen: set[fx.Node]) -> bool
 def same_call(nodes: tuple[fx.Node, ...]) -> bool:
     """Calls of one op with equal plain arguments, each read by its own branch alone."""
     first = nodes[0]
-    keys = {(n.op, n.target, str(fx.map_arg((n.args, n.kwargs), lambda _: None)), str(shape_of(n))) for n in nodes
-            if isinstance(n.meta.get("val"), torch.Tensor)}
+    keys = {
+        (n.op, n.target, str(fx.map_arg((n.args, n.kwargs), lambda _: None)), str(shape_of(n)))
+        for n in nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    }
     return first.op == "call_function" and len(keys) == 1 and len(set(nodes)) == len(nodes)
 
 

@@ -35,8 +35,12 @@ from planner.source_lines import where_of
 KEPT_META = ("nn_module_stack", "stack_trace")
 
 
-def canonicalize(source: fx.GraphModule, outputs: dict[str, str],
-                 constants: Mapping[str, torch.Tensor] | None = None, unread: Iterable[str] = ()) -> fx.GraphModule:
+def canonicalize(
+    source: fx.GraphModule,
+    outputs: dict[str, str],
+    constants: Mapping[str, torch.Tensor] | None = None,
+    unread: Iterable[str] = (),
+) -> fx.GraphModule:
     """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
 
     ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
@@ -120,19 +124,24 @@ class _Writer:
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = node.args
         else:
-            raise PlanError(f"the model uses {name}, which cannot be planned", where=where_of(node),
-                            fix="write this part with ordinary tensor operations")
+            raise PlanError(
+                f"the model uses {name}, which cannot be planned",
+                where=where_of(node),
+                fix="write this part with ordinary tensor operations",
+            )
         assert isinstance(body, fx.Node)
         inner = env[body]
         holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         outer, self.grad_enabled = self.grad_enabled, self.grad_enabled and bool(enabled)
-        result = self.copy_body(inner, dict(zip(holders, (env[o] if isinstance(o, fx.Node) else o for o in operands),
-                                                strict=True)))
+        result = self.copy_body(
+            inner, dict(zip(holders, (env[o] if isinstance(o, fx.Node) else o for o in operands), strict=True))
+        )
         self.grad_enabled = outer
         return result
 
-    def emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None,
-             val: Any = None) -> Any:
+    def emit(
+        self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None, val: Any = None
+    ) -> Any:
         """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
@@ -144,8 +153,9 @@ class _Writer:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
         new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
         new.meta["val"] = val
-        new.meta["grad"] = (target is not aten.detach.default and _floating(val)
-                            and any(n.meta["grad"] for n in new.all_input_nodes))
+        new.meta["grad"] = (
+            target is not aten.detach.default and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
+        )
         return new
 
     def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
@@ -193,6 +203,7 @@ def _add_product(product_op: Any) -> Callable[..., Any]:
         if kwargs.get("beta", 1) == 0:
             return product
         return emit(aten.add.Tensor, (product, _scaled(emit, args[0], kwargs.get("beta", 1))), {}, val)
+
     return rewrite
 
 
@@ -214,7 +225,10 @@ def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any
     if len(args) > 3 and args[3]:
         raise PlanError(
             "scale_grad_by_freq divides the gradient of an embedding by counts within the batch, which microbatches "
-            "do not know", where=where_of(node), fix="leave out scale_grad_by_freq")
+            "do not know",
+            where=where_of(node),
+            fix="leave out scale_grad_by_freq",
+        )
     return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
 
 
@@ -236,12 +250,18 @@ def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
 
 def _new_filled(value: float | None) -> Callable[..., Any]:
     """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
+
     def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         val = node.meta["val"]
         fill = args[2] if value is None else value
         dtype_fill = bool(fill) if val.dtype == torch.bool else fill
-        return emit(aten.full.default, ([int(n) for n in val.shape], dtype_fill),
-                    {"dtype": val.dtype, "device": val.device}, val)
+        return emit(
+            aten.full.default,
+            ([int(n) for n in val.shape], dtype_fill),
+            {"dtype": val.dtype, "device": val.device},
+            val,
+        )
+
     return rewrite
 
 
@@ -264,18 +284,26 @@ def _cut_off(emit: Emit, value: fx.Node) -> fx.Node:
     return emit(aten.detach.default, (value,), {}, value.meta["val"].detach()) if value.meta["grad"] else value
 
 
-REWRITES: dict[Any, Callable[..., Any]] = {OWN_BACKWARD: _own_backward} | table({
-    _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
-    _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async _assert_scalar sym_constrain_range "
-              "sym_constrain_range_for_size",
-    _linear: "linear",
-    _add_product(aten.mm.default): "addmm",
-    _add_product(aten.bmm.default): "baddbmm",
-    _dropout: "dropout native_dropout",
-    _native_layer_norm: "native_layer_norm",
-    _embedding: "embedding",
-    _cross_entropy: "cross_entropy_loss",
-    _new_filled(1): "new_ones",
-    _new_filled(0): "new_zeros new_empty new_empty_strided",
-    _new_filled(None): "new_full",
-}) | LAYOUT | INDEXING | PRODUCTS
+REWRITES: dict[Any, Callable[..., Any]] = (
+    {OWN_BACKWARD: _own_backward}
+    | table(
+        {
+            _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
+            _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async _assert_scalar sym_constrain_range "
+            "sym_constrain_range_for_size",
+            _linear: "linear",
+            _add_product(aten.mm.default): "addmm",
+            _add_product(aten.bmm.default): "baddbmm",
+            _dropout: "dropout native_dropout",
+            _native_layer_norm: "native_layer_norm",
+            _embedding: "embedding",
+            _cross_entropy: "cross_entropy_loss",
+            _new_filled(1): "new_ones",
+            _new_filled(0): "new_zeros new_empty new_empty_strided",
+            _new_filled(None): "new_full",
+        }
+    )
+    | LAYOUT
+    | INDEXING
+    | PRODUCTS
+)

@@ -183,7 +183,7 @@ class _Writer:
     def _cut_in_heads(self, x: fx.Node, dim: int) -> fx.Node:
         """[.., heads · n, ..] as [heads, .., n, ..]."""
         shape = list(shape_of(x))
-        parted = self._view(x, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1:]])
+        parted = self._view(x, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :]])
         order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
         return self._emit(aten.permute.default, parted, order) if dim else parted
 

@@ -1,9 +1,9 @@
 """Canonical forms of indexing and of writing into parts: slices, selections of rows, and concatenations.
 
-    x[.., [2, 3], ..]                    → slice                       where the index is a constant run
-    slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
-    select_scatter, copy                 → the same, or the source itself
-    repeat                               → a new dim, expanded, merged
+x[.., [2, 3], ..]                    → slice                       where the index is a constant run
+slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
+select_scatter, copy                 → the same, or the source itself
+repeat                               → a new dim, expanded, merged
 """
 
 from __future__ import annotations
@@ -107,10 +107,12 @@ def _repeat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     return reshaped(emit, expanded, node.meta["val"])
 
 
-INDEXING: dict[Any, Rewrite] = table({
-    _index: "index.Tensor",
-    _slice_scatter: "slice_scatter",
-    _select_scatter: "select_scatter",
-    _copy: "copy",
-    _repeat: "repeat tile",
-})
+INDEXING: dict[Any, Rewrite] = table(
+    {
+        _index: "index.Tensor",
+        _slice_scatter: "slice_scatter",
+        _select_scatter: "select_scatter",
+        _copy: "copy",
+        _repeat: "repeat tile",
+    }
+)

@@ -1,11 +1,11 @@
 """Canonical forms of what moves, cuts and joins elements without computing on them.
 
-    view, flatten, unsqueeze, squeeze …  → reshape to static sizes
-    transpose, t, mT, movedim …          → permute
-    split, chunk, unbind, select         → split_with_sizes / slice, then reshape
-    stack, cat                           → cat of what is not empty
-    repeat_interleave                    → a new dim, expanded, merged
-    to, type_as, _to_copy                → to.dtype, or nothing
+view, flatten, unsqueeze, squeeze …  → reshape to static sizes
+transpose, t, mT, movedim …          → permute
+split, chunk, unbind, select         → split_with_sizes / slice, then reshape
+stack, cat                           → cat of what is not empty
+repeat_interleave                    → a new dim, expanded, merged
+to, type_as, _to_copy                → to.dtype, or nothing
 """
 
 from __future__ import annotations
@@ -129,18 +129,21 @@ def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[
     return reshaped(emit, expanded, node.meta["val"])
 
 
-LAYOUT: dict[Any, Rewrite] = table({
-    _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",
-    _reshape: "view reshape _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints unflatten.int "
-              "view_as reshape_as _reshape_alias view_copy ravel",
-    _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims "
-              "moveaxis.int transpose_copy.int",
-    _expand: "expand expand_as broadcast_to expand_copy",
-    _split: "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections unsafe_split.Tensor unsafe_chunk",
-    _unbind: "unbind.int",
-    _select: "select.int",
-    _slice: "slice.Tensor narrow",
-    _stack: "stack",
-    _cat: "cat",
-    _repeat_interleave: "repeat_interleave.self_int",
-}) | {operator.getitem: _getitem}
+LAYOUT: dict[Any, Rewrite] = table(
+    {
+        _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",
+        _reshape: "view reshape _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
+        "unflatten.int view_as reshape_as _reshape_alias view_copy ravel",
+        _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims "
+        "moveaxis.int transpose_copy.int",
+        _expand: "expand expand_as broadcast_to expand_copy",
+        _split: "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections unsafe_split.Tensor "
+        "unsafe_chunk",
+        _unbind: "unbind.int",
+        _select: "select.int",
+        _slice: "slice.Tensor narrow",
+        _stack: "stack",
+        _cat: "cat",
+        _repeat_interleave: "repeat_interleave.self_int",
+    }
+) | {operator.getitem: _getitem}

@@ -1,11 +1,11 @@
 """Canonical forms of products and of losses.
 
-    einsum with "..." or without "->"    → explicit letters
-    mv, dot, addmv, outer, bilinear      → matmul, einsum
-    convolution with bias                → the product, then an add
-    glu, prelu, cosine_similarity        → their parts
-    nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
-    −log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
+einsum with "..." or without "->"    → explicit letters
+mv, dot, addmv, outer, bilinear      → matmul, einsum
+convolution with bias                → the product, then an add
+glu, prelu, cosine_similarity        → their parts
+nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
+−log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def explicit(text: str, ndims: list[int]) -> str:
     spare = [n - len(w.replace(".", "")) for w, n in zip(words, ndims, strict=True)]
     most = max((s for s, w in zip(spare, words, strict=True) if "..." in w), default=0)
     dots = "".join(free[:most])
-    words = [w.replace("...", dots[most - s:]) for w, s in zip(words, spare, strict=True)]
+    words = [w.replace("...", dots[most - s :]) for w, s in zip(words, spare, strict=True)]
     return ",".join(words) + "->" + right.replace("...", dots)
 
 
@@ -64,7 +64,7 @@ def _outer(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 def _bilinear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     x, y, weight, *bias = args
-    batch = ascii_letters[:len(shape_of(x)) - 1]
+    batch = ascii_letters[: len(shape_of(x)) - 1]
     product = emit(aten.einsum.default, (f"{batch}I,OIJ,{batch}J->{batch}O", [x, weight, y]), {}, node.meta["val"])
     bias = next((b for b in (*bias, kwargs.get("bias")) if b is not None), None)
     return product if bias is None else emit(aten.add.Tensor, (product, bias), {}, node.meta["val"])
@@ -165,21 +165,24 @@ def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     if logits is None:
         return emit(node.target, args, kwargs, val)
     rows = viewed(emit, logits, [-1, shape_of(x)[-1]])
-    loss = applied(emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, UNREDUCED,
-                   NOTHING_IGNORED)
+    loss = applied(
+        emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, UNREDUCED, NOTHING_IGNORED
+    )
     return viewed(emit, applied(emit, aten.neg.default, loss), list(shape_of(index)))
 
 
-PRODUCTS: dict[Any, Rewrite] = table({
-    _einsum: "einsum",
-    _matmul: "mv dot vdot",
-    _outer: "outer ger",
-    _bilinear: "bilinear",
-    _convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
-    _glu: "glu",
-    _prelu: "prelu",
-    _cosine: "cosine_similarity",
-    _histc: "histc",
-    _nll_loss: "nll_loss_nd nll_loss",
-    _gather: "gather",
-})
+PRODUCTS: dict[Any, Rewrite] = table(
+    {
+        _einsum: "einsum",
+        _matmul: "mv dot vdot",
+        _outer: "outer ger",
+        _bilinear: "bilinear",
+        _convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
+        _glu: "glu",
+        _prelu: "prelu",
+        _cosine: "cosine_similarity",
+        _histc: "histc",
+        _nll_loss: "nll_loss_nd nll_loss",
+        _gather: "gather",
+    }
+)

@@ -1,8 +1,8 @@
 """One use of a user's torch.autograd.Function in a forward, and how such a use is run again on values of our own.
 
-    Application   the Function and what it was given, with a Shape in the place of each tensor
-    draw          random values of those shapes
-    applied       outputs, and the gradients by those tensors, of one run on given values
+Application   the Function and what it was given, with a Shape in the place of each tensor
+draw          random values of those shapes
+applied       outputs, and the gradients by those tensors, of one run on given values
 """
 
 from __future__ import annotations

@@ -183,8 +183,12 @@ class _Call:
                 cast.meta = {k: self.node.meta[k] for k in KEPT if k in self.node.meta} | {"val": values[position]}
                 self.node.replace_input_with(node, cast)
         with torch.no_grad():
-            made = self._dtypes(self.target(*fx.map_arg(self.node.args, lambda n: n.meta["val"]),
-                                            **fx.map_arg(dict(self.node.kwargs), lambda n: n.meta["val"])))
+            made = self._dtypes(
+                self.target(
+                    *fx.map_arg(self.node.args, lambda n: n.meta["val"]),
+                    **fx.map_arg(dict(self.node.kwargs), lambda n: n.meta["val"]),
+                )
+            )
         if made != self._dtypes(self.node.meta["val"]) or self.target._schema.is_mutable:
             raise self._refused()
 

@@ -69,8 +69,9 @@ EVERYTHING = Part(Fraction(0), Fraction(1))
 class Typing(Joins):
     """Owns the kinds. ``counts``: nodes that are counts. ``single``: values of the one sequence that the batch is."""
 
-    def __init__(self, program: Program, captures: TwoCaptures, scaling: Scaling, region: Collection[fx.Node],
-                 second: fx.Graph) -> None:
+    def __init__(
+        self, program: Program, captures: TwoCaptures, scaling: Scaling, region: Collection[fx.Node], second: fx.Graph
+    ) -> None:
         self.program, self.captures, self.scaling, self.region = program, captures, scaling, region
         self.kinds: dict[fx.Node, Kind] = {}
         self.counts: list[fx.Node] = []
@@ -101,8 +102,14 @@ class Typing(Joins):
 
     def _is_count(self, node: fx.Node) -> bool:
         kind, val = self.kinds[node], node.meta.get("val")
-        return (kind.name == SHARE and kind.part is None and isinstance(val, torch.Tensor) and val.dim() == 0
-                and bool(self._from_inputs.get(node.name)) and node not in self._counted)
+        return (
+            kind.name == SHARE
+            and kind.part is None
+            and isinstance(val, torch.Tensor)
+            and val.dim() == 0
+            and bool(self._from_inputs.get(node.name))
+            and node not in self._counted
+        )
 
     def _settled(self, node: fx.Node, kind: Kind) -> Kind:
         """What stands for a join in the second graph is joined; before the loss one grown dim is taken for rows."""
@@ -288,7 +295,7 @@ class Typing(Joins):
         dim = self._row_dim(node, kind)
         if dim is None:
             return unknown
-        before = math.prod(node.all_input_nodes[0].meta["val"].shape[:kind.dim])
+        before = math.prod(node.all_input_nodes[0].meta["val"].shape[: kind.dim])
         outer = math.prod(node.meta["val"].shape[:dim])
         if outer == before:
             return Kind(ROWS, dim, kind.part, kind.order)

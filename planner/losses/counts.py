@@ -19,8 +19,28 @@ aten = torch.ops.aten
 
 SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
 AVERAGES = {aten.mean.default, aten.mean.dim}
-REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp", "norm",
-              "linalg_vector_norm", "prod", "any", "all", "count_nonzero", "argmax", "argmin", "median"}
+REDUCTIONS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "norm",
+    "linalg_vector_norm",
+    "prod",
+    "any",
+    "all",
+    "count_nonzero",
+    "argmax",
+    "argmin",
+    "median",
+}
 
 
 @dataclass

@@ -55,15 +55,19 @@ def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]
     return found
 
 
-def kinds_by_form(program: Program, on_batch: Collection[fx.Node], region: Collection[fx.Node],
-                  ) -> tuple[dict[fx.Node, Kind], list[fx.Node]]:
+def kinds_by_form(
+    program: Program,
+    on_batch: Collection[fx.Node],
+    region: Collection[fx.Node],
+) -> tuple[dict[fx.Node, Kind], list[fx.Node]]:
     """The kinds, and the counts."""
     from_inputs = input_only(program)
     kinds: dict[fx.Node, Kind] = {}
     counts: list[fx.Node] = []
     for node in program.graph.graph.nodes:
-        kinds[node] = _kind(node, kinds) if node in region and node in on_batch else (
-            Kind(ROWS) if node in on_batch else whole)
+        kinds[node] = (
+            _kind(node, kinds) if node in region and node in on_batch else (Kind(ROWS) if node in on_batch else whole)
+        )
         if node.target in CROSS_ENTROPIES and not counts_inputs(node, from_inputs):
             kinds[node] = unknown
         is_scalar = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 0
@@ -87,7 +91,8 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
         first = node.args[0]
         divides = isinstance(first, fx.Node) and kinds[first].name == SHARE
         linear = (node.target in CASTS | ADDED and names <= {SHARE, WHOLE}) or (
-            node.target in SCALED and len(names) == len(given) and divides)
+            node.target in SCALED and len(names) == len(given) and divides
+        )
         return share if linear and is_scalar else unknown
     return unknown if names - {ROWS, WHOLE} or not _keeps_rows(node) else Kind(ROWS)
 
@@ -100,8 +105,13 @@ def _keeps_rows(node: fx.Node) -> bool:
     return (name in ROW_BY_ROW or name in REDUCTIONS | ALONG | MIXING_PRODUCTS) and not reduces_batch(node)
 
 
-def is_certain(program: Program, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node],
-               constants: Collection[fx.Node], region: Collection[fx.Node]) -> bool:
+def is_certain(
+    program: Program,
+    kinds: dict[fx.Node, Kind],
+    on_batch: Collection[fx.Node],
+    constants: Collection[fx.Node],
+    region: Collection[fx.Node],
+) -> bool:
     """Whether the kinds by form hold however many sequences there are."""
     size = next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
     if kinds[program.node(program.loss)].name != SHARE:
@@ -115,8 +125,9 @@ def is_certain(program: Program, kinds: dict[fx.Node, Kind], on_batch: Collectio
     return not any(may_run_along(n, flow) for n in mixing)
 
 
-def _is_doubtful(node: fx.Node, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node],
-                 constants: Collection[fx.Node], size: int) -> bool:
+def _is_doubtful(
+    node: fx.Node, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node], constants: Collection[fx.Node], size: int
+) -> bool:
     if node not in on_batch:
         return True
     if any(n in constants for n in node.all_input_nodes) or kinds[node] is unknown:

@@ -18,14 +18,26 @@ NONE, MEAN, SUM = 0, 1, 2
 share = Kind(SHARE)
 
 CROSS_ENTROPIES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
-OVER_ROWS = {aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-             aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.kl_div.default}
+OVER_ROWS = {
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.binary_cross_entropy.default,
+    aten.kl_div.default,
+}
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.divide.Tensor}
 SCALED = DIVISIONS | {aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor}
 ADDED = {aten.add.Tensor, aten.sub.Tensor, aten.subtract.Tensor}
 CASTS = {aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.neg.default}
-LAYOUT = CASTS | {aten.reshape.default, aten.permute.default, aten.expand.default, aten.slice.Tensor,
-                  aten.split_with_sizes.default}
+LAYOUT = CASTS | {
+    aten.reshape.default,
+    aten.permute.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.split_with_sizes.default,
+}
 PRODUCTS = {aten.matmul.default, aten.mm.default, aten.bmm.default, aten.linear.default, aten.einsum.default}
 CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar}
 ALONG_LAST = {aten.gather.default, aten.softmax.int, aten.log_softmax.int}

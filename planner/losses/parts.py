@@ -1,8 +1,8 @@
 """Loops over the batch: which parts a graph takes a value apart into, and whether two parts are treated alike.
 
-    for row in logits: …                 one sequence each: more sequences are more parts
-    for piece in rows.split(1024): …     so many rows each, if they divide a microbatch
-    for piece in rows.chunk(4): …        more sequences are longer parts
+for row in logits: …                 one sequence each: more sequences are more parts
+for piece in rows.split(1024): …     so many rows each, if they divide a microbatch
+for piece in rows.chunk(4): …        more sequences are longer parts
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ class Parts:
         if not self._read:
             self._read_second()
         read = [self._read[t] for t in terms if self._read[t][1]]
-        return all(len(parts) == 1 for _, parts in read) and len(set(read)) == len(read) and (
-            len({like for like, _ in read}) == num_ways)
+        return (
+            all(len(parts) == 1 for _, parts in read)
+            and len(set(read)) == len(read)
+            and (len({like for like, _ in read}) == num_ways)
+        )
 
     def _read_second(self) -> None:
         """For every node of the second graph how it is made, and of which parts (of one length)."""
@@ -105,6 +108,7 @@ class Likeness:
 
     def note(self, node: fx.Node, part_of: dict[fx.Node, fx.Node]) -> int:
         """``part_of``: operand (or the node itself) → the value that it is a part of."""
+
         def token(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return ("part", self._of[part_of[value]]) if value in part_of else self._of[value]

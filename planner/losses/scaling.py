@@ -96,8 +96,10 @@ class Scaling:
 
 def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, Any]]:
     for place in numeric_places(node):
-        a, b = (n.args[place] if isinstance(place, int) and place < len(n.args) else n.kwargs.get(str(place))
-                for n in (node, other))
+        a, b = (
+            n.args[place] if isinstance(place, int) and place < len(n.args) else n.kwargs.get(str(place))
+            for n in (node, other)
+        )
         if is_number(a) and is_number(b):
             yield place, a, b
 

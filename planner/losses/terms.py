@@ -124,12 +124,14 @@ class _Rewriter:
         """The second capture is of the global batch; of less where the graph takes its batch apart, or may do so unseen
         as that of one sequence."""
         size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
-        loops = size == 1 or any((cut_of(n) or splits(n)) and may_mix(n, ())
-                                 for n in self.graph.nodes if n in self.on_batch)
+        loops = size == 1 or any(
+            (cut_of(n) or splits(n)) and may_mix(n, ()) for n in self.graph.nodes if n in self.on_batch
+        )
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
 
-    def _by_two_captures(self, second: tuple[Program, int], constants: Constants,
-                         region: set[fx.Node]) -> list[fx.Node]:
+    def _by_two_captures(
+        self, second: tuple[Program, int], constants: Constants, region: set[fx.Node]
+    ) -> list[fx.Node]:
         """The kinds, with numbers and constants corrected; the counts."""
         program, times = second
         others = Constants(program, of_shapes=True, max_elements=MAX_ELEMENTS)
@@ -298,16 +300,19 @@ class _Rewriter:
 
     def _valid_tokens(self, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:
         """Σ (target ≠ ignore_index), or the sum of the valid tokens' class weights."""
+
         def emit(op: Any, args: list[Any], val: torch.Tensor) -> fx.Node:
             new = self._emit(target, op, args)
             new.meta["val"], new.meta["grad"] = val, False
             return new
+
         shape = target.meta["val"].shape
         valid = emit(aten.ne.Scalar, [target, ignore_index], torch.empty(shape, dtype=torch.bool, device="meta"))
         if weight is not None:
             safe = emit(aten.mul.Tensor, [target, valid], torch.empty(shape, dtype=torch.int64, device="meta"))
-            each = emit(aten.index.Tensor, [weight, [safe]],
-                        torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta"))
+            each = emit(
+                aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta")
+            )
             valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
         return emit(aten.sum.default, [valid], torch.empty((), dtype=torch.int64, device="meta"))
 

@@ -26,8 +26,10 @@ COPIES = {aten.contiguous.default, aten.clone.default}  # made or not, as the me
 
 def wider(inputs: Mapping[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
     """The same inputs for ``times`` as many sequences, without memory."""
-    return {name: torch.empty((times * t.shape[0], *t.shape[1:]), dtype=t.dtype, device="meta")
-            for name, t in inputs.items()}
+    return {
+        name: torch.empty((times * t.shape[0], *t.shape[1:]), dtype=t.dtype, device="meta")
+        for name, t in inputs.items()
+    }
 
 
 def is_number(value: object) -> bool:
@@ -142,6 +144,7 @@ def _pairs(a: Any, b: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 # ---- sums, concatenations and cuts
 
+
 def spine_of(node: fx.Node) -> list[fx.Node]:
     """The additions that make one sum, the last first; an inner one has no other reader. Python's sum() begins with
     ``first + 0``, which is a term."""
@@ -192,7 +195,7 @@ def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     sizes: Any = node.all_input_nodes[0].args[1]
     dim: Any = node.all_input_nodes[0].args[2] if len(node.all_input_nodes[0].args) > 2 else 0
     index: Any = args[1]
-    return source, int(dim), sum(sizes[:index]), sum(sizes[:index + 1])
+    return source, int(dim), sum(sizes[:index]), sum(sizes[: index + 1])
 
 
 def _is_part_of(b: fx.Node, source: fx.Node, a: fx.Node, times: int) -> bool:

@@ -58,8 +58,10 @@ class Site:
             if not self.heads:
                 return "it has no dim of heads that a rule could cut"
             return f"no rule carries a cut of its {count(self.heads, 'head')} through to its operands"
-        return f"{self.words('head')} {'is' if self.heads == 1 else 'are'} not divisible by tp = {tp}; " \
-               f"{nearest_words([self.heads], tp)}"
+        return (
+            f"{self.words('head')} {'is' if self.heads == 1 else 'are'} not divisible by tp = {tp}; "
+            f"{nearest_words([self.heads], tp)}"
+        )
 
     def words(self, noun: str) -> str:
         """``6 heads (2 key heads)``."""
@@ -175,4 +177,5 @@ def check_attention(source: PlanSource, sites: tuple[Site, ...], places: Places)
     raise PlanError(
         f"attention: {site.words('query head')} not divisible by tp = {tp}",
         where=places.where(site.node),
-        fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to have it whole on every rank")
+        fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to have it whole on every rank",
+    )

@@ -50,8 +50,9 @@ def _change_rows(source: PlanSource, change: TypeChange, places: Places) -> Iter
     size = _bytes(tuple(node.meta["val"].shape), node)
     for phase, kind in (("forward", change.how.forward), ("backward", change.how.backward)):
         if kind:
-            yield CollectivePlan(kind, "tp", phase, places.text(place), size, 1, "microbatch", change.stage,
-                                 places.block(place))
+            yield CollectivePlan(
+                kind, "tp", phase, places.text(place), size, 1, "microbatch", change.stage, places.block(place)
+            )
 
 
 def parallel_losses(source: PlanSource) -> list[fx.Node]:
@@ -87,8 +88,9 @@ def _statistics_rows(source: PlanSource, node: fx.Node, stage: int, places: Plac
     size = x.numel() // int(x.shape[cut.dim]) * max(4, dtype.itemsize)
     forward, backward = EXCHANGES[node.target]
     for phase in ["forward"] * forward + ["backward"] * (backward if node.meta["grad"] else 0):
-        yield CollectivePlan("all_reduce", "tp", phase, places.text(node), size, 1, "microbatch", stage,
-                             places.block(node))
+        yield CollectivePlan(
+            "all_reduce", "tp", phase, places.text(node), size, 1, "microbatch", stage, places.block(node)
+        )
 
 
 def _boundary_rows(source: PlanSource, places: Places, cut: int, stage: int) -> Iterator[CollectivePlan]:
@@ -102,8 +104,9 @@ def _boundary_rows(source: PlanSource, places: Places, cut: int, stage: int) -> 
         shape = sent_type(source.placements.of(node)).local_shape(tuple(node.meta["val"].shape), mesh.tp)
         for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
             kind = "send" if sends == (phase == "forward") else "recv"
-            yield CollectivePlan(kind, "pp", phase, places.text(node), _bytes(shape, node), 1, "microbatch", stage,
-                                 places.block(node))
+            yield CollectivePlan(
+                kind, "pp", phase, places.text(node), _bytes(shape, node), 1, "microbatch", stage, places.block(node)
+            )
 
 
 def _bytes(shape: tuple[int, ...], node: fx.Node) -> int:

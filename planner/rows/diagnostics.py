@@ -1,7 +1,7 @@
 """What the user should know: how each linear, embedding and loss is cut or why not, ops without a rule, inexact terms.
 
-    warning   sizes that keep a layer whole, attention cut in some blocks only, ops without a rule, inexact loss terms
-    info      everything else, one row for each layer; the tables fold those of repeated blocks
+warning   sizes that keep a layer whole, attention cut in some blocks only, ops without a rule, inexact loss terms
+info      everything else, one row for each layer; the tables fold those of repeated blocks
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ aten = torch.ops.aten
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
 
 
-def diagnostic_rows(source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...],
-                    reasons: Reasons, places: Places) -> tuple[Diagnostic, ...]:
+def diagnostic_rows(
+    source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...], reasons: Reasons, places: Places
+) -> tuple[Diagnostic, ...]:
     """Warnings first, then notes; each once."""
     rows = [*_notes(source), *_inexact(source), *_untrained(source.program), *_own_backwards(source, places)]
     if source.mesh.tp > 1:
@@ -58,9 +59,12 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
     names = [f for n, f in program.parameters.items() if program.node(n).meta["grad"] and n not in trained]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        yield Diagnostic("warning", f"{len(names)} parameters get no gradient and stay as they are: "
-                         f"{', '.join(names[:MOST_NAMED])}{more}", names[0].rpartition(".")[0],
-                         "set requires_grad_(False) on them if this is meant")
+        yield Diagnostic(
+            "warning",
+            f"{len(names)} parameters get no gradient and stay as they are: {', '.join(names[:MOST_NAMED])}{more}",
+            names[0].rpartition(".")[0],
+            "set requires_grad_(False) on them if this is meant",
+        )
 
 
 def _with_gradient(program: Program) -> set[str]:
@@ -77,15 +81,27 @@ def _with_gradient(program: Program) -> set[str]:
 
 def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
     for what, where in source.terms.inexact:
-        yield Diagnostic("warning", f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
-                         str(where), "keep one microbatch, or write the loss as a sum over a count")
+        yield Diagnostic(
+            "warning",
+            f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
+            str(where),
+            "keep one microbatch, or write the loss as a sum over a count",
+        )
     for what, where in source.terms.doubts:
-        yield Diagnostic("warning", f"{what} in the loss has a number or a constant of which it is not known how it "
-                         "follows the size of the batch: it is taken as it is in one microbatch", str(where),
-                         "keep one microbatch, or divide by a count of the labels, such as mask.sum()")
+        yield Diagnostic(
+            "warning",
+            f"{what} in the loss has a number or a constant of which it is not known how it "
+            "follows the size of the batch: it is taken as it is in one microbatch",
+            str(where),
+            "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
+        )
     for what, where in source.terms.mixed:
-        yield Diagnostic("warning", f"{what} mixes the sequences of a batch: each microbatch sees only its own",
-                         str(where), "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant")
+        yield Diagnostic(
+            "warning",
+            f"{what} mixes the sequences of a batch: each microbatch sees only its own",
+            str(where),
+            "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant",
+        )
 
 
 def _own_backwards(source: PlanSource, places: Places) -> Iterator[Diagnostic]:
@@ -97,8 +113,12 @@ def _own_backwards(source: PlanSource, places: Places) -> Iterator[Diagnostic]:
             if source.mesh.tp == 1:
                 yield Diagnostic("info", what, places.text(node))
             elif option.out.is_sharded:
-                yield Diagnostic("info", f"{what}, cut over dim {option.out.dim}, where it was shown to work part by "
-                                 "part, forward and backward", places.text(node))
+                yield Diagnostic(
+                    "info",
+                    f"{what}, cut over dim {option.out.dim}, where it was shown to work part by "
+                    "part, forward and backward",
+                    places.text(node),
+                )
             else:
                 why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
                 why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
@@ -109,11 +129,16 @@ def _attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> I
     for site in sites:
         if not site.is_cut:
             tp = nearest_tp([site.heads], source.mesh.tp) if site.heads else [1]
-            yield Diagnostic("warning", f"every rank computes all of this attention: {site.why_whole(source.mesh.tp)}",
-                             places.text(site.node), "" if site.divides(source.mesh.tp) else _choose(tp))
+            yield Diagnostic(
+                "warning",
+                f"every rank computes all of this attention: {site.why_whole(source.mesh.tp)}",
+                places.text(site.node),
+                "" if site.divides(source.mesh.tp) else _choose(tp),
+            )
 
 
 # ---- ops without a rule
+
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
@@ -137,21 +162,29 @@ def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
             found.setdefault(key, []).append(node)
             wheres.setdefault(key, where)
     total = sum(map(node_cost, nodes)) if found else 1
-    return tuple(Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
-                 for key, group in found.items())
+    return tuple(
+        Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
+        for key, group in found.items()
+    )
 
 
 def _without_rule(source: PlanSource) -> Iterator[Diagnostic]:
     for row in ops_without_rule(source.program):
         times = f", {row.count} times" if row.count > 1 else ""
-        yield Diagnostic("warning", f"{row.op} has no rule{times}: every rank computes all of it, "
-                         f"{row.work_fraction:.1%} of the estimated work", str(row.where))
+        yield Diagnostic(
+            "warning",
+            f"{row.op} has no rule{times}: every rank computes all of it, "
+            f"{row.work_fraction:.1%} of the estimated work",
+            str(row.where),
+        )
 
 
 # ---- layers
 
-def _layers(source: PlanSource, parameters: tuple[ParameterPlan, ...], reasons: Reasons,
-            places: Places) -> Iterator[Diagnostic]:
+
+def _layers(
+    source: PlanSource, parameters: tuple[ParameterPlan, ...], reasons: Reasons, places: Places
+) -> Iterator[Diagnostic]:
     """A row for each linear, convolution, embedding and loss."""
     by_name = {row.name: row for row in parameters}
     uneven: dict[str, bool] = {}
@@ -192,8 +225,12 @@ def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
         scalars = sum(scalars_of_loss(node))
-        return Diagnostic("info", f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are "
-                          f"never gathered, the ranks exchange {scalars} scalars a token", places.text(node))
+        return Diagnostic(
+            "info",
+            f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are "
+            f"never gathered, the ranks exchange {scalars} scalars a token",
+            places.text(node),
+        )
     why = "its logits are whole on every rank"
     if classes % source.mesh.tp:
         why += f"; {classes} classes are not divisible by tp = {source.mesh.tp}, and too few to pad"

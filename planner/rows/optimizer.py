@@ -1,10 +1,10 @@
 """The gradient buffers of every pp rank, as the runtime lays them out, and what a step exchanges over them.
 
-    buffer      a rank's trainable parameters of one dtype whose gradients need the same sums (over tp, over the stages
-                that hold a tied weight); cut into buckets, each bucket into one shard for each dp rank
-    exchanges   dp: reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
-                tp, embedding: all-reduce of each bucket's shard, where gradients are partial sums
-                world: one all-reduce of [|g|², loss]
+buffer      a rank's trainable parameters of one dtype whose gradients need the same sums (over tp, over the stages
+            that hold a tied weight); cut into buckets, each bucket into one shard for each dp rank
+exchanges   dp: reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
+            tp, embedding: all-reduce of each bucket's shard, where gradients are partial sums
+            world: one all-reduce of [|g|², loss]
 """
 
 from __future__ import annotations
@@ -98,9 +98,12 @@ def _buffers_of_rank(spec: Spec, source: PlanSource, rank: int) -> Iterator[Buff
 def _layout(spec: Spec, dp: int, members: tuple[Held, ...]) -> BufferLayout:
     optimizer = spec.optimizer
     sharded = optimizer.zero == 1
-    return buckets.lay_out(((h.name, prod(h.local_shape)) for h in members), dp if sharded else 1,
-                           alignment=optimizer.alignment if sharded else "none",
-                           bucket_size=optimizer.bucket_size or buckets.default_bucket_size(dp, optimizer.alignment))
+    return buckets.lay_out(
+        ((h.name, prod(h.local_shape)) for h in members),
+        dp if sharded else 1,
+        alignment=optimizer.alignment if sharded else "none",
+        bucket_size=optimizer.bucket_size or buckets.default_bucket_size(dp, optimizer.alignment),
+    )
 
 
 def _parameters_of_rank(source: PlanSource, rank: int) -> Iterator[fx.Node]:
@@ -123,8 +126,17 @@ def _held(source: PlanSource, node: fx.Node) -> Held:
 
 def optimizer_plan(spec: Spec, all_buffers: tuple[Buffer, ...]) -> OptimizerPlan:
     """The buffers' rows."""
-    rows = tuple(BufferPlan(b.pp_rank, _name(b.dtype), _name(b.gradient_dtype), b.layout.num_elements,
-                            b.layout.shard_elements(), tuple(map(_bucket_row, b.layout.buckets))) for b in all_buffers)
+    rows = tuple(
+        BufferPlan(
+            b.pp_rank,
+            _name(b.dtype),
+            _name(b.gradient_dtype),
+            b.layout.num_elements,
+            b.layout.shard_elements(),
+            tuple(map(_bucket_row, b.layout.buckets)),
+        )
+        for b in all_buffers
+    )
     return OptimizerPlan(rows, spec.optimizer.name, spec.optimizer.zero, spec.optimizer.alignment)
 
 
@@ -176,15 +188,20 @@ def _summed_elements(source: PlanSource, buffer: Buffer, bucket: buckets.Bucket,
     if axis != "tp" or not buffer.held[0].placement.has_whole_segment:
         return len(bucket.world) // num_shards
     owned = (bucket.owned_ranges(rank, num_shards) for rank in range(num_shards))
-    return max(sum(whole_elements(buffer.by_name[name], source.mesh.tp, r.param.stop)
-                   - whole_elements(buffer.by_name[name], source.mesh.tp, r.param.start) for name, r in ranges.items())
-               for ranges in owned)
+    return max(
+        sum(
+            whole_elements(buffer.by_name[name], source.mesh.tp, r.param.stop)
+            - whole_elements(buffer.by_name[name], source.mesh.tp, r.param.start)
+            for name, r in ranges.items()
+        )
+        for ranges in owned
+    )
 
 
 def whole_elements(held: Held, tp: int, stop: int) -> int:
     """How many of the first ``stop`` elements of the local tensor, flattened, lie in segments that each rank holds."""
     placement = held.placement
-    inner = prod(held.local_shape[placement.dim + 1:])
+    inner = prod(held.local_shape[placement.dim + 1 :])
     row = held.local_shape[placement.dim] * inner
     full, rest = divmod(stop, row)
     count = start = 0
@@ -196,8 +213,9 @@ def whole_elements(held: Held, tp: int, stop: int) -> int:
     return count
 
 
-def exact_memory(spec: Spec, source: PlanSource, all_buffers: tuple[Buffer, ...],
-                 rows: tuple[MemoryRow, ...]) -> tuple[MemoryRow, ...]:
+def exact_memory(
+    spec: Spec, source: PlanSource, all_buffers: tuple[Buffer, ...], rows: tuple[MemoryRow, ...]
+) -> tuple[MemoryRow, ...]:
     """``rows`` with the bytes of the live buffers, all padding included, for parameters, gradients and optimizer."""
     return tuple(_exact(spec, source, [b for b in all_buffers if b.pp_rank == row.pp_rank], row) for row in rows)
 
@@ -205,18 +223,25 @@ def exact_memory(spec: Spec, source: PlanSource, all_buffers: tuple[Buffer, ...]
 def _exact(spec: Spec, source: PlanSource, mine: list[Buffer], row: MemoryRow) -> MemoryRow:
     local = LocalSizes(source.mesh.tp, {n: o.out for n, o in source.placements.options.items()})
     frozen = sum(local.bytes(n) for n in _parameters_of_rank(source, row.pp_rank) if not n.meta["grad"])
-    return replace(row, total=-1,
-                   parameters=frozen + _registered_bytes(source, row.pp_rank)
-                   + sum(b.layout.num_elements * b.dtype.itemsize for b in mine),
-                   gradients=sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in mine),
-                   optimizer=sum(b.optimizer_bytes(spec.optimizer.name) for b in mine))
+    return replace(
+        row,
+        total=-1,
+        parameters=frozen
+        + _registered_bytes(source, row.pp_rank)
+        + sum(b.layout.num_elements * b.dtype.itemsize for b in mine),
+        gradients=sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in mine),
+        optimizer=sum(b.optimizer_bytes(spec.optimizer.name) for b in mine),
+    )
 
 
 def _registered_bytes(source: PlanSource, rank: int) -> int:
     """The model's own buffers and constants on each stage of a rank."""
     program, stages, local = source.program, source.stages, LocalSizes()
-    return sum(local.bytes(program.node(name)) * sum(s % source.mesh.pp == rank for s in stages.parameter_stages[name])
-               for name in (*program.buffers, *program.constants) if name in stages.parameter_stages)
+    return sum(
+        local.bytes(program.node(name)) * sum(s % source.mesh.pp == rank for s in stages.parameter_stages[name])
+        for name in (*program.buffers, *program.constants)
+        if name in stages.parameter_stages
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,11 +26,21 @@ def parameter_rows(spec: Spec, source: PlanSource, reasons: Reasons, places: Pla
         if key not in styles:
             styles[key] = reasons.style_and_reason(node)
         style, reason = styles[key]
-        rows.append(ParameterPlan.of(
-            placement, source.mesh.tp, name=fqn, shape=tuple(node.meta["val"].shape),
-            dtype=str(node.meta["val"].dtype).removeprefix("torch."), style=style, reason=reason,
-            stages=source.stages.parameter_stages.get(name, ()) or (0,), aliases=tuple(aliases.get(fqn, ())),
-            origin=origin_of(spec, source, node), where=places.text(node) if node.users else ""))
+        rows.append(
+            ParameterPlan.of(
+                placement,
+                source.mesh.tp,
+                name=fqn,
+                shape=tuple(node.meta["val"].shape),
+                dtype=str(node.meta["val"].dtype).removeprefix("torch."),
+                style=style,
+                reason=reason,
+                stages=source.stages.parameter_stages.get(name, ()) or (0,),
+                aliases=tuple(aliases.get(fqn, ())),
+                origin=origin_of(spec, source, node),
+                where=places.text(node) if node.users else "",
+            )
+        )
     return tuple(rows)
 
 

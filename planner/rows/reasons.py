@@ -97,8 +97,10 @@ class Reasons:
     def obstacle(self, node: fx.Node) -> str:
         """Why a matrix is whole on every rank."""
         reading = list(readers(node))
-        return next((why for reader in reading for why in self._obstacles(node, reader)),
-                    "every way to cut it would move more than it saves")
+        return next(
+            (why for reader in reading for why in self._obstacles(node, reader)),
+            "every way to cut it would move more than it saves",
+        )
 
     def _obstacles(self, node: fx.Node, reader: fx.Node) -> Iterator[str]:
         if rule_of(reader.target) is None:
@@ -110,8 +112,14 @@ class Reasons:
                 yield site.why_whole(self.tp) if site.heads else f"its attention is whole: {site.why_whole(self.tp)}"
         if reader.target in _LINEAR or reader.target is aten.embedding.default:
             yield from self._uneven_dims(node)
-        blocked = next((n for n in self._walk(reader, cut=False) if n.op == "call_function" and n.meta.get("grad")
-                        and rule_of(n.target) is None), None)
+        blocked = next(
+            (
+                n
+                for n in self._walk(reader, cut=False)
+                if n.op == "call_function" and n.meta.get("grad") and rule_of(n.target) is None
+            ),
+            None,
+        )
         if blocked is not None:
             yield f"{op_name(blocked)}, which reads the result, has no rule"
 
@@ -174,8 +182,11 @@ class Reasons:
         """What ``reader`` depends on through ops of one operand, up to the first product."""
         node = reader
         for _ in range(20):
-            active = [n for n in node.all_input_nodes
-                      if n.op == "call_function" and n.meta.get("grad") and not holds_weight(n)]
+            active = [
+                n
+                for n in node.all_input_nodes
+                if n.op == "call_function" and n.meta.get("grad") and not holds_weight(n)
+            ]
             if len(active) != 1:
                 return
             node = active[0]

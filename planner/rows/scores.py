@@ -18,16 +18,24 @@ from planner.rules.contraction import is_made_of_weights
 
 aten = torch.ops.aten
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
-SOFTMAXES = {aten.softmax.int, aten._softmax.default, getattr(aten, "_safe_softmax", aten._softmax).default,
-             aten.exp.default}  # exp: a softmax written by hand
+SOFTMAXES = {
+    aten.softmax.int,
+    aten._softmax.default,
+    getattr(aten, "_safe_softmax", aten._softmax).default,
+    aten.exp.default,
+}  # exp: a softmax written by hand
 _MAX_WALK = 400
 
 
 def is_product_of_activations(node: fx.Node) -> bool:
     """A product whose operands all carry a gradient and are no weights."""
     operands = node.all_input_nodes
-    return node.op == "call_function" and node.target in PRODUCTS and len(operands) > 1 \
+    return (
+        node.op == "call_function"
+        and node.target in PRODUCTS
+        and len(operands) > 1
         and all(n.meta.get("grad") and not is_made_of_weights(n) for n in operands)
+    )
 
 
 def has_scores(product: fx.Node) -> bool:
@@ -35,8 +43,9 @@ def has_scores(product: fx.Node) -> bool:
     if "has_scores" not in product.meta:
         ahead = _softmaxes(product, _readers)
         behind = _softmaxes(product, _operands)
-        product.meta["has_scores"] = any(_meets_product(s, _readers) for s in ahead) \
-            or any(_meets_product(s, _operands) for s in behind)
+        product.meta["has_scores"] = any(_meets_product(s, _readers) for s in ahead) or any(
+            _meets_product(s, _operands) for s in behind
+        )
     return product.meta["has_scores"]
 
 

@@ -63,13 +63,15 @@ def schedule_warnings(schedule: Schedule, bubble_fraction: float) -> Iterator[Di
         )
 
 
-def memory_rows(spec: Spec, source: PlanSource, buffers: tuple[Buffer, ...],
-                in_flight: tuple[int, ...]) -> tuple[MemoryRow, ...]:
+def memory_rows(
+    spec: Spec, source: PlanSource, buffers: tuple[Buffer, ...], in_flight: tuple[int, ...]
+) -> tuple[MemoryRow, ...]:
     """Estimated activations; parameters, gradients and optimizer as the buffers hold them."""
     mesh = source.mesh
     local = LocalSizes(mesh.tp, {name: option.out for name, option in source.placements.options.items()})
-    rows = memory_of_ranks(source.program, source.stages, mesh.pp, in_flight, num_shards=mesh.dp,
-                           zero=spec.optimizer.zero, local=local)
+    rows = memory_of_ranks(
+        source.program, source.stages, mesh.pp, in_flight, num_shards=mesh.dp, zero=spec.optimizer.zero, local=local
+    )
     return exact_memory(spec, source, buffers, rows)
 
 
@@ -82,9 +84,17 @@ def stage_rows(source: PlanSource) -> tuple[StagePlan, ...]:
         blocks = tuple(source.blocks.instances[b].path for b in stages.blocks_of_stage[index])
         held = [source.program.node(n) for n in placeholders if index in stages.parameter_stages.get(n, ())]
         count = sum(node.meta["val"].numel() for node in held)
-        rows.append(StagePlan(index, index % mesh.pp, index // mesh.pp, blocks, count,
-                              _boundaries(source, stages.live[index - 1] if index else ()),
-                              _boundaries(source, stages.live[index] if index < stages.num_stages - 1 else ())))
+        rows.append(
+            StagePlan(
+                index,
+                index % mesh.pp,
+                index // mesh.pp,
+                blocks,
+                count,
+                _boundaries(source, stages.live[index - 1] if index else ()),
+                _boundaries(source, stages.live[index] if index < stages.num_stages - 1 else ()),
+            )
+        )
     return tuple(rows)
 
 
@@ -97,6 +107,9 @@ def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[BoundaryPla
         size = value.element_size()
         for n in shape:
             size *= n
-        result.append(BoundaryPlan(name, shape, str(value.dtype).removeprefix("torch."), size, str(placement),
-                                   bool(node.meta["grad"])))
+        result.append(
+            BoundaryPlan(
+                name, shape, str(value.dtype).removeprefix("torch."), size, str(placement), bool(node.meta["grad"])
+            )
+        )
     return tuple(result)

@@ -26,8 +26,11 @@ def check_something_is_cut(source: PlanSource, sites: tuple[Site, ...], vocabula
         raise PlanError(f"tp = {tp} cuts nothing: the model has no matrix", where="mesh.tp", fix="set mesh.tp: 1")
     found = list(_that_cut(source, sites, list(matrices.values()), vocabulary_multiple))
     choice = f"choose tp from {{{', '.join(map(str, [1, *sorted(found)]))}}}" if found else "set mesh.tp: 1"
-    raise PlanError(f"tp = {tp} cuts nothing: no size of any layer can be divided among {tp} ranks to advantage",
-                    where="mesh.tp", fix=choice)
+    raise PlanError(
+        f"tp = {tp} cuts nothing: no size of any layer can be divided among {tp} ranks to advantage",
+        where="mesh.tp",
+        fix=choice,
+    )
 
 
 def _matrices(source: PlanSource) -> dict[str, tuple[int, ...]]:
@@ -36,8 +39,9 @@ def _matrices(source: PlanSource) -> dict[str, tuple[int, ...]]:
     return {n.name: tuple(n.meta["val"].shape) for n in nodes if n.users and n.meta["val"].dim() > 1}
 
 
-def _that_cut(source: PlanSource, sites: tuple[Site, ...], shapes: list[tuple[int, ...]],
-              vocabulary_multiple: int) -> Iterator[int]:
+def _that_cut(
+    source: PlanSource, sites: tuple[Site, ...], shapes: list[tuple[int, ...]], vocabulary_multiple: int
+) -> Iterator[int]:
     """The nearest tp below and above that do cut something: tried, not guessed."""
     tp = source.mesh.tp
     sizes = sorted({d for shape in shapes for size in shape for d in divisors(int(size)) if d > 1})

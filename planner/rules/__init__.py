@@ -37,8 +37,9 @@ __all__ = ["Option", "Site", "options_of", "rule_of"]
 
 def _ops(rule: Rule, names: str) -> dict[Any, Rule]:
     aten = torch.ops.aten
-    found = (getattr(getattr(aten, n.partition(".")[0], None), n.partition(".")[2] or "default", None)
-             for n in names.split())
+    found = (
+        getattr(getattr(aten, n.partition(".")[0], None), n.partition(".")[2] or "default", None) for n in names.split()
+    )
     return {op: rule for op in found if op is not None}
 
 
@@ -56,13 +57,19 @@ RULES: dict[Any, Rule] = {
     **_ops(slice_, "slice.Tensor"),
     **_ops(cat, "cat"),
     **_ops(select_rows, "index_select"),
-    **_ops(reduction, "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim "
-                      "std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean "
-                      "logsumexp prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
-                      "max.dim min.dim median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim "
-                      "linalg_vector_norm"),
-    **_ops(along_dim, "softmax.int log_softmax.int _softmax _log_softmax sort sort.stable topk cumprod argsort cummax "
-                      "cummin logcumsumexp _safe_softmax"),
+    **_ops(
+        reduction,
+        "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim "
+        "std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean "
+        "logsumexp prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
+        "max.dim min.dim median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim "
+        "linalg_vector_norm",
+    ),
+    **_ops(
+        along_dim,
+        "softmax.int log_softmax.int _softmax _log_softmax sort sort.stable topk cumprod argsort cummax "
+        "cummin logcumsumexp _safe_softmax",
+    ),
     **_ops(linear_along_dim, "cumsum flip roll diff"),
     **_ops(index, "index.Tensor"),
     **_ops(gather, "gather"),
@@ -76,13 +83,19 @@ RULES: dict[Any, Rule] = {
     **_ops(complex_view, "view_as_complex view_as_real"),
     **_ops(convolution, "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"),
     **_ops(group_norm, "group_norm"),
-    **_ops(batch_norm, "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
-                       "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats"),
-    **_ops(spatial, "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-                    "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
-                    "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
-                    "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
-                    "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec"),
+    **_ops(
+        batch_norm,
+        "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
+        "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats",
+    ),
+    **_ops(
+        spatial,
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
+        "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
+        "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+        "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec",
+    ),
     **_ops(grouped, "_grouped_mm"),
 }
 

@@ -45,8 +45,9 @@ class Site:
     ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of.
     """
 
-    def __init__(self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]],
-                 vocabulary_multiple: int = 128) -> None:
+    def __init__(
+        self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]], vocabulary_multiple: int = 128
+    ) -> None:
         self.node = node
         self.tp = tp
         self.vocabulary_multiple = vocabulary_multiple

@@ -37,8 +37,14 @@ def contraction(site: Site) -> Iterator[Option]:
 def grouped(site: Site) -> Iterator[Option]:
     """grouped_mm(x[t, i], W[e, i, o], offsets): the rows of each expert times its matrix; i or o may be cut."""
     x, weight = site.node.args[:2]
-    if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and x is not weight and len(site.inputs) < 4 \
-            and len(site.shape(x)) == 2 and len(site.shape(weight)) == 3:
+    if (
+        isinstance(x, fx.Node)
+        and isinstance(weight, fx.Node)
+        and x is not weight
+        and len(site.inputs) < 4
+        and len(site.shape(x)) == 2
+        and len(site.shape(weight)) == 3
+    ):
         for label in "YZ":
             yield from _cut_label(site, [x, weight], ["TZ", "EZY"], "TY", label)
 
@@ -46,19 +52,28 @@ def grouped(site: Site) -> Iterator[Option]:
 def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str) -> Iterator[Option]:
     attends = not any(is_made_of_weights(n) for n in operands)
     for segments, padding in _segmentations(site, operands, labels, out, label):
-        given = {n: Placement("V", w.index(label), segments, padding)
-                 for n, w in zip(operands, labels, strict=True) if label in w}
+        given = {
+            n: Placement("V", w.index(label), segments, padding)
+            for n, w in zip(operands, labels, strict=True)
+            if label in w
+        }
         if label in out:
             yield site.option(Placement("V", out.index(label), segments, padding), given, "column", attends=attends)
         elif not padding and all(s.sharded for s in segments):
             yield site.option(P, given, "row", attends=attends)
 
 
-def _segmentations(site: Site, operands: list[fx.Node], labels: list[str], out: str,
-                   label: str) -> list[tuple[tuple[Segment, ...], int]]:
+def _segmentations(
+    site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str
+) -> list[tuple[tuple[Segment, ...], int]]:
     """Ways to cut a label that someone asks for; a feature label of a weight is offered plainly too."""
-    found = {(c.segments, c.padding) for n, w in zip(operands, labels, strict=True) if label in w
-             for c in site.candidates(n) if c.dim == w.index(label)}
+    found = {
+        (c.segments, c.padding)
+        for n, w in zip(operands, labels, strict=True)
+        if label in w
+        for c in site.candidates(n)
+        if c.dim == w.index(label)
+    }
     if label in out:
         found |= {(c.segments, c.padding) for c in site.candidates() if c.dim == out.index(label)}
     for node, word in zip(operands, labels, strict=True):
@@ -94,15 +109,15 @@ def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
         return None
     m, n = a.meta["val"].dim(), b.meta["val"].dim()
     if node.target is aten.linear.default:
-        batch = ascii_letters[:m - 1]
-        return [a, b], [batch + "Z", "YZ"[-n:]], batch + "Y"[:n - 1]
+        batch = ascii_letters[: m - 1]
+        return [a, b], [batch + "Z", "YZ"[-n:]], batch + "Y"[: n - 1]
     if m == 1 or n == 1:
         return _with_vector(a, b, m, n)
     return _batched(a, b)
 
 
 def _with_vector(a: fx.Node, b: fx.Node, m: int, n: int) -> tuple[list[fx.Node], list[str], str]:
-    left, right = ascii_letters[:m - 1], ascii_letters[20:20 + max(n - 2, 0)]
+    left, right = ascii_letters[: m - 1], ascii_letters[20 : 20 + max(n - 2, 0)]
     return [a, b], [left + "Z", right + ("ZY" if n > 1 else "Z")], left + right + ("Y" if n > 1 else "")
 
 

@@ -1,11 +1,11 @@
 """Ops over the spatial dims of images and signals [b, channels, ..]: cut by channels.
 
-    convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
-                  in channels cut: x and weight cut, the result is P           as a row-parallel linear
-                  groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
-    pooling …     channels cut; the spatial dims are whole
-    group_norm    channels cut by whole groups
-    batch_norm    channels cut: each has statistics of its own, held or taken from the batch
+convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
+              in channels cut: x and weight cut, the result is P           as a row-parallel linear
+              groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
+pooling …     channels cut; the spatial dims are whole
+group_norm    channels cut by whole groups
+batch_norm    channels cut: each has statistics of its own, held or taken from the batch
 """
 
 from __future__ import annotations

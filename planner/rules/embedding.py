@@ -1,8 +1,8 @@
 """embedding(W[v, h], ids[b, s]).
 
-    vocabulary   W cut by rows, possibly padded: ids out of a rank's range give zeros, the result is P
-    features     W cut by columns: the result is cut on its last dim (a bias table of [buckets, heads] by heads)
-    tokens       ids cut, W whole (R)
+vocabulary   W cut by rows, possibly padded: ids out of a rank's range give zeros, the result is P
+features     W cut by columns: the result is cut on its last dim (a bias table of [buckets, heads] by heads)
+tokens       ids cut, W whole (R)
 """
 
 from __future__ import annotations

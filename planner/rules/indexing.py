@@ -67,8 +67,10 @@ def _places(site: Site, x: fx.Node, indices: list[fx.Node | None]) -> dict[int, 
     together = used == list(range(used[0], used[0] + len(used)))
     before = used[0] if together else 0
     free = [d for d in range(ndim) if d not in used]
-    return {d: (d if d < before else position + common if not together else d - len(used) + common)
-            for position, d in enumerate(free)}
+    return {
+        d: (d if d < before else position + common if not together else d - len(used) + common)
+        for position, d in enumerate(free)
+    }
 
 
 def gather(site: Site) -> Iterator[Option]:

@@ -47,8 +47,9 @@ def expand(site: Site) -> Iterator[Option]:
     (x,) = site.inputs
     shape, out_shape = site.shape(x), site.shape()
     shift = len(out_shape) - len(shape)
-    cuts = set(site.candidates()) | {c.moved(c.dim + shift) for c in site.candidates(x)
-                                     if shape[c.dim] == out_shape[c.dim + shift]}
+    cuts = set(site.candidates()) | {
+        c.moved(c.dim + shift) for c in site.candidates(x) if shape[c.dim] == out_shape[c.dim + shift]
+    }
     for cut in sorted(cuts):
         dim = cut.dim - shift
         kept = dim >= 0 and shape[dim] == out_shape[cut.dim]
@@ -113,8 +114,11 @@ def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) 
     if size % step or start >= step or end <= size - step + start:
         return
     cuts = {c for c in site.candidates(x) if c.dim == dim and not c.padding}
-    cuts |= {Placement("V", dim, tuple(Segment(s.size * step, s.sharded) for s in c.segments))
-             for c in site.candidates() if c.dim == dim and not c.padding}
+    cuts |= {
+        Placement("V", dim, tuple(Segment(s.size * step, s.sharded) for s in c.segments))
+        for c in site.candidates()
+        if c.dim == dim and not c.padding
+    }
     for cut in sorted(cuts):
         if all(s.local(site.tp) % step == 0 for s in cut.segments):
             out = tuple(Segment(s.size // step, s.sharded) for s in cut.segments)
@@ -138,8 +142,10 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
     """Each operand cut along the dim of concatenation: the result's segments are theirs in a row."""
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
     if any(choices) and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
-        cuts = [c[0] if c else Placement("V", dim, (Segment(site.shape(n)[dim]),))
-                for c, n in zip(choices, operands, strict=True)]
+        cuts = [
+            c[0] if c else Placement("V", dim, (Segment(site.shape(n)[dim]),))
+            for c, n in zip(choices, operands, strict=True)
+        ]
         segments = tuple(s for c in cuts for s in c.segments)
         yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), "cat")
 
@@ -175,11 +181,25 @@ def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) 
     if not any(wanted):
         return
     if all(w or site.divides(size) for w, (size, _) in zip(wanted, pieces, strict=True)):
-        yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
-                                        for s in (w[0].segments if w else (Segment(size),))))
+        yield Placement(
+            "V",
+            dim,
+            tuple(
+                s
+                for w, (size, _) in zip(wanted, pieces, strict=True)
+                for s in (w[0].segments if w else (Segment(size),))
+            ),
+        )
     if not all(wanted):
-        yield Placement("V", dim, tuple(s for w, (size, _) in zip(wanted, pieces, strict=True)
-                                        for s in (w[0].segments if w else (Segment(size, sharded=False),))))
+        yield Placement(
+            "V",
+            dim,
+            tuple(
+                s
+                for w, (size, _) in zip(wanted, pieces, strict=True)
+                for s in (w[0].segments if w else (Segment(size, sharded=False),))
+            ),
+        )
 
 
 def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:

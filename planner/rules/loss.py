@@ -1,7 +1,7 @@
 """cross_entropy_loss(logits, target): on logits cut over the vocabulary, never gathered.
 
-    vocabulary   logits cut on the class dim, padding masked; ranks exchange per token the maximum, then the sum of
-                 exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
+vocabulary   logits cut on the class dim, padding masked; ranks exchange per token the maximum, then the sum of
+             exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
 """
 
 from __future__ import annotations

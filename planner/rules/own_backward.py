@@ -1,6 +1,6 @@
 """A user's Function with a backward of its own: cut along the dims over which it was shown to work part by part.
 
-    y[.., i/tp, ..], .. = f(x[.., i/tp, ..], w)        w, which every part reads whole, is R: its gradients add up
+y[.., i/tp, ..], .. = f(x[.., i/tp, ..], w)        w, which every part reads whole, is R: its gradients add up
 """
 
 from __future__ import annotations

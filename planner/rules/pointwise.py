@@ -1,7 +1,7 @@
 """Pointwise ops: cut wherever their operands are cut, on the same dim after broadcasting.
 
-    y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
-    add, sub, neg, ×constant, casts, copies are linear: P in, P out
+y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
+add, sub, neg, ×constant, casts, copies are linear: P in, P out
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ aten = torch.ops.aten
 
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
 SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-UNARY_LINEAR = {aten.neg.default, aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.to.dtype,
-                aten.detach.default}
+UNARY_LINEAR = {
+    aten.neg.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.dropout.default,
+    aten.to.dtype,
+    aten.detach.default,
+}
 
 
 def pointwise(site: Site) -> Iterator[Option]:
@@ -64,24 +70,71 @@ def is_pointwise(target: object) -> bool:
     """Whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
     if target in FORGOTTEN:
         return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags \
-        and torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+    )
 
 
 FORGOTTEN = {
-    getattr(getattr(aten, name), overload) for name, overload in (
-        ("to", "dtype"), ("contiguous", "default"), ("clone", "default"), ("detach", "default"),
-        ("dropout", "default"), ("masked_fill", "Scalar"), ("masked_fill", "Tensor"), ("zeros_like", "default"),
-        ("ones_like", "default"), ("full_like", "default"), ("where", "self"), ("where", "ScalarOther"),
-        ("where", "ScalarSelf"), ("where", "Scalar"), ("gelu", "default"), ("silu", "default"), ("relu6", "default"),
-        ("softplus", "default"), ("__and__", "Tensor"), ("__or__", "Tensor"), ("square", "default"),
-        ("type_as", "default"), ("rsub", "Scalar"), ("rsub", "Tensor"), ("true_divide", "Tensor"), ("mish", "default"),
-        ("leaky_relu", "default"), ("hardswish", "default"), ("selu", "default"), ("celu", "default"),
-        ("subtract", "Tensor"), ("multiply", "Tensor"), ("divide", "Tensor"), ("log_sigmoid", "default"),
-        ("clamp", "default"), ("clip", "default"), ("float_power", "Tensor_Scalar"), ("fill", "Tensor"),
-        ("fill", "Scalar"), ("floor_divide", "default"), ("floor_divide", "Scalar"), ("empty_like", "default"),
-        ("real", "default"), ("imag", "default"), ("conj", "default"), ("_conj", "default"), ("polar", "default"),
-        ("complex", "default"), ("resolve_conj", "default"), ("where", "Scalar"), ("relu", "default"),
-        ("dropout", "default"), ("logical_and", "default"), ("hardsigmoid", "default"))
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("to", "dtype"),
+        ("contiguous", "default"),
+        ("clone", "default"),
+        ("detach", "default"),
+        ("dropout", "default"),
+        ("masked_fill", "Scalar"),
+        ("masked_fill", "Tensor"),
+        ("zeros_like", "default"),
+        ("ones_like", "default"),
+        ("full_like", "default"),
+        ("where", "self"),
+        ("where", "ScalarOther"),
+        ("where", "ScalarSelf"),
+        ("where", "Scalar"),
+        ("gelu", "default"),
+        ("silu", "default"),
+        ("relu6", "default"),
+        ("softplus", "default"),
+        ("__and__", "Tensor"),
+        ("__or__", "Tensor"),
+        ("square", "default"),
+        ("type_as", "default"),
+        ("rsub", "Scalar"),
+        ("rsub", "Tensor"),
+        ("true_divide", "Tensor"),
+        ("mish", "default"),
+        ("leaky_relu", "default"),
+        ("hardswish", "default"),
+        ("selu", "default"),
+        ("celu", "default"),
+        ("subtract", "Tensor"),
+        ("multiply", "Tensor"),
+        ("divide", "Tensor"),
+        ("log_sigmoid", "default"),
+        ("clamp", "default"),
+        ("clip", "default"),
+        ("float_power", "Tensor_Scalar"),
+        ("fill", "Tensor"),
+        ("fill", "Scalar"),
+        ("floor_divide", "default"),
+        ("floor_divide", "Scalar"),
+        ("empty_like", "default"),
+        ("real", "default"),
+        ("imag", "default"),
+        ("conj", "default"),
+        ("_conj", "default"),
+        ("polar", "default"),
+        ("complex", "default"),
+        ("resolve_conj", "default"),
+        ("where", "Scalar"),
+        ("relu", "default"),
+        ("dropout", "default"),
+        ("logical_and", "default"),
+        ("hardsigmoid", "default"),
+    )
     if hasattr(getattr(aten, name, None), overload)
 }

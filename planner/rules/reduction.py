@@ -1,9 +1,9 @@
 """Ops along one or several dims: a cut elsewhere survives; a sum over the cut dim gives partial sums.
 
-    sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
-    logsumexp, softmax over the cut dim → I, V     (ranks exchange the maximum and the sum)
-    norms over the cut dim              → V        (ranks exchange the mean and the mean square)
-    softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
+sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
+logsumexp, softmax over the cut dim → I, V     (ranks exchange the maximum and the sum)
+norms over the cut dim              → V        (ranks exchange the mean and the mean square)
+softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
 """
 
 from __future__ import annotations

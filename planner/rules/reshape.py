@@ -55,7 +55,7 @@ def _uniform(outer: int, run: int, dims: list[int], shape: tuple[int, ...], tp: 
     found = None
     prefix = 1
     for position, dim in enumerate(dims):
-        inner = prod(shape[d] for d in dims[position + 1:])
+        inner = prod(shape[d] for d in dims[position + 1 :])
         if outer % prefix == 0 and run % inner == 0:
             count, size = outer // prefix, run // inner
             if count * size == shape[dim] and size % tp == 0:
@@ -64,8 +64,9 @@ def _uniform(outer: int, run: int, dims: list[int], shape: tuple[int, ...], tp: 
     return found
 
 
-def _scaled(segments: tuple[Segment, ...], suffix: int, dims: list[int], shape: tuple[int, ...],
-            tp: int) -> Placement | None:
+def _scaled(
+    segments: tuple[Segment, ...], suffix: int, dims: list[int], shape: tuple[int, ...], tp: int
+) -> Placement | None:
     """Uneven segments keep to the first dim of the group, counted in larger or smaller elements."""
     inner = prod(shape[d] for d in dims[1:])
     sizes = [s.size * suffix for s in segments]

@@ -97,9 +97,7 @@ def test_the_ranks_picks_add_up_to_the_gathered_elements(tp, size):
     expected = whole.gather(1, index)
     pulled = torch.randn_like(expected)
     (truth,) = torch.autograd.grad(expected, whole, pulled)
-    ran = on_ranks(
-        lambda x, axis: cut_gather(x, 1, index, axis, size), whole.detach(), tp, 1, lambda *_: pulled, 16
-    )
+    ran = on_ranks(lambda x, axis: cut_gather(x, 1, index, axis, size), whole.detach(), tp, 1, lambda *_: pulled, 16)
     torch.testing.assert_close(sum(result for result, _, _ in ran), expected.detach())
     found = torch.cat([gradient for _, gradient, _ in ran], 1)
     torch.testing.assert_close(found[:, :size], truth)

@@ -29,8 +29,13 @@ def drawn(target, args: tuple, placement: Placement, rank: int, microbatch: int 
 
 
 X = object()
-DRAWS = [(aten.bernoulli.p, (X, 0.5)), (aten.rand_like.default, (X,)), (aten.rand.default, ([4, 6],)),
-         (aten.randn.default, ([4, 6],)), (aten.dropout.default, (X, 0.5, True))]
+DRAWS = [
+    (aten.bernoulli.p, (X, 0.5)),
+    (aten.rand_like.default, (X,)),
+    (aten.rand.default, ([4, 6],)),
+    (aten.randn.default, ([4, 6],)),
+    (aten.dropout.default, (X, 0.5, True)),
+]
 
 
 def test_a_draw_of_type_i_is_equal_on_all_ranks():

@@ -138,7 +138,13 @@ def test_with_every_label_ignored_a_mean_has_no_value_and_no_gradient_as_in_torc
     assert torch.count_nonzero(gradient) == 0
     pulled = torch.ones((), dtype=torch.float64) / 0.0  # of the sum, which is divided by the count: 0
     for options in ({"reduction": 1}, {"reduction": 2}):
-        ran = losses(list(logits.chunk(tp, 1)), target, 8, pulled if options["reduction"] == 2 else pulled.new_ones(()),
-                     label_smoothing=smoothing, **options)
+        ran = losses(
+            list(logits.chunk(tp, 1)),
+            target,
+            8,
+            pulled if options["reduction"] == 2 else pulled.new_ones(()),
+            label_smoothing=smoothing,
+            **options,
+        )
         assert torch.equal(torch.cat([g for _, g, _ in ran], 1), gradient)
         assert all(loss.isnan() or options["reduction"] == 2 for loss, _, _ in ran)

@@ -125,19 +125,24 @@ class Weighted(nn.Module):
 
 
 LOSSES: dict[str, Callable[[], Any]] = {
-    "four dims": lambda: lambda x, y: F.cross_entropy(
-        x.transpose(1, 2).reshape(BATCH, CLASSES, 2, -1), y.view(BATCH, 2, -1)),
+    "four dims": lambda: (
+        lambda x, y: F.cross_entropy(x.transpose(1, 2).reshape(BATCH, CLASSES, 2, -1), y.view(BATCH, 2, -1))
+    ),
     "nll in the middle": lambda: lambda x, y: F.nll_loss(x.transpose(1, 2).log_softmax(1), y),
     "weighted": lambda: Weighted(lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w)),
     "weighted, some ignored": lambda: Weighted(
-        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, ignore_index=5)),
+        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, ignore_index=5)
+    ),
     "weighted, smoothed": lambda: Weighted(
-        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, label_smoothing=0.1)),
+        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, label_smoothing=0.1)
+    ),
     "weighted, in the middle": lambda: Weighted(lambda w, x, y: F.cross_entropy(x.transpose(1, 2), y, weight=w)),
     "weighted, summed": lambda: Weighted(
-        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, reduction="sum")),
+        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, reduction="sum")
+    ),
     "weighted, each": lambda: Weighted(
-        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, reduction="none").pow(2).mean()),
+        lambda w, x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=w, reduction="none").pow(2).mean()
+    ),
 }
 
 

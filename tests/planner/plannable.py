@@ -56,8 +56,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Blocks of the given sizes between an embedding and a head; ``tail`` runs before the head."""
 
-    def __init__(self, blocks: list[Sizes], tail: Callable[[Tensor], Tensor] | None = None, *,
-                 unused: bool = False, penalty: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: list[Sizes],
+        tail: Callable[[Tensor], Tensor] | None = None,
+        *,
+        unused: bool = False,
+        penalty: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.blocks = nn.ModuleList(Block(sizes) for sizes in blocks)
@@ -91,23 +97,44 @@ def _hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Modul
     def make() -> nn.Module:
         transformers = pytest.importorskip("transformers")
         return getattr(transformers, kind)(getattr(transformers, config)(vocab_size=VOCABULARY, **sizes))
+
     return make
 
 
 def _llama(key_heads: int) -> Callable[[], nn.Module]:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return _hugging_face("LlamaForCausalLM", "LlamaConfig", **sizes, num_key_value_heads=key_heads,
-                         max_position_embeddings=LENGTH)
+    return _hugging_face(
+        "LlamaForCausalLM", "LlamaConfig", **sizes, num_key_value_heads=key_heads, max_position_embeddings=LENGTH
+    )
 
 
 MODELS: dict[str, Entry] = {
     "gpt": Entry(lambda: GPT(VOCABULARY, LENGTH, WIDTH, 4, 4), 4, ("input_ids", "targets")),
-    "gpt2": Entry(_hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=WIDTH, n_layer=2, n_head=4, n_positions=LENGTH,
-                                bos_token_id=0, eos_token_id=0)),
+    "gpt2": Entry(
+        _hugging_face(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            n_embd=WIDTH,
+            n_layer=2,
+            n_head=4,
+            n_positions=LENGTH,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ),
     "llama": Entry(_llama(2)),
     "llama, one key head": Entry(_llama(1)),
-    "bert": Entry(_hugging_face("BertForMaskedLM", "BertConfig", hidden_size=WIDTH, num_hidden_layers=2,
-                                num_attention_heads=4, intermediate_size=64, max_position_embeddings=LENGTH)),
+    "bert": Entry(
+        _hugging_face(
+            "BertForMaskedLM",
+            "BertConfig",
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+        )
+    ),
     "fused, one key head": Entry(lambda: Decoder([Sizes(key_heads=1)] * 2)),
     "three heads": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3)] * 2)),
     "three heads by hand": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3, by_hand=True)] * 2)),
@@ -130,5 +157,8 @@ def spec_of(name: str, **changes: Any) -> dict[str, Any]:
     """A spec of 8 sequences, 2 a microbatch (1 with dp); ``changes`` replace sections."""
     dp = changes.get("mesh", {}).get("dp", 1)
     given = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
-    return {"batch": {"global": 8, "micro": 2 // dp if dp < 2 else 1},
-            "inputs": dict.fromkeys(MODELS[name].inputs, given), **changes}
+    return {
+        "batch": {"global": 8, "micro": 2 // dp if dp < 2 else 1},
+        "inputs": dict.fromkeys(MODELS[name].inputs, given),
+        **changes,
+    }

@@ -33,8 +33,16 @@ def hugging_face(family: str, num_layers: int = 3) -> Program:
     elif family == "bert":
         config, kind = transformers.BertConfig(**sizes, intermediate_size=64), transformers.BertForMaskedLM
     else:
-        config = transformers.T5Config(num_layers=num_layers, d_model=WIDTH, d_ff=64, num_heads=4, d_kv=8,
-                                       vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0)
+        config = transformers.T5Config(
+            num_layers=num_layers,
+            d_model=WIDTH,
+            d_ff=64,
+            num_heads=4,
+            d_kv=8,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
         kind = transformers.T5ForConditionalGeneration
     with torch.device("meta"):
         model = kind(config).train()

@@ -22,8 +22,9 @@ def ops(program: Program, names: tuple[str, ...]) -> list[str]:
     return [str(program.node(name).target) for name in names]
 
 
-@pytest.mark.parametrize(("family", "stem"), [("gpt2", "transformer.h."), ("llama", "model.layers."),
-                                              ("bert", "bert.encoder.layer.")])
+@pytest.mark.parametrize(
+    ("family", "stem"), [("gpt2", "transformer.h."), ("llama", "model.layers."), ("bert", "bert.encoder.layer.")]
+)
 def test_the_layers_of_a_family_are_one_kind(family: str, stem: str) -> None:
     blocks = find_blocks(hugging_face(family))
     assert paths(blocks) == [f"{stem}{i}" for i in range(3)]
@@ -37,8 +38,12 @@ def test_encoder_and_decoder_lists_are_both_found() -> None:
 
 
 def test_a_list_in_which_every_layer_differs_is_still_a_list() -> None:
-    assert paths(find_blocks(hugging_face("t5", 2))) == ["encoder.block.0", "encoder.block.1", "decoder.block.0",
-                                                         "decoder.block.1"]
+    assert paths(find_blocks(hugging_face("t5", 2))) == [
+        "encoder.block.0",
+        "encoder.block.1",
+        "decoder.block.0",
+        "decoder.block.1",
+    ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
@@ -104,6 +109,7 @@ def test_layers_shared_in_pairs_map_to_the_first_pair() -> None:
     def build() -> nn.Module:
         a, b = Layer(), Layer()
         return Body(in_order, layers=nn.ModuleList([a, a, b, b]))
+
     program = captured(build)
     blocks = find_blocks(program)
     assert kinds(blocks) == [0, 0, 0, 0]
@@ -114,6 +120,7 @@ def test_layers_shared_in_pairs_map_to_the_first_pair() -> None:
 def test_stages_of_layers_are_containers_and_their_layers_are_the_blocks() -> None:
     def stage(num_layers: int) -> nn.Module:
         return Body(in_order, layers=nn.ModuleList(Layer() for _ in range(num_layers)))
+
     equal = find_blocks(captured(lambda: Body(in_order, stages=nn.ModuleList(stage(2) for _ in range(3)))))
     assert (len(equal.instances), equal.num_kinds) == (6, 1)
     mixed = find_blocks(captured(lambda: Body(in_order, stages=nn.ModuleList([Layer(), stage(3), Layer()]))))
@@ -131,6 +138,7 @@ def test_parts_of_a_layer_are_no_blocks_even_when_they_repeat() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.unmix(self.mix(self.a(x))))
+
     program = captured(lambda: Body(in_order, layers=nn.ModuleList(Twice() for _ in range(3))))
     assert paths(find_blocks(program)) == [f"body.layers.{i}" for i in range(3)]
 
@@ -152,6 +160,7 @@ def test_experts_side_by_side_are_no_blocks() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             return x + sum(expert(x) for expert in self.experts)
+
     program = captured(lambda: Body(in_order, layers=nn.ModuleList(Experts() for _ in range(2))))
     assert paths(find_blocks(program)) == ["body.layers.0", "body.layers.1"]
 
@@ -159,6 +168,7 @@ def test_experts_side_by_side_are_no_blocks() -> None:
 def test_two_towers_give_the_layers_of_both() -> None:
     def tower() -> nn.Module:
         return Body(in_order, layers=nn.ModuleList(Layer() for _ in range(2)))
+
     blocks = find_blocks(captured(lambda: Body(lambda s, x: s.left(x) + s.right(x), left=tower(), right=tower())))
     assert paths(blocks) == [f"body.{side}.layers.{i}" for side in ("left", "right") for i in range(2)]
     assert blocks.num_kinds == 1
@@ -186,6 +196,7 @@ def test_a_weight_tied_into_one_layer_keeps_its_own_representative() -> None:
     class Tied(Layer):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.tied.sum()
+
     with torch.device("meta"):
         model = Model(Body(in_order, layers=nn.ModuleList([Layer(), Tied(), Layer()])))
     model.body.layers[1].tied = model.tokens.weight

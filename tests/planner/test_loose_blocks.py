@@ -34,12 +34,25 @@ def program_of(name: str) -> Program:
     return program
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("pieces", [0, 0, 0]), ("einsums", [0, 0]), ("two_lists", [0, 1, 0, 1, 0, 1]), ("two_lists_and_norms", [0, 0, 0]),
-    ("next_norm", [0, 0, 0]), ("shared", [0] * 4), ("transposed", [0] * 3), ("hoisted", [0] * 3), ("loops", [0] * 6),
-    ("experts", [0, 0]),
-    ("alternating", [0, 1, 0, 1, 0]), ("first_differs", [0, 1, 1, 1]), ("encoder_decoder", [0] * 3 + [1] * 3),
-    ("gathered_loss", [0, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("pieces", [0, 0, 0]),
+        ("einsums", [0, 0]),
+        ("two_lists", [0, 1, 0, 1, 0, 1]),
+        ("two_lists_and_norms", [0, 0, 0]),
+        ("next_norm", [0, 0, 0]),
+        ("shared", [0] * 4),
+        ("transposed", [0] * 3),
+        ("hoisted", [0] * 3),
+        ("loops", [0] * 6),
+        ("experts", [0, 0]),
+        ("alternating", [0, 1, 0, 1, 0]),
+        ("first_differs", [0, 1, 1, 1]),
+        ("encoder_decoder", [0] * 3 + [1] * 3),
+        ("gathered_loss", [0, 1, 1, 1]),
+    ],
+)
 def test_the_layers_are_the_blocks(name: str, expected: list[int]) -> None:
     assert kinds(find_blocks(program_of(name))) == expected
 
@@ -60,8 +73,9 @@ def test_nodes_of_one_kind_correspond_one_to_one(name: str) -> None:
             assert str(node.meta["val"]) == str(reader.meta["val"])
 
 
-@pytest.mark.parametrize(("name", "crossing"), [
-    *((name, 1) for name in BODIES), ("gathered_loss", 2), ("encoder_decoder", 2)])
+@pytest.mark.parametrize(
+    ("name", "crossing"), [*((name, 1) for name in BODIES), ("gathered_loss", 2), ("encoder_decoder", 2)]
+)
 def test_what_crosses_a_cut_is_the_residual_and_what_passes_through(name: str, crossing: int) -> None:
     program = program_of(name)
     live = stages_of(program, len(find_blocks(program).instances)).live
@@ -79,9 +93,12 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_planned_over_two_stages_of_two_ranks(name: str) -> None:
-    spec = {"mesh": {"tp": 2, "pp": 2}, "batch": {"global": 8, "micro": 2}, "optimizer": {"name": "adamw", "lr": 1e-3},
-            "inputs": {"input_ids": {"shape": [16], "dtype": "int64", "high": VOCABULARY},
-                       "labels": {"like": "input_ids"}}}
+    spec = {
+        "mesh": {"tp": 2, "pp": 2},
+        "batch": {"global": 8, "micro": 2},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "inputs": {"input_ids": {"shape": [16], "dtype": "int64", "high": VOCABULARY}, "labels": {"like": "input_ids"}},
+    }
     assert len(plan(model_of(name), spec).stages) == 2
 
 
@@ -105,7 +122,8 @@ def test_weights_that_all_layers_share_map_to_themselves() -> None:
 def test_a_path_is_what_the_names_of_a_layers_weights_share() -> None:
     assert paths(find_blocks(program_of("pieces"))) == [f"body.layers.{i}" for i in range(3)]
     assert paths(find_blocks(program_of("encoder_decoder"))) == [
-        f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)]
+        f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3)
+    ]
     assert paths(find_blocks(program_of("einsums"))) == ["body block 0", "body block 1"]
 
 

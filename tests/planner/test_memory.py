@@ -34,15 +34,19 @@ def staged(program: Program, pp: int) -> StageAssignment:
 
 
 @pytest.mark.parametrize("d", [1, 2, 4])
-@pytest.mark.parametrize(("parameter", "gradient", "fixed", "shared"), [
-    (HALF, HALF, 4, 16), (HALF, SINGLE, 6, 12), (SINGLE, SINGLE, 8, 8), (DOUBLE, DOUBLE, 16, 16)])
-def test_bytes_a_parameter_are_those_of_the_zero1_table(parameter: torch.dtype, gradient: torch.dtype, fixed: int,
-                                                        shared: int, d: int) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "gradient", "fixed", "shared"),
+    [(HALF, HALF, 4, 16), (HALF, SINGLE, 6, 12), (SINGLE, SINGLE, 8, 8), (DOUBLE, DOUBLE, 16, 16)],
+)
+def test_bytes_a_parameter_are_those_of_the_zero1_table(
+    parameter: torch.dtype, gradient: torch.dtype, fixed: int, shared: int, d: int
+) -> None:
     program = hugging_face("gpt2")
     shapes = {fqn: program.node(name).meta["val"].shape for name, fqn in program.parameters.items()}
     num_elements = sum(shape.numel() for shape in shapes.values())
-    (row,) = memory_of_ranks(program, staged(program, 1), 1, [1], num_shards=d, parameter_dtype=parameter,
-                             gradient_dtype=gradient)
+    (row,) = memory_of_ranks(
+        program, staged(program, 1), 1, [1], num_shards=d, parameter_dtype=parameter, gradient_dtype=gradient
+    )
     assert optimizer_bytes(parameter, gradient) == shared
     assert row.parameters + row.gradients == fixed * num_elements
     assert row.optimizer == -(-shared * num_elements // d)
@@ -107,6 +111,7 @@ def measured_bytes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(**inputs)
     assert loss is not None

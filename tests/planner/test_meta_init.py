@@ -92,8 +92,11 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_buffer_of_a_hugging_face_model_on_meta_comes_back(name):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, name).config_class(**CONFIGS[name], vocab_size=32) if "GPTJ" not in name else (
-        transformers.GPTJConfig(**CONFIGS[name]))
+    config = (
+        getattr(transformers, name).config_class(**CONFIGS[name], vocab_size=32)
+        if "GPTJ" not in name
+        else (transformers.GPTJConfig(**CONFIGS[name]))
+    )
     real = getattr(transformers, name)(config)
     with torch.device("meta"):
         model = getattr(transformers, name)(config)

@@ -146,11 +146,14 @@ class Vectors(nn.Module):
         return ((ids.double().unsqueeze(-1) * self.scale).sum(-1) - labels).square().mean()
 
 
-@pytest.mark.parametrize(("make", "tp", "fix"), [
-    (lambda: Layered(Mlp), 1_000_000_007, "choose tp from {1, 64}"),
-    (lambda: Layered(Mlp), 3, "choose tp from {1, 2, 4}"),
-    (Vectors, 2, "set mesh.tp: 1"),
-])
+@pytest.mark.parametrize(
+    ("make", "tp", "fix"),
+    [
+        (lambda: Layered(Mlp), 1_000_000_007, "choose tp from {1, 64}"),
+        (lambda: Layered(Mlp), 3, "choose tp from {1, 2, 4}"),
+        (Vectors, 2, "set mesh.tp: 1"),
+    ],
+)
 def test_a_tp_that_cuts_nothing_is_an_error_with_one_that_does(make, tp, fix):
     with pytest.raises(PlanError, match=f"tp = {tp} cuts nothing") as caught:
         planned(make, batch(), tp)

@@ -103,13 +103,17 @@ def test_the_last_glob_that_names_a_parameter_decides():
     made = assert_equals_one_process(gpt, gpt_batch(), 2, {"*.mlp.*": "replicate", "blocks.1.mlp.*": "column"})
     assert styles(made, "mlp.up.weight") == ["replicate", "column", "replicate", "replicate"]
     assert [p.origin for p in made.parameters if p.name == "blocks.1.mlp.up.weight"] == [
-        "tensor_parallel.overrides.blocks.1.mlp.*"]
+        "tensor_parallel.overrides.blocks.1.mlp.*"
+    ]
 
 
-@pytest.mark.parametrize("overrides", [
-    {"tokens": "vocab", "head": "replicate"},  # one tied weight
-    {"blocks.1.mlp.up": "column", "*.up": "row"},
-])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"tokens": "vocab", "head": "replicate"},  # one tied weight
+        {"blocks.1.mlp.up": "column", "*.up": "row"},
+    ],
+)
 def test_a_glob_that_later_ones_take_everything_from_is_refused(overrides):
     told = refusal(gpt, overrides, gpt_batch())
     assert "decides nothing" in told

@@ -48,7 +48,7 @@ def test_of_equally_clean_starts_the_one_with_most_blocks_is_taken() -> None:
 
 
 def test_one_letter_that_differs_does_not_end_a_run() -> None:
-    assert find_runs(word("abcDefgh" "abcDxfgh" "abcDefgh")) == [[Run(0, 8, 3)]]
+    assert find_runs(word("abcDefghabcDxfghabcDefgh")) == [[Run(0, 8, 3)]]
 
 
 def test_things_side_by_side_are_no_run() -> None:
@@ -66,7 +66,7 @@ def test_runs_of_random_words_repeat_and_do_not_overlap() -> None:
             for run in runs:
                 assert run.count >= 2
                 assert run.end <= len(text)
-                assert any(c.isupper() for c in text[run.start:run.end])
+                assert any(c.isupper() for c in text[run.start : run.end])
                 own = set(range(run.start, run.end))
                 assert not own & taken
                 taken |= own

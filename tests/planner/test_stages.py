@@ -50,8 +50,11 @@ def run_stage_by_stage(program: Program, stages: StageAssignment, inputs: dict[s
 def check_equals_whole(program: Program, stages: StageAssignment) -> None:
     """The loss of the stages in turn is that of the whole graph, and nothing crosses a cut unread."""
     generator = torch.Generator().manual_seed(0)
-    inputs = {node.name: _filled(node.meta["val"], program, node.name, generator)
-              for node in program.graph.graph.nodes if node.op == "placeholder"}
+    inputs = {
+        node.name: _filled(node.meta["val"], program, node.name, generator)
+        for node in program.graph.graph.nodes
+        if node.op == "placeholder"
+    }
     one = assign_stages(program, find_blocks(program), 1)
     torch.manual_seed(1)
     whole = run_stage_by_stage(program, one, inputs)
@@ -107,12 +110,15 @@ def no_dropout(program: Program) -> None:
             node.args = (*node.args[:4], 0.0, *node.args[5:])
 
 
-@pytest.mark.parametrize("build", [
-    layers(5),
-    lambda: Body(in_order, layers=nn.ModuleList(Layer(2 if i % 2 else 4) for i in range(5))),
-    lambda: Body(in_order, layers=nn.ModuleDict({name: Layer() for name in "zay"})),
-    lambda: Body(lambda s, x: s.layer(s.layer(x)), layer=Layer()),
-])
+@pytest.mark.parametrize(
+    "build",
+    [
+        layers(5),
+        lambda: Body(in_order, layers=nn.ModuleList(Layer(2 if i % 2 else 4) for i in range(5))),
+        lambda: Body(in_order, layers=nn.ModuleDict({name: Layer() for name in "zay"})),
+        lambda: Body(lambda s, x: s.layer(s.layer(x)), layer=Layer()),
+    ],
+)
 @pytest.mark.parametrize("split", ["even", "auto"])
 def test_our_own_models_in_stages_compute_the_loss_of_the_whole(build: Callable[[], nn.Module], split: str) -> None:
     program = captured(build)
@@ -123,12 +129,14 @@ def test_our_own_models_in_stages_compute_the_loss_of_the_whole(build: Callable[
 
 def test_the_head_is_not_free() -> None:
     """The model of the benchmarks: 4 layers of width 256, vocabulary 8192, sequence 128."""
+
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tokens, self.positions = nn.Embedding(8192, 256), nn.Embedding(128, 256)
             self.layers = nn.ModuleList(
-                nn.TransformerEncoderLayer(256, 8, 1024, 0.0, "gelu", batch_first=True) for _ in range(4))
+                nn.TransformerEncoderLayer(256, 8, 1024, 0.0, "gelu", batch_first=True) for _ in range(4)
+            )
             self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 8192, bias=False)
 
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -136,6 +144,7 @@ def test_the_head_is_not_free() -> None:
             for layer in self.layers:
                 x = layer(x)
             return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
     with torch.device("meta"):
         model = Large()
     for micro in (1, 4):
@@ -160,8 +169,10 @@ def test_chunks_of_an_interleaved_pipeline_are_stages_in_model_order() -> None:
     assert stages.blocks_of_stage == ((0,), (1,), (2,), (3,))
 
 
-@pytest.mark.parametrize(("split", "what"), [([3], "1 entries"), ([4, -1], "without blocks"), ([1, 1], "adds up to 2"),
-                                             ([3, 0], "without blocks")])
+@pytest.mark.parametrize(
+    ("split", "what"),
+    [([3], "1 entries"), ([4, -1], "without blocks"), ([1, 1], "adds up to 2"), ([3, 0], "without blocks")],
+)
 def test_a_split_that_does_not_fit_is_refused(split: list[int], what: str) -> None:
     with pytest.raises(PlanError, match=what) as error:
         stages_of(hugging_face("gpt2"), 2, split=split)
@@ -229,6 +240,7 @@ def test_a_product_of_parameters_is_sent_and_a_scaled_parameter_is_not() -> None
             for layer in self.layers:
                 x = layer(x @ product) * scaled
             return x
+
     program = captured(Mixed)
     stages = stages_of(program, 2, split=[2, 2])
     assert stage_of_parameter(program, stages, "body.scale") == (0, 1)
@@ -243,6 +255,7 @@ def test_a_tuple_is_sent_as_its_pieces() -> None:
         for layer in body.layers:
             left = layer(left)
         return torch.cat([left, right], dim=1)
+
     program = captured(lambda: Body(run, layers=nn.ModuleList(Layer() for _ in range(4))))
     stages = stages_of(program, 4)
     assert all(isinstance(program.node(name).meta["val"], Tensor) for cut in stages.live for name in cut)
@@ -292,6 +305,7 @@ def exhaustive(costs: list[int], num_stages: int) -> list[int]:
         ends = [0, *cuts, len(costs)]
         sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
         return max(sums), sum(s * s for s in sums), [b - a for a, b in pairwise(ends)]
+
     return min(key(cuts) for cuts in combinations(range(1, len(costs)), num_stages - 1))[2]
 
 

@@ -191,6 +191,7 @@ def test_a_cut_over_what_a_backward_sums_is_caught() -> None:
 
 # ---- structure and names
 
+
 def two_layers(first: Any, second: Any) -> OneBody:
     return OneBody(lambda m, x: second(m.up(first(m.up(x)))))
 
@@ -250,6 +251,7 @@ def test_a_plan_has_one_hash_in_every_process() -> None:
 
 
 # ---- random numbers, writes, hidden tensors
+
 
 def test_random_numbers_of_a_forward_are_drawn_from_a_named_stream() -> None:
     x = real(4, 6)

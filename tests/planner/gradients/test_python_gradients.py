@@ -89,8 +89,10 @@ def test_inference_mode_is_captured_as_a_region_without_gradients() -> None:
             size = model.up(x).abs().mean(-1, keepdim=True)
         return model.up(x) / size.clone()
 
-    kinds = [[node.target for node in capture(OneBody(body), batch()).graph.graph.nodes if node.op == "call_function"]
-             for body in (by_inference_mode, by_no_grad)]
+    kinds = [
+        [node.target for node in capture(OneBody(body), batch()).graph.graph.nodes if node.op == "call_function"]
+        for body in (by_inference_mode, by_no_grad)
+    ]
     assert torch.ops.aten.detach.default in kinds[0]
     assert kinds[0] == kinds[1]
 
@@ -210,8 +212,13 @@ def test_nothing_of_pytorch_stays_replaced() -> None:
 def assert_nothing_is_left() -> None:
     assert not {"data", "grad", "requires_grad", "grad_fn"} & set(vars(Tensor))
     assert "apply" not in vars(_SingleLevelFunction)
-    owners = (Tensor.register_hook, saved_graph.register_multi_grad_hook, torch.inference_mode.__enter__,
-              saved_graph.saved_tensors_hooks.__enter__, torch.autograd._engine_run_backward)
+    owners = (
+        Tensor.register_hook,
+        saved_graph.register_multi_grad_hook,
+        torch.inference_mode.__enter__,
+        saved_graph.saved_tensors_hooks.__enter__,
+        torch.autograd._engine_run_backward,
+    )
     assert all(function.__module__.startswith("torch") for function in owners)
     weight = nn.Parameter(torch.ones(2))
     handle = weight.register_hook(lambda gradient: gradient * 3)

@@ -158,6 +158,7 @@ def shifted(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 
 # ---- loops, chunks and stacks
 
+
 def python_loop(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return sum(F.cross_entropy(x, y) for x, y in zip(logits, labels, strict=True)) / len(labels)
 

@@ -91,8 +91,9 @@ def _difference(a: Tensor | None, b: Tensor | None) -> float:
     return float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-12))
 
 
-def _sum_of_shares(program: Program, terms: LossTerms, model: nn.Module, batch: dict[str, Tensor],
-                   micro: int) -> Tensor:
+def _sum_of_shares(
+    program: Program, terms: LossTerms, model: nn.Module, batch: dict[str, Tensor], micro: int
+) -> Tensor:
     parts = [dict(zip(batch, t, strict=True)) for t in zip(*(v.split(micro) for v in batch.values()), strict=True)]
     count = terms.counts or (lambda *_: ())
     counted = [count(*_values(program, model, part, terms.count_inputs)) for part in parts]

@@ -33,14 +33,20 @@ def test_a_boundary_is_sent_and_received_with_its_gradient_the_other_way():
     made = planned("gpt", mesh={"pp": 2})
     rows = [(r.kind, r.phase, r.stage, r.bytes) for r in made.collectives if r.axis == "pp"]
     size = made.stages[0].sends[0].bytes
-    assert sorted(rows) == [("recv", "backward", 0, size), ("recv", "forward", 1, size), ("send", "backward", 1, size),
-                            ("send", "forward", 0, size)]
+    assert sorted(rows) == [
+        ("recv", "backward", 0, size),
+        ("recv", "forward", 1, size),
+        ("send", "backward", 1, size),
+        ("send", "forward", 0, size),
+    ]
 
 
 def test_zero1_reduces_and_gathers_every_bucket_and_zero0_sums_it():
     rows = [r for r in planned("gpt", mesh={"dp": 2}, optimizer={"bucket_size": 20000}).collectives if r.axis == "dp"]
     assert {(r.kind, r.phase, r.per) for r in rows} == {
-        ("reduce_scatter", "step", "step"), ("all_gather", "step", "step")}
+        ("reduce_scatter", "step", "step"),
+        ("all_gather", "step", "step"),
+    }
     assert len(rows) > 2
     rows = [r for r in planned("gpt", mesh={"dp": 2}, optimizer={"zero": 0}).collectives if r.axis == "dp"]
     assert [r.kind for r in rows] == ["all_reduce"]
@@ -112,8 +118,10 @@ def test_the_summary_counts_what_is_cut():
     assert cut.num_parameters == sum(p.numel() for p in build("gpt").parameters())
 
 
-@pytest.mark.parametrize(("model", "mesh"), [
-    ("gpt", {"tp": 2, "pp": 2, "dp": 2}), ("fused, one key head", {"tp": 2}), ("inner 33", {"tp": 2, "pp": 2})])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("gpt", {"tp": 2, "pp": 2, "dp": 2}), ("fused, one key head", {"tp": 2}), ("inner 33", {"tp": 2, "pp": 2})],
+)
 def test_json_and_files_give_the_same_plan_back(tmp_path, model, mesh):
     made = planned(model, mesh=mesh)
     path = tmp_path / "plan.json"
@@ -128,5 +136,3 @@ def test_json_and_files_give_the_same_plan_back(tmp_path, model, mesh):
 def test_two_plans_of_one_model_are_equal():
     first, second = (planned("gpt", mesh={"tp": 2, "pp": 2}) for _ in range(2))
     assert first == second
-
-

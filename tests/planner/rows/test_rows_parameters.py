@@ -38,19 +38,27 @@ def test_the_megatron_pattern_has_its_words():
         "tokens.weight": (
             "vocab",
             "embedding and linear: cut over the vocabulary; one all-reduce adds the ranks' parts of a lookup; "
-            "each rank computes the loss on its part, logits are never gathered"),
+            "each rank computes the loss on its part, logits are never gathered",
+        ),
         "blocks.0.attention.qkv.weight": (
-            "column", "linear: its features are cut by heads, so that each rank runs attention on its own heads; "
-                      "each of its 3 fused segments for itself"),
+            "column",
+            "linear: its features are cut by heads, so that each rank runs attention on its own heads; "
+            "each of its 3 fused segments for itself",
+        ),
         "blocks.0.attention.qkv.bias": (
-            "column", "bias of linear: cut as the features that it meets; each of its 3 fused segments for itself"),
+            "column",
+            "bias of linear: cut as the features that it meets; each of its 3 fused segments for itself",
+        ),
         "blocks.0.attention.out.weight": (
-            "row", "linear: sums over features that are cut; one all-reduce adds the ranks' parts (g)"),
+            "row",
+            "linear: sums over features that are cut; one all-reduce adds the ranks' parts (g)",
+        ),
         "blocks.0.attention.out.bias": (
-            "replicate", "bias of linear after the all-reduce: added once, on every rank alike"),
+            "replicate",
+            "bias of linear after the all-reduce: added once, on every rank alike",
+        ),
         "blocks.0.mlp.up.weight": ("column", "linear: its features are cut, because the next linear sums over them"),
-        "blocks.0.norm1.weight": (
-            "replicate", "layer_norm outside the parallel regions: every rank computes it alike"),
+        "blocks.0.norm1.weight": ("replicate", "layer_norm outside the parallel regions: every rank computes it alike"),
     }
     assert {name: (row(made, name).style, row(made, name).reason) for name in expected} == expected
     assert row(made, "tokens.weight").stages == (0, 1)
@@ -71,15 +79,18 @@ def test_one_key_head_is_whole_and_its_gradient_summed_once_a_step():
     name = "model.layers.1.self_attn.k_proj.weight"
     assert row(made, name).style == "replicate"
     assert row(made, name).reason == (
-        "linear: only 1 key head for tp 2: every rank computes it; gradients are summed over tp once a step")
+        "linear: only 1 key head for tp 2: every rank computes it; gradients are summed over tp once a step"
+    )
     assert any(c.axis == "tp" and c.phase == "step" for c in made.collectives)
 
 
 def test_a_fused_weight_says_which_segments_are_whole():
     p = row(planned("fused, one key head"), "blocks.0.qkv.weight")
     assert (p.segments, p.whole_segments, p.local_shape) == ((32, 8, 8), (1, 2), (32, 32))
-    assert p.reason.endswith("its segments of 8 and 8 are whole on each rank (fewer key heads than tp = 2), "
-                             "their gradients are summed over tp once a step")
+    assert p.reason.endswith(
+        "its segments of 8 and 8 are whole on each rank (fewer key heads than tp = 2), "
+        "their gradients are summed over tp once a step"
+    )
 
 
 def test_tp_that_divides_no_heads_is_an_error_with_module_line_and_nearest_tp():
@@ -103,14 +114,16 @@ def test_the_override_that_the_error_names_makes_the_plan_pass():
     assert row(made, "blocks.1.qkv.weight").reason == "override: replicate"
     assert row(made, "blocks.1.up.weight").style == "column"
     assert warnings_of(made) == [
-        "every rank computes all of this attention: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"]
+        "every rank computes all of this attention: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"
+    ]
 
 
 def test_tp_that_divides_the_heads_of_some_blocks_only_is_a_warning():
     made = planned("three heads, then four")
     assert row(made, "blocks.1.qkv.weight").style == "column"
     assert row(made, "blocks.0.qkv.weight").reason == (
-        "linear: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3")
+        "linear: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"
+    )
     assert warnings_of(made)[0].startswith("every rank computes all of this attention: 3 heads")
 
 
