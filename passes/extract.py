@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from planner.collectives import runs_here
-from planner.program import Program
+from planner.graph.program import Program
 from planner.stages import StageAssignment
 
 

@@ -22,8 +22,8 @@ from passes.localize import localize
 from passes.peephole import fuse_bias, place_devices
 from planner.collectives import sent_type, type_changes
 from planner.frozen_plan import Plan
+from planner.graph.program import Program
 from planner.meta_init import buffer_value
-from planner.program import Program
 from planner.source import PlanSource
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
+from planner.graph.source_lines import where_of
 from planner.losses.counts import ancestors
-from planner.source_lines import where_of
 
 FIX = "update it outside of the forward, or give what changes from step to step as an input"
 

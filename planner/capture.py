@@ -37,10 +37,10 @@ from planner.gradients.hooks import refuse_gradient_hooks
 from planner.gradients.parameter_writes import refuse_parameter_writes
 from planner.gradients.python_side import PythonGradients
 from planner.gradients.recorded import calls_recorded
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 from planner.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.outputs import find_loss, select_outputs
-from planner.program import Program
-from planner.source_lines import where_of
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from planner.conversions import Conversion, conversion
+from planner.graph.program import Program
 from planner.placements import Placements
-from planner.program import Program
 from planner.stages import StageAssignment
 from planner.types import I, Placement
 

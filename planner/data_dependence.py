@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.source_lines import where_of
+from planner.graph.source_lines import where_of
 
 FIX = (
     "control flow and shapes may depend on shapes and settings, not on the values of tensors: "

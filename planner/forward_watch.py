@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange, fake
+from planner.graph.source_lines import where_of
 from planner.held_tensors import ForeignTensors
 from planner.known_values import node_of, value_of
 from planner.outputs import plain_structure
 from planner.python_draws import PythonDraws
 from planner.python_state import Change, PythonState, is_doubtful, move_on
 from planner.same_forward import first_difference
-from planner.source_lines import where_of
 
 STATE_FIX = (
     "a plan holds for every step: give what changes from step to step as an input of the forward, or compute it outside"

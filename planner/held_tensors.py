@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.errors import PlanError, Where
 from planner.exchange import Exchange
 from planner.gradients.call_sites import CallSites
+from planner.graph.source_lines import where_of
 from planner.python_draws import Draw
-from planner.source_lines import where_of
 
 aten = torch.ops.aten
 

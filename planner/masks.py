@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from planner.canonical.form import prune
-from planner.constants import Constants
-from planner.program import Program
-from planner.source_lines import where_of
+from planner.graph.constants import Constants
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 

@@ -23,9 +23,9 @@ from math import ceil, prod
 import torch
 from torch import fx
 
-from planner.flops import is_view, tensors_of
+from planner.graph.flops import is_view, tensors_of
+from planner.graph.program import Program
 from planner.plan_rows import MemoryRow
-from planner.program import Program
 from planner.stages import StageAssignment
 from planner.types import I, Placement
 

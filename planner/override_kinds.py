@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from planner.blocks import Blocks
 from planner.errors import PlanError
-from planner.program import Program
+from planner.graph.blocks.blocks import Blocks
+from planner.graph.program import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from torch import fx
 from planner.candidates import Candidates
 from planner.divisibility import nearest_words
 from planner.errors import PlanError
-from planner.flops import node_flops
+from planner.graph.flops import node_flops
+from planner.graph.program import Program
 from planner.override_kinds import Asked
-from planner.program import Program
 from planner.rules import Option, rule_of
 from planner.rules.contraction import contraction, grouped
 from planner.types import Placement

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from planner.blocks import Blocks
 from planner.candidates import Candidates
 from planner.errors import PlanError
-from planner.flops import node_flops
+from planner.graph.blocks.blocks import Blocks
+from planner.graph.flops import node_flops
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 from planner.override_kinds import asked_of
 from planner.override_styles import Overrides
-from planner.program import Program
 from planner.rules import Option
 from planner.solve import Costs, Edge, Weights, solve
-from planner.source_lines import where_of
 from planner.types import Placement, Segment
 
 

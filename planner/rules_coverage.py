@@ -21,10 +21,10 @@ from torch import nn
 
 from planner.capture import capture
 from planner.errors import PlanError
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 from planner.model_ref import load_model
-from planner.program import Program
 from planner.rules import rule_of
-from planner.source_lines import where_of
 from planner.spec import Spec
 
 BATCH, LENGTH = 2, 8

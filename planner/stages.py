@@ -16,11 +16,11 @@ from itertools import accumulate
 
 from torch import fx
 
-from planner.blocks import Blocks
 from planner.errors import PlanError, Where
-from planner.flops import node_cost as default_cost
-from planner.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
-from planner.program import Program
+from planner.graph.blocks.blocks import Blocks
+from planner.graph.flops import node_cost as default_cost
+from planner.graph.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+from planner.graph.program import Program
 
 
 @dataclass(frozen=True, slots=True)

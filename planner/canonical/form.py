@@ -30,7 +30,7 @@ from planner.canonical.products import PRODUCTS
 from planner.errors import PlanError
 from planner.gradients.own_backward import OwnBackward
 from planner.gradients.recorded import OWN_BACKWARD, recorded
-from planner.source_lines import where_of
+from planner.graph.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")
 

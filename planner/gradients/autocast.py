@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import PlanError, Where
 from planner.gradients.call_sites import called_by_user
 from planner.gradients.own_backward import Autocast
-from planner.source_lines import where_of
+from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps

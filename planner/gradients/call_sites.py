@@ -1,6 +1,6 @@
 """Where in the user's code Python stands now, or stood when it raised: module path, file and line.
 
-Source lines of captured nodes are in planner.source_lines; this is for what never becomes a node.
+Source lines of captured nodes are in planner.graph.source_lines; this is for what never becomes a node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 from torch import nn
 
 from planner.errors import Where
-from planner.source_lines import is_foreign_frame
+from planner.graph.source_lines import is_foreign_frame
 
 
 class CallSites:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.source_lines import where_of
+from planner.graph.source_lines import where_of
 
 FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
 MAX_NORM_FIX = "leave out max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"

@@ -15,9 +15,9 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from planner.graph.program import Program
 from planner.losses.counts import REDUCTIONS, reduced_dims
 from planner.losses.loss_ops import CASTS
-from planner.program import Program
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 Dims = frozenset[Run]

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from planner.graph.program import Program
 from planner.losses.batch_mixing import mixes
 from planner.losses.counts import AVERAGES, SUMS, input_only, reduced_dims
 from planner.losses.joins import Joins
@@ -61,7 +62,6 @@ from planner.losses.loss_ops import share as shared
 from planner.losses.parts import UNITS, Likeness, Parts
 from planner.losses.scaling import Scaling
 from planner.losses.two_captures import TwoCaptures, aten, cut_of
-from planner.program import Program
 
 EVERYTHING = Part(Fraction(0), Fraction(1))
 

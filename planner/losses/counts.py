@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.program import Program
+from planner.graph.program import Program
 from planner.rules.reduction import reduced_dims as dims_of_reduction
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from planner.graph.program import Program
 from planner.losses.batch_flow import batch_flow
 from planner.losses.batch_mixing import ALONG, has_gradient, may_mix, may_run_along, mixes_along_a_dim
 from planner.losses.batch_mixing import PRODUCTS as MIXING_PRODUCTS
@@ -30,7 +31,6 @@ from planner.losses.loss_ops import (
     share,
 )
 from planner.losses.scaling import numeric_places
-from planner.program import Program
 
 ROW_BY_ROW = {"reshape", "permute", "expand", "detach", "cat", "pad", "constant_pad_nd", "gather", "one_hot",
               "embedding", "dropout", "layer_norm", "rms_norm", "getitem", "cross_entropy_loss", "nll_loss_nd",

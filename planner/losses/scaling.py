@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.constants import Constants
+from planner.graph.constants import Constants
 from planner.losses.kinds import PLACES, ROWS, Kind, unknown, whole
 from planner.losses.two_captures import TwoCaptures, is_number
 

@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.constants import SHAPE_READERS, Constants
 from planner.errors import PlanError
+from planner.graph.constants import SHAPE_READERS, Constants
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 from planner.losses.batch_mixing import has_gradient, is_own_loss, may_mix, mixes, mixes_along_a_dim
 from planner.losses.by_captures import Typing
 from planner.losses.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
@@ -55,9 +57,7 @@ from planner.losses.loss_ops import (
 )
 from planner.losses.scaling import Scaling
 from planner.losses.two_captures import cut_of, lay_on, splits
-from planner.program import Program
 from planner.rules.base import adds_up
-from planner.source_lines import where_of
 
 __all__ = ["LossTerms", "share_loss"]
 

@@ -17,11 +17,11 @@ from torch import fx
 
 from planner.divisibility import nearest_tp, nearest_words
 from planner.errors import PlanError
-from planner.rows.places import Places, glob_of
+from planner.graph.places import Places, glob_of
+from planner.graph.source_lines import module_of
 from planner.rows.scores import PRODUCTS, has_scores, is_product_of_activations
 from planner.rules.contraction import equation, holds_weight
 from planner.source import PlanSource
-from planner.source_lines import module_of
 
 aten = torch.ops.aten
 _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model

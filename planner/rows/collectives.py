@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from planner.collectives import TypeChange, sent_type, type_changes
+from planner.graph.places import Places
 from planner.plan_rows import CollectivePlan
-from planner.rows.places import Places
 from planner.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.source import PlanSource
 

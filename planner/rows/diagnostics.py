@@ -14,18 +14,18 @@ from torch import fx
 
 from planner.divisibility import nearest_tp
 from planner.errors import Where
-from planner.flops import node_cost, node_flops
 from planner.gradients.own_backward import OwnBackward
+from planner.graph.flops import node_cost, node_flops
+from planner.graph.places import Places, glob_of
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
-from planner.program import Program
 from planner.rows.attention import Site, weight_of
 from planner.rows.collectives import scalars_of_loss
-from planner.rows.places import Places, glob_of
 from planner.rows.reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.rules import rule_of
 from planner.rules.contraction import holds_weight
 from planner.source import PlanSource
-from planner.source_lines import where_of
 
 aten = torch.ops.aten
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from planner.graph.places import Places
 from planner.plan_rows import ParameterPlan
-from planner.rows.places import Places
 from planner.rows.reasons import Reasons
 from planner.source import PlanSource
 from planner.spec import Spec

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from planner.divisibility import nearest_words
-from planner.flops import node_flops
+from planner.graph.flops import node_flops
 from planner.rows.attention import Site, count, is_attention, is_overridden
 from planner.rules import Option, rule_of
 from planner.rules.contraction import SEE_THROUGH, equation, holds_weight

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import fx
 
-from planner.flops import node_flops
+from planner.graph.flops import node_flops
 from planner.rules.contraction import is_made_of_weights
 
 aten = torch.ops.aten

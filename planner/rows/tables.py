@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.collectives import sent_type
 from planner.frozen_plan import Plan
+from planner.graph.places import Places
 from planner.memory import LocalSizes, memory_of_ranks
 from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
 from planner.rows.attention import attention_sites, check_attention
@@ -13,7 +14,6 @@ from planner.rows.collectives import collective_rows
 from planner.rows.diagnostics import diagnostic_rows, summary_row
 from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
 from planner.rows.parameters import parameter_rows
-from planner.rows.places import Places
 from planner.rows.reasons import Reasons
 from planner.rows.uncut import check_something_is_cut
 from planner.schedule import Schedule

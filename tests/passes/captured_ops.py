@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.peephole import place_devices
-from planner.blocks import find_blocks
 from planner.candidates import Candidates
 from planner.capture import capture
+from planner.graph.blocks.blocks import find_blocks
+from planner.graph.program import Program
 from planner.placements import _edges
-from planner.program import Program
 from planner.rules import Option
 from tests.passes.simulated_ranks import Op, check
 

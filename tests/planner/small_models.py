@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture import capture
-from planner.program import Program
+from planner.graph.program import Program
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.blocks import Blocks, find_blocks
 from planner.capture import capture
-from planner.program import Program
+from planner.graph.blocks.blocks import Blocks, find_blocks
+from planner.graph.program import Program
 from tests.planner.small_models import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens
 
 

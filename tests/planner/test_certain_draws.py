@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from planner import PlanError
 from planner.capture import capture
-from planner.program import Program
+from planner.graph.program import Program
 
 
 class LayerDrop(nn.Module):

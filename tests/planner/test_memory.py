@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from planner.blocks import find_blocks
 from planner.capture import capture
+from planner.graph.blocks.blocks import find_blocks
+from planner.graph.program import Program
 from planner.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes
-from planner.program import Program
 from planner.schedule import build_schedule
 from planner.simulate import simulate
 from planner.stages import StageAssignment, assign_stages

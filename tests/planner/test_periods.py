@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from planner.periods import Flow, Run, find_runs, live_bytes
+from planner.graph.blocks.periods import Flow, Run, find_runs, live_bytes
 
 
 def word(text: str, live: list[int] | None = None) -> Flow:

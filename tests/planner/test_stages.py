@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.blocks import find_blocks
 from planner.capture import capture
 from planner.errors import PlanError
-from planner.program import Program
+from planner.graph.blocks.blocks import find_blocks
+from planner.graph.program import Program
 from planner.stages import StageAssignment, assign_stages, balance
 from tests.planner.small_models import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture import capture
-from planner.program import Program
+from planner.graph.program import Program
 
 HEADS, SIZE = 4, 6
 

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from planner.capture import capture
 from planner.errors import PlanError
-from planner.program import Program
+from planner.graph.program import Program
 from tests.custom_functions import Rounded
 from tests.passes.captured_ops import gradients
 from tests.planner.one_body import OneBody, batch

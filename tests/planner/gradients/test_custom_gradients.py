@@ -13,7 +13,7 @@ from torch.autograd import Function
 from planner.capture import capture
 from planner.errors import PlanError
 from planner.gradients.custom_functions import calls_in
-from planner.source_lines import where_of
+from planner.graph.source_lines import where_of
 from tests.planner.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
 
 

@@ -20,8 +20,8 @@ from planner.errors import PlanError, Where
 from planner.gradients.applications import Application
 from planner.gradients.custom_functions import CustomFunctions, calls_in
 from planner.gradients.own_backward import Cut, OwnBackward
+from planner.graph.blocks.structure import Structure
 from planner.rules import Option, Site, options_of
-from planner.structure import Structure
 from planner.types import I, Placement, R, Segment, V
 from tests.custom_functions import (
     Clamped,

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture import capture
+from planner.graph.program import Program
 from planner.losses.counts import LossTerms
 from planner.losses.terms import share_loss
 from planner.losses.two_captures import wider
-from planner.program import Program
 
 LENGTH, WIDTH, CLASSES, IGNORED = 6, 4, 8, -100
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

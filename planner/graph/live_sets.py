@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import networkx as nx
 from torch import fx
 
-from planner.flops import is_random, node_flops
-from planner.program import Program
+from planner.graph.flops import is_random, node_flops
+from planner.graph.program import Program
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.flops import tensors_of
-from planner.program import Program
+from planner.graph.flops import tensors_of
+from planner.graph.program import Program
 
 
 @dataclass(eq=False, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -12,8 +13,7 @@ from planner.errors import Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), d) + os.sep
-    for d in ("planner", "passes", "runtime")
+    os.path.join(str(Path(__file__).absolute().parents[2]), d) + os.sep for d in ("planner", "passes", "runtime")
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import fx
 
 from planner.errors import Where
+from planner.graph.source_lines import module_of, where_of
 from planner.source import PlanSource
-from planner.source_lines import module_of, where_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.program import Program
+from planner.graph.program import Program
 
 aten = torch.ops.aten
 MAX_ELEMENTS = 1 << 27

@@ -1,0 +1,1 @@
+"""Facts of a captured graph: nothing here decides."""

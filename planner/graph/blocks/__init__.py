@@ -1,0 +1,1 @@
+"""Repeated layers, found by structure alone."""
