@@ -95,7 +95,7 @@ def measure(name: str) -> dict[str, Any]:
     import transformers.models.auto.modeling_auto  # noqa: F401 - so that its import is not counted as planning
 
     from planner import api
-    from planner.model_ref import load_model
+    from planner.capture.model.reference import load_model
 
     imported = time.perf_counter()
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from torch import fx
 
 from passes.attention import attention_arguments, shared_key_attention
 from passes.base import RandomState
-from planner.gradients.own_backward import OwnBackward
+from planner.capture.own_backward.op import OwnBackward
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

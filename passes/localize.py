@@ -29,7 +29,7 @@ from passes.cut_norm import cut_layer_norm, cut_rms_norm
 from passes.cut_softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.extract import StageGraph
 from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from planner.canonical.emit import named
+from planner.capture.canonical.emit import named
 from planner.placements import Placements
 from planner.rules import Option
 from planner.rules.layout import pieces_of

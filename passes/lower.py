@@ -20,10 +20,10 @@ from passes.dropout import name_streams
 from passes.extract import StageGraph, extract_stage
 from passes.localize import localize
 from passes.peephole import fuse_bias, place_devices
+from planner.capture.model.meta_init import buffer_value
 from planner.collectives import sent_type, type_changes
 from planner.frozen_plan import Plan
 from planner.graph.program import Program
-from planner.meta_init import buffer_value
 from planner.source import PlanSource
 
 

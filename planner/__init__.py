@@ -11,12 +11,12 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from planner.api import plan
+    from planner.capture.model.meta_init import meta_parameters
     from planner.frozen_plan import Plan
-    from planner.meta_init import meta_parameters
 
 __all__ = ["Plan", "PlanError", "meta_parameters", "plan"]
 
-_HOMES = {"plan": "planner.api", "Plan": "planner.frozen_plan", "meta_parameters": "planner.meta_init"}
+_HOMES = {"plan": "planner.api", "Plan": "planner.frozen_plan", "meta_parameters": "planner.capture.model.meta_init"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture import capture
+from planner.capture.batch.two_captures import wider
+from planner.capture.canonical.masks import simplify_masks
+from planner.capture.export import capture
+from planner.capture.loss.shares import share_loss
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.losses.terms import share_loss
-from planner.losses.two_captures import wider
-from planner.masks import simplify_masks
 from planner.mesh import Mesh
 from planner.override_kinds import kinds_by_override
 from planner.placements import decide_placements

@@ -84,7 +84,7 @@ def plan_command(
 ) -> None:
     """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
     from planner import plan
-    from planner.model_ref import load_model
+    from planner.capture.model.reference import load_model
     from planner.spec import Spec
 
     checked = Spec.load(spec)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture import capture
+from planner.capture.export import capture
+from planner.capture.model.reference import load_model
 from planner.errors import PlanError
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.model_ref import load_model
 from planner.rules import rule_of
 from planner.spec import Spec
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from planner.capture.loss.shares import LossTerms
+from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
-from planner.hub_format import HubFormat, hub_format
-from planner.losses.terms import LossTerms
 from planner.mesh import Mesh
 from planner.placements import Placements
 from planner.stages import StageAssignment

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from passes.base import LocalParameter, StageModule
+from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.hub_format import HubFormat
 from planner.types import Placement
 from runtime.agreement import agree, agreed
 from runtime.groups import Groups

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.capture import caches_off
+from planner.capture.export import caches_off
+from planner.capture.outputs import plain_structure
 from planner.errors import PlanError
-from planner.outputs import plain_structure
 from planner.spec import Spec
 from runtime.fingerprint import fingerprint_of_model
 from runtime.lr import learning_rate

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from planner import plan
+from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError, Where
-from planner.model_ref import load_model, pretrained_directory
 from planner.spec import Spec
 from runtime.data import ByteBatches, read_text
 from runtime.engine import Engine

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from planner import plan
-from planner.canonical.products import NOTHING_IGNORED
+from planner.capture.canonical.products import NOTHING_IGNORED
+from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.model_ref import load_model, pretrained_directory
 from planner.spec import Spec
 from planner.spec_sections import InputSpec
 from runtime.comparison import (

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from planner.capture.model.meta_init import buffer_value
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.meta_init import buffer_value
 from planner.spec import Spec
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from planner.capture.own_backward.op import OwnBackward
 from planner.divisibility import nearest_tp
 from planner.errors import Where
-from planner.gradients.own_backward import OwnBackward
 from planner.graph.flops import node_cost, node_flops
 from planner.graph.places import Places, glob_of
 from planner.graph.program import Program

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner.gradients.own_backward import OwnBackward
+from planner.capture.own_backward.op import OwnBackward
 from planner.rules.attention import attention
 from planner.rules.base import Option, Rule, Site
 from planner.rules.contraction import contraction, grouped

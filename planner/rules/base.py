@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.gradients.own_backward import OwnBackward
+from planner.capture.own_backward.op import OwnBackward
 from planner.types import I, P, Placement, R
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.canonical.emit import named
+from planner.capture.canonical.emit import named
 from planner.rules.base import Option, Site
 from planner.types import P, Placement, Segment
 

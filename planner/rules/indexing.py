@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.canonical.emit import named
+from planner.capture.canonical.emit import named
 from planner.rules.base import Option, Site
 from planner.rules.reduction import along_dim
 from planner.types import P, Placement, R

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.gradients.own_backward import Cut, OwnBackward
+from planner.capture.own_backward.op import Cut, OwnBackward
 from planner.rules.base import Option, Site
 from planner.types import Placement
 

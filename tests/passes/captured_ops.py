@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from passes.peephole import place_devices
 from planner.candidates import Candidates
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.placements import _edges

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.program import Program
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96

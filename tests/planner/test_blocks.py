@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from tests.planner.small_models import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.program import Program
 
 

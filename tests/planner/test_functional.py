@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.functional import is_write, make_functional
+from planner.capture.functional import is_write, make_functional
 
 
 def column(x: Tensor, w: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import PlanError, plan
-from planner.capture import capture
-from planner.exchange import swap
+from planner.capture.export import capture
+from planner.capture.model.exchange import swap
 
 INPUTS = {"ids": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from planner.api import plan
-from planner.capture import capture
+from planner.capture.canonical.masks import simplify_masks
+from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.masks import simplify_masks
 from tests.planner.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.planner.small_models import VOCABULARY, WIDTH, Body, Model, tokens
 from tests.planner.test_blocks import kinds, ops, paths

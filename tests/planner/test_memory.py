@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes

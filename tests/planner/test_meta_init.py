@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from planner import PlanError, meta_parameters
-from planner.meta_init import buffer_value
+from planner.capture.model.meta_init import buffer_value
 
 
 class Table(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.planner.one_body import OneBody, batch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.rules_coverage import Coverage, captured, main
 from tests.planner.zoo import ZOO, batch, build, write_configs
 

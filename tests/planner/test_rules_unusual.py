@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.rules_coverage import Coverage
 from tests.passes.captured_ops import check_model, gradients
 from tests.planner.unusual_code import BODIES, Own, batch

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError, plan
+from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
-from planner.model_ref import load_model
 from planner.spec import Spec
 from runtime.engine import Engine
 from runtime.safetensors_files import SafetensorsFiles

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT
 from planner import plan
+from planner.capture.model.meta_init import meta_parameters
 from planner.errors import PlanError
-from planner.meta_init import meta_parameters
 from planner.spec import Spec
 from runtime.engine import Engine
 from runtime.initial_weights import held_tensors

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from planner import PlanError, meta_parameters, plan
-from planner.hub_format import HubFormat
-from planner.model_ref import load_model
+from planner.capture.model.hub_format import HubFormat
+from planner.capture.model.reference import load_model
 from planner.spec import Spec
 from runtime.engine import Engine
 from runtime.launch import launch

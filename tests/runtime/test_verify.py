@@ -100,7 +100,7 @@ def test_bfloat16_without_one_collective_is_red(files, number):
 
 def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
     from planner import plan
-    from planner.model_ref import load_model
+    from planner.capture.model.reference import load_model
     from planner.spec import Spec
 
     reference, spec = files("tp: 1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.graph.program import Program
 
 HEADS, SIZE = 4, 6

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from planner.graph.program import Program
 from tests.custom_functions import Rounded

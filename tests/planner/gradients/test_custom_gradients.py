@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from planner.capture import capture
+from planner.capture.export import capture
+from planner.capture.own_backward.custom_functions import calls_in
 from planner.errors import PlanError
-from planner.gradients.custom_functions import calls_in
 from planner.graph.source_lines import where_of
 from tests.planner.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.planner.one_body import OneBody, assert_capture_equals, batch
 

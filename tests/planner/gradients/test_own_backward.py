@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from planner.capture import capture
+from planner.capture.export import capture
+from planner.capture.own_backward.applications import Application
+from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
+from planner.capture.own_backward.op import Cut, OwnBackward
 from planner.errors import PlanError, Where
-from planner.gradients.applications import Application
-from planner.gradients.custom_functions import CustomFunctions, calls_in
-from planner.gradients.own_backward import Cut, OwnBackward
 from planner.graph.blocks.structure import Structure
 from planner.rules import Option, Site, options_of
 from planner.types import I, Placement, R, Segment, V

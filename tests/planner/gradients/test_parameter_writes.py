@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.planner.one_body import VOCABULARY, WIDTH, Body, OneBody, assert_capture_equals, batch
 

@@ -12,7 +12,7 @@ from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from planner.capture import capture
+from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.planner.one_body import Body, OneBody, assert_capture_equals, batch
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.batch.two_captures import wider
+from planner.capture.export import capture
+from planner.capture.loss.counts import LossTerms
+from planner.capture.loss.shares import share_loss
 from planner.graph.program import Program
-from planner.losses.counts import LossTerms
-from planner.losses.terms import share_loss
-from planner.losses.two_captures import wider
 
 LENGTH, WIDTH, CLASSES, IGNORED = 6, 4, 8, -100
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import planner.api
 from planner import plan
-from planner.capture import capture
-from planner.losses.batch_flow import batch_flow
+from planner.capture.batch.flow import batch_flow
+from planner.capture.export import capture
 
 SPEC = {
     "mesh": {"tp": 2},

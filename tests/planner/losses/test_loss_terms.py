@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture import capture
+from planner.capture.batch.two_captures import lay_on, wider
+from planner.capture.export import capture
+from planner.capture.loss.shares import share_loss
 from planner.graph.constants import Constants
 from planner.graph.program import Program
-from planner.losses.terms import share_loss
-from planner.losses.two_captures import lay_on, wider
 from tests.planner.losses.shares import LENGTH, Small, inputs_of, rows
 
 MICRO, NUM_MICROBATCHES = 2, 4

@@ -1,1 +1,0 @@
-"""Many spellings of one idea become one, so that the rule table stays small."""

@@ -1,0 +1,1 @@
+"""A model and one microbatch become a canonical program."""

@@ -1,0 +1,114 @@
+"""Find where the sequences of a batch see each other: there a microbatch cannot compute what the global batch would.
+
+    x − x.mean(0)        statistics over the batch            z @ z.T              each sequence with each other
+    softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
+    a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
+
+Whether a dim holds the batch is known from two captures (capture.batch.two_captures). The second costs as much as the
+first, so it is asked for only where an op could do one of these; a sum over the features, as of a norm, could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import fx
+
+from planner.capture.canonical.emit import named
+from planner.capture.loss.counts import reduced_dims, reduces_batch
+from planner.capture.own_backward.op import OwnBackward
+
+ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
+         "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",
+         "kthvalue", "mode", "quantile", "nanquantile", "nanmedian", "msort", "renorm", "index_select"}  # fmt: skip
+PRODUCTS = {"mm", "matmul", "bmm", "einsum", "linear"}
+
+BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, where known
+
+
+def has_gradient(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(n.meta.get("grad") for n in node.all_input_nodes)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "_opname", "")
+
+
+def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
+    """Told by the op alone: cheap, and true of few ops of a Transformer."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OwnBackward):
+        return not _works_by_sequence(node.target, [{0} if n in on_batch else set() for n in node.args])
+    if _name(node) in ALONG:
+        return 0 in _dims_along(node)
+    if _name(node) in PRODUCTS:
+        return all(n in on_batch for n in node.all_input_nodes) and not _is_batched(node)
+    return reduces_batch(node) and 0 in reduced_dims(node)
+
+
+def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether a user's own backward makes a term of the loss, which is told as one."""
+    value = node.meta["val"]
+    if not isinstance(node.target, OwnBackward):
+        return False
+    is_number = not isinstance(value, (tuple, list)) and value.dim() == 0
+    return is_number and any(user.op == "output" or user in others for user in node.users)
+
+
+def _works_by_sequence(call: OwnBackward, batch_dims: Sequence[Collection[int]]) -> bool:
+    """Whether it was shown to work part by part along the dims that hold the batch."""
+    return any(
+        all(dim in dims if dims else dim is None for dim, dims in zip(cut.inputs, batch_dims, strict=True))
+        for cut in call.facts.cuts
+    )
+
+
+def _is_batched(node: fx.Node) -> bool:
+    """A product of operands of three or more dims, of which the first stays a dim of its own."""
+    if _name(node) == "einsum":
+        words, _, result = str(node.args[0]).partition("->")
+        return all(word[:1] == result[:1] for word in words.split(","))
+    return all(n.meta["val"].dim() > 2 for n in node.all_input_nodes)
+
+
+def _dims_along(node: fx.Node) -> frozenset[int]:
+    """The dims that an op runs along."""
+    given = named(node, list(node.args), dict(node.kwargs))
+    dims = given.get("dim", given.get("dims", 0))
+    ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
+    if dims is None:
+        return frozenset(range(ndim))
+    return frozenset(int(d) % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def mixes_along_a_dim(node: fx.Node) -> bool:
+    """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
+    is_cut = _name(node) in ("slice", "split_with_sizes", "narrow")
+    return node.op == "call_function" and not is_cut and (_name(node) in ALONG or reduces_batch(node))
+
+
+def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
+    """Of an op that may mix: whether a dim that it runs along may hold the batch (planner.capture.batch.flow)."""
+    held = [flow.get(n) for n in node.all_input_nodes]
+    if isinstance(node.target, OwnBackward) or _name(node) in PRODUCTS or any(dims is None for dims in held):
+        return True
+    along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
+    return any(not along.isdisjoint(dims) for dims in held if dims)
+
+
+def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
+    """Whether an op that may mix does: it runs along the batch. What is not known is not claimed."""
+    inputs = [dims_of(n) for n in node.all_input_nodes]
+    if any(dims is None for dims in inputs):
+        return False
+    if isinstance(node.target, OwnBackward):
+        return not _works_by_sequence(node.target, [dims_of(n) or set() for n in node.args])  # pyright: ignore
+    held = [dims for dims in inputs if dims]
+    if _name(node) in PRODUCTS:
+        made = dims_of(node)
+        return made is not None and len(made) != 1 and bool(held)
+    if _name(node) not in ALONG and not reduces_batch(node):
+        return False
+    along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
+    return bool(held) and not along.isdisjoint(held[0])

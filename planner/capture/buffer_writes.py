@@ -1,0 +1,51 @@
+"""A forward that writes into its buffers: told where nothing of it reaches the loss, refused where it would.
+
+running_mean, num_batches_tracked     written for later evaluation: the plan does not carry it out, and says so
+codebook.mul_(d).add_(…); x @ codebook      read again by the next step: a plan would train with the first values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from planner.capture.loss.counts import ancestors
+from planner.errors import PlanError
+from planner.graph.source_lines import where_of
+
+FIX = "update it outside of the forward, or give what changes from step to step as an input"
+
+
+def notes_of_writes(
+    graph: fx.Graph, written: Mapping[str, str], names: Mapping[str, str], fixed: set[str], outputs: list[str]
+) -> Iterator[str]:
+    """A note for each write of what is not the same at each step.
+
+    Raises PlanError where the loss reads what this call and later ones write.
+
+    ``written``: placeholder → the node of its last value; ``names``: placeholder → dotted name; ``fixed``: placeholders
+    that are the same at each step, if nothing writes them; ``outputs``: what the forward returns.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    reaching = ancestors([nodes[name] for name in outputs])
+    for holder, last in written.items():
+        if holder not in names:
+            continue
+        if _is_the_same(nodes[last], fixed - written.keys()):
+            continue
+        if nodes[holder] in reaching:
+            raise PlanError(
+                f"the forward updates {names[holder]} and computes with it: a plan would keep its first value",
+                where=where_of(nodes[last]),
+                fix=FIX,
+            )
+        yield f"the forward updates buffer {names[holder]}: the update is not carried out"
+
+
+def _is_the_same(value: fx.Node, fixed: set[str]) -> bool:
+    """Whether each step writes the same values: made of what does not change, without random numbers."""
+    above = ancestors([value])
+    drawn = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in above)
+    return not drawn and all(n.name in fixed for n in above if n.op == "placeholder")

@@ -1,0 +1,1 @@
+"""Many spellings of one computation become one."""

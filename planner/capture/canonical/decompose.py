@@ -1,0 +1,63 @@
+"""Ops that are no more than a few other ops (tensordot, inner, hstack, mse_loss, weight_norm …), written out.
+
+PyTorch says itself how such an op is made: by its composite kernel, or by its table of decompositions. It is written
+out where it carries a gradient and has no rule of its own, and kept whole (and reported) where its parts would have
+none either, or would be very many (an LSTM, step by step).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from planner.rules import rule_of
+
+MOST_CALLS = 64
+
+
+def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any) -> fx.GraphModule | None:
+    """The graph that the call ``node`` stands for, over its tensor arguments in order; None where it stays a call.
+
+    ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
+    """
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or rule_of(target) is not None or "batch_norm" in str(target):
+        return None  # batch norm is told by its name (planner.capture.loss.shares)
+    whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
+    inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
+    if whole is None or not any(n.meta["grad"] for n in inputs):
+        return None
+
+    def run(*values: torch.Tensor) -> Any:
+        env = dict(zip(inputs, values, strict=True))
+        given, named = fx.map_arg((args, kwargs), lambda n: env[n])
+        return whole(*given, **named)
+
+    parts = _without_rule(spellings)
+    try:
+        graph = make_fx(run, parts, "real")(*(n.meta["val"].detach() for n in inputs))
+    except Exception:
+        return None  # what PyTorch cannot write out stays a call, and is reported
+    calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    known = all(rule_of(op) is not None or op in spellings for op in calls) and len(calls) <= MOST_CALLS
+    return graph if known and not graph.graph.find_nodes(op="get_attr") else None
+
+
+def _without_rule(spellings: Any) -> dict[Any, Any]:
+    """How the parts of an op are made in turn, where they have no rule; what reads no tensor needs none."""
+    unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and rule_of(op) is None}
+    return {op: how for op, how in unknown.items() if _reads_tensors(op)}
+
+
+def _reads_tensors(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and any("Tensor" in str(a.type) for a in op._schema.arguments)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found

@@ -1,0 +1,309 @@
+"""Canonical form: many ATen spellings of one idea become one, so that the rule table stays small.
+
+    linear(x, W, b), addmm, baddbmm      → the product, then an add      (a row-parallel bias is added after the sum)
+    view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (capture.canonical.layout)
+    cross_entropy over [n, classes, d]   → over rows [n·d, classes]
+    dropout that drops nothing, asserts  → nothing
+    own_backward(tensors, key)           → the user's Function (planner.capture.own_backward.op)
+    wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
+
+Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
+         ``meta["val"]`` and ``meta["grad"]``; nothing dead.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.branches import join_branches
+from planner.capture.canonical.decompose import written_out
+from planner.capture.canonical.emit import Emit, aten, reshaped, table
+from planner.capture.canonical.heads import join_heads
+from planner.capture.canonical.indexing import INDEXING
+from planner.capture.canonical.layout import LAYOUT
+from planner.capture.canonical.products import PRODUCTS
+from planner.capture.own_backward.op import OwnBackward
+from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
+from planner.errors import PlanError
+from planner.graph.source_lines import where_of
+
+KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+def canonicalize(
+    source: fx.GraphModule,
+    outputs: dict[str, str],
+    constants: Mapping[str, torch.Tensor] | None = None,
+    unread: Iterable[str] = (),
+) -> fx.GraphModule:
+    """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
+
+    ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
+    nothing reads, left out.
+    """
+    writer = _Writer(constants or {})
+    env: dict[fx.Node, Any] = {}
+    for node in source.graph.nodes:
+        if node.op == "placeholder" and node.name not in unread:
+            env[node] = writer.placeholder(node)
+    writer.copy_body(source, env)
+    by_name = {node.name: node for node in source.graph.nodes}
+    writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
+    module = fx.GraphModule(torch.nn.Module(), writer.graph)
+    prune(module)
+    if join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
+        prune(module)
+    return module
+
+
+def prune(module: fx.GraphModule) -> None:
+    """Drop what nothing reads; random ops are not kept for their side effect on the generator."""
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    module.recompile()
+
+
+class _Writer:
+    """Owns the graph under construction and the no-grad state of the region being copied."""
+
+    def __init__(self, constants: Mapping[str, torch.Tensor]) -> None:
+        self.graph = fx.Graph()
+        self.constants = constants
+        self.grad_enabled = True
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        value = node.meta.get("val")
+        new.meta["val"] = value
+        new.meta["grad"] = isinstance(value, torch.Tensor) and value.requires_grad
+        if node.name in self.constants:
+            new.meta["constant"] = self.constants[node.name]
+        return new
+
+    def copy_body(self, source: fx.GraphModule, env: dict[fx.Node, Any]) -> Any:
+        """Copy every call of ``source``; returns what its output node returns."""
+        for node in source.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], lambda n: env[n])
+            if node.op == "get_attr":
+                env[node] = _attribute(source, str(node.target))
+            elif node.op == "call_function":
+                env[node] = self._rewrite(node, env)
+        return None
+
+    def _rewrite(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._inline(node, env)
+        args = fx.map_arg(node.args, lambda n: env[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
+        rewrite = REWRITES.get(node.target)
+        if rewrite is None:
+            parts = written_out(node, args, kwargs, REWRITES)
+            if parts is not None:
+                return self._write_out(parts, node, args, kwargs)
+            return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
+        return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
+
+    def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Copy the parts of a composite op in its place, each with the user's line of the whole."""
+        found: list[fx.Node] = []
+        fx.map_arg((args, kwargs), found.append)
+        holders = parts.graph.find_nodes(op="placeholder")
+        for inner in parts.graph.nodes:
+            inner.meta.update({k: node.meta[k] for k in KEPT_META if k in node.meta})
+        return self.copy_body(parts, dict(zip(holders, dict.fromkeys(found), strict=True)))
+
+    def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        """Put the body of a grad-mode region in line."""
+        own_name = getattr(node.target, "name", None)
+        name = own_name() if callable(own_name) else str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        else:
+            raise PlanError(
+                f"the model uses {name}, which cannot be planned",
+                where=where_of(node),
+                fix="write this part with ordinary tensor operations",
+            )
+        assert isinstance(body, fx.Node)
+        inner = env[body]
+        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        outer, self.grad_enabled = self.grad_enabled, self.grad_enabled and bool(enabled)
+        result = self.copy_body(
+            inner, dict(zip(holders, (env[o] if isinstance(o, fx.Node) else o for o in operands), strict=True))
+        )
+        self.grad_enabled = outer
+        return result
+
+    def emit(
+        self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None, val: Any = None
+    ) -> Any:
+        """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        if not self.grad_enabled and target is not operator.getitem:
+            args, kwargs = fx.map_arg((tuple(args), kwargs or {}), lambda n: self._detached(origin, n))
+        return self._create(origin, target, args, kwargs, val)
+
+    def _create(self, origin: fx.Node, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
+        new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
+        new.meta["val"] = val
+        new.meta["grad"] = (
+            target is not aten.detach.default and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
+        )
+        return new
+
+    def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
+        """What a call without gradients reads: the graph that runs has no other way to stop a gradient."""
+        if not value.meta["grad"]:
+            return value
+        return self._create(origin, aten.detach.default, (value,), {}, value.meta["val"].detach())
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _floating(val: Any) -> bool:
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+
+
+def _identity(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _nothing(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return None
+
+
+def _linear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    val, bias = node.meta["val"], args[2] if len(args) > 2 else kwargs.get("bias")
+    product = emit(aten.linear.default, (args[0], args[1]), {}, val)
+    return product if bias is None else emit(aten.add.Tensor, (product, bias), {}, val)
+
+
+def _scaled(emit: Emit, x: fx.Node, factor: Any) -> fx.Node:
+    return x if factor == 1 else emit(aten.mul.Tensor, (x, factor), {}, x.meta["val"])
+
+
+def _add_product(product_op: Any) -> Callable[..., Any]:
+    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        val = node.meta["val"]
+        product = emit(product_op, (args[1], args[2]), {}, val)
+        product = _scaled(emit, product, kwargs.get("alpha", 1))
+        if kwargs.get("beta", 1) == 0:
+            return product
+        return emit(aten.add.Tensor, (product, _scaled(emit, args[0], kwargs.get("beta", 1))), {}, val)
+
+    return rewrite
+
+
+def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    p, active = float(args[1]), bool(args[2])
+    if p == 0.0 or not active:
+        return args[0] if node.target is aten.dropout.default else (args[0],)
+    val = node.meta["val"]
+    return emit(aten.dropout.default, (args[0], p, True), {}, val if isinstance(val, torch.Tensor) else val[0])
+
+
+def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Mean and deviation, which it gives too, are for a backward that nobody asks of this graph."""
+    return emit(aten.layer_norm.default, args, kwargs, node.meta["val"][0]), None, None
+
+
+def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """``sparse`` says how the gradient is stored, not what it is: the gradient of a shard is dense."""
+    if len(args) > 3 and args[3]:
+        raise PlanError(
+            "scale_grad_by_freq divides the gradient of an embedding by counts within the batch, which microbatches "
+            "do not know",
+            where=where_of(node),
+            fix="leave out scale_grad_by_freq",
+        )
+    return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
+
+
+def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Logits [n, classes, d ..] or [classes] with class ids become rows [tokens, classes]."""
+    logits, target = args[0].meta["val"], args[1].meta["val"]
+    if logits.dim() == 2 or target.is_floating_point():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    last = args[0]
+    if logits.dim() > 2:
+        dims = [0, *range(2, logits.dim()), 1]
+        last = emit(aten.permute.default, (args[0], dims), {}, logits.permute(dims))
+    rows = reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
+    flat = reshaped(emit, args[1], target.reshape(-1))
+    val = node.meta["val"]
+    loss = emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val)
+    return reshaped(emit, loss, val)
+
+
+def _new_filled(value: float | None) -> Callable[..., Any]:
+    """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
+
+    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        val = node.meta["val"]
+        fill = args[2] if value is None else value
+        dtype_fill = bool(fill) if val.dtype == torch.bool else fill
+        return emit(
+            aten.full.default,
+            ([int(n) for n in val.shape], dtype_fill),
+            {"dtype": val.dtype, "device": val.device},
+            val,
+        )
+
+    return rewrite
+
+
+def _own_backward(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A Function of the user's takes its place: detached from what it gives no gradient, and where it gives none."""
+    call = recorded(args[1])
+    operands = [o if r else _cut_off(emit, o) for o, r in zip(args[0], call.facts.reached, strict=True)]
+    vals = list(node.meta["val"])
+    if len(vals) == 1:
+        return (_given(emit, call, emit(call, operands, {}, vals[0]), 0),)
+    made = emit(call, operands, {}, vals)
+    return tuple(_given(emit, call, emit(operator.getitem, (made, i), {}, val), i) for i, val in enumerate(vals))
+
+
+def _given(emit: Emit, call: OwnBackward, value: fx.Node, position: int) -> fx.Node:
+    return value if call.made[position].differentiable else _cut_off(emit, value)
+
+
+def _cut_off(emit: Emit, value: fx.Node) -> fx.Node:
+    return emit(aten.detach.default, (value,), {}, value.meta["val"].detach()) if value.meta["grad"] else value
+
+
+REWRITES: dict[Any, Callable[..., Any]] = (
+    {OWN_BACKWARD: _own_backward}
+    | table(
+        {
+            _identity: "alias lift_fresh lift_fresh_copy lift view_as_real_copy item _local_scalar_dense",
+            _nothing: "_assert_tensor_metadata _assert_async.msg _assert_async _assert_scalar sym_constrain_range "
+            "sym_constrain_range_for_size",
+            _linear: "linear",
+            _add_product(aten.mm.default): "addmm",
+            _add_product(aten.bmm.default): "baddbmm",
+            _dropout: "dropout native_dropout",
+            _native_layer_norm: "native_layer_norm",
+            _embedding: "embedding",
+            _cross_entropy: "cross_entropy_loss",
+            _new_filled(1): "new_ones",
+            _new_filled(0): "new_zeros new_empty new_empty_strided",
+            _new_filled(None): "new_full",
+        }
+    )
+    | LAYOUT
+    | INDEXING
+    | PRODUCTS
+)

@@ -1,0 +1,283 @@
+"""Heads computed one by one in a loop become one attention over a dim of heads, which is cut like any other.
+
+    cat([softmax(x @ Q[h] @ (x @ K[h])ᵀ) @ x @ V[h] for h in heads], -1)    →    einsum("..", x, stack(Q)), …
+    o[0](head[0](x)) + o[1](head[1](x)) + …                                 →    a sum over that dim
+
+One by one, a head could only be cut inside itself, with an exchange of scores for each. The weights of the heads are
+stacked, those of one shape together: a rank holds a part of each, and one exchange of the stack gives it whole heads.
+Branches without a product of two activations are left as they are: their weights are cut one by one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
+from planner.capture.canonical.emit import aten, shape_of
+from planner.rules import rule_of
+from planner.rules.contraction import contraction, equation
+from planner.rules.pointwise import is_pointwise
+
+ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
+REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default}
+SDPA = aten.scaled_dot_product_attention.default
+
+
+class _Unknown(Exception):
+    """An op that is not written over a dim of heads: the loop stays as it is."""
+
+
+@dataclass
+class _Loop:
+    """What ``num`` equal branches do, by the nodes of the first."""
+
+    num: int
+    pieces: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # piece 0 → tensor, and its dim of pieces
+    own: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # a parameter or buffer of each branch
+    body: dict[fx.Node, None] = field(default_factory=dict)  # the calls of branch 0, inputs first
+
+
+def join_heads(graph: fx.Graph) -> bool:
+    """Rewrite every such loop of ``graph``, whose parts were concatenated or added up."""
+    joined = False
+    for node in list(graph.nodes):
+        leaves = _concatenated(node) or _added_up(node)
+        loop = _loop_of(leaves) if len(leaves) >= FEWEST else None
+        if loop is None:
+            continue
+        with graph.inserting_before(node):
+            try:
+                whole = _Writer(graph, loop).result(node, leaves)
+            except _Unknown:
+                continue
+        node.replace_all_uses_with(whole)
+        joined = True
+    return joined
+
+
+def _concatenated(node: fx.Node) -> list[fx.Node]:
+    is_cat = node.target is aten.cat.default
+    return list(node.args[0]) if is_cat else []  # pyright: ignore[reportArgumentType]
+
+
+def _added_up(node: fx.Node) -> list[fx.Node]:
+    """The products that a chain of sums ends in, if ``node`` is its end; in order."""
+    is_inner = len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
+    if node.target is not aten.add.Tensor or is_inner:
+        return []
+    terms = _terms(node)
+    kinds = Counter(t.target for t in terms if rule_of(t.target) is contraction)
+    return [t for t in terms if kinds and t.target is kinds.most_common(1)[0][0]]
+
+
+def _terms(node: fx.Node, *, is_end: bool = True) -> list[fx.Node]:
+    is_sum = node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
+    if not is_sum or not (is_end or len(node.users) == 1):
+        return [node]
+    return [t for a in node.args for t in _terms(a, is_end=False)]  # pyright: ignore[reportArgumentType]
+
+
+def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
+    """The equal branches that end in ``leaves``; None where they differ, or hold no product of two activations."""
+    if len({shape_of(n) for n in leaves}) > 1 or len(set(leaves)) < len(leaves):
+        return None
+    loop = _Loop(len(leaves))
+    if not _are_equal(tuple(leaves), loop, set()):
+        return None
+    mixing = [n for n in loop.body if _mixes(n, loop)]
+    if not mixing or any(len(shape_of(n)) > 3 for n in mixing):
+        return None  # attention with heads of its own is cut by those
+    inside = {*loop.body}
+    read_outside = any(user not in inside for n in loop.body if n is not leaves[0] for user in n.users)
+    return None if read_outside else loop
+
+
+def _mixes(node: fx.Node, loop: _Loop) -> bool:
+    """A product of what the branch itself made."""
+    made = [n for n in node.all_input_nodes if n.meta["grad"] and (n in loop.body or n in loop.pieces)]
+    return node.target is SDPA or (rule_of(node.target) is contraction and len(made) == len(node.all_input_nodes) == 2)
+
+
+def _are_equal(nodes: tuple[Any, ...], loop: _Loop, seen: set[fx.Node]) -> bool:
+    """Whether ``nodes``, one of each branch, do the same to what the branches read; notes what that is."""
+    first = nodes[0]
+    if first in seen or all(n is first for n in nodes):
+        return True
+    if all(n.op == "placeholder" for n in nodes):
+        loop.own[first] = nodes
+        return len({(shape_of(n), n.meta["val"].dtype, n.meta["grad"]) for n in nodes}) == 1
+    dim = _dim_of_pieces(first)
+    sources = {piece_of(n, dim, i, len(nodes)) for i, n in enumerate(nodes)} if dim is not None else {None}
+    source = sources.pop() if len(sources) == 1 else None
+    if source is not None and dim is not None:
+        loop.pieces[first] = source, dim
+        return True
+    seen.add(first)
+    if not same_call(nodes) or not all(_are_equal(inner, loop, seen) for inner in operands_of(nodes)):
+        return False
+    loop.body[first] = None
+    return True
+
+
+def _dim_of_pieces(node: fx.Node) -> int | None:
+    if node.target is aten.slice.Tensor:
+        return int(node.args[1])  # pyright: ignore[reportArgumentType]
+    source = node.args[0] if node.target is operator.getitem else None
+    is_split = isinstance(source, fx.Node) and source.target is aten.split_with_sizes.default
+    return int(source.args[2]) if is_split else None  # pyright: ignore
+
+
+class _Writer:
+    """Owns the calls over all heads: values of the branches get a first dim of heads, what they share does not."""
+
+    def __init__(self, graph: fx.Graph, loop: _Loop) -> None:
+        self.graph, self.loop, self.num = graph, loop, loop.num
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.origin = next(iter(loop.body))
+
+    def result(self, end: fx.Node, leaves: list[fx.Node]) -> fx.Node:
+        """What takes the place of ``end``: a concatenation, or a sum with other terms."""
+        self._stack_weights()
+        for piece, (source, dim) in self.loop.pieces.items():
+            self.new[piece] = self._cut_in_heads(source, dim)
+        for node in self.loop.body:
+            self.origin = node
+            self._write(node)
+        self.origin, whole = end, self.new.get(leaves[0])
+        if whole is None:
+            raise _Unknown
+        if end.target is aten.cat.default:
+            dim = int(end.args[1] if len(end.args) > 1 else 0) % len(shape_of(end))  # pyright: ignore
+            return self._view(self._moved(whole, dim), list(shape_of(end)))
+        total = self._emit(aten.sum.dim_IntList, whole, [0])
+        for term in (t for t in _terms(end) if t not in leaves):
+            total = self._emit(aten.add.Tensor, total, term)
+        return total
+
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch.no_grad():
+            val = target(*given, **named)
+        new.meta = {k: self.origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in self.origin.meta}
+        new.meta["val"] = val
+        is_inexact = val.is_floating_point() or val.is_complex()
+        new.meta["grad"] = is_inexact and any(n.meta["grad"] for n in new.all_input_nodes)
+        return new
+
+    def _view(self, x: fx.Node, shape: list[int]) -> fx.Node:
+        return x if list(shape_of(x)) == shape else self._emit(aten.reshape.default, x, shape)
+
+    def _moved(self, x: fx.Node, dim: int) -> fx.Node:
+        """The first dim at place ``dim``."""
+        rest = list(range(1, len(shape_of(x))))
+        return self._emit(aten.permute.default, x, [*rest[:dim], 0, *rest[dim:]]) if dim else x
+
+    def _cut_in_heads(self, x: fx.Node, dim: int) -> fx.Node:
+        """[.., heads · n, ..] as [heads, .., n, ..]."""
+        shape = list(shape_of(x))
+        parted = self._view(x, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :]])
+        order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
+        return self._emit(aten.permute.default, parted, order) if dim else parted
+
+    def _stack_weights(self) -> None:
+        """Of one shape together, so that one exchange moves them."""
+        kinds: dict[Any, list[fx.Node]] = {}
+        for first in self.loop.own:
+            kinds.setdefault((shape_of(first), first.meta["val"].dtype, first.meta["grad"]), []).append(first)
+        for (shape, _, _), firsts in kinds.items():
+            parts = [self._view(n, [1, *shape]) for first in firsts for n in self.loop.own[first]]
+            stack = self._emit(aten.cat.default, parts, 0)
+            if len(firsts) == 1:
+                self.new[firsts[0]] = stack
+                continue
+            stack = self._view(stack, [len(firsts), self.num, *shape])
+            for i, first in enumerate(firsts):
+                self.new[first] = self._view(self._emit(aten.slice.Tensor, stack, 0, i, i + 1), [self.num, *shape])
+
+    def _write(self, node: fx.Node) -> None:
+        """The call over all heads; nothing where all that it reads is shared, as it is the same for every head."""
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if not any(n in self.new for n in node.all_input_nodes):
+            if random and node.target is not SDPA:
+                raise _Unknown
+            return
+        if rule_of(node.target) is contraction:
+            self.new[node] = self._product(node)
+        elif node.target is SDPA:
+            self.new[node] = self._attention(node)
+        elif node.target in (aten.reshape.default, aten.expand.default):
+            self.new[node] = self._sized(node)
+        elif is_pointwise(node.target):
+            ndim = len(shape_of(node))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._aligned(n, ndim))
+            self.new[node] = self._emit(node.target, *args, **kwargs)
+        else:
+            self.new[node] = self._along(node)
+
+    def _aligned(self, x: fx.Node, ndim: int) -> fx.Node:
+        """A value of the heads with as many dims after the first as the result, to be broadcast."""
+        if x not in self.new:
+            return x
+        shape = list(shape_of(x))
+        return self._view(self.new[x], [self.num, *[1] * (ndim - len(shape)), *shape])
+
+    def _product(self, node: fx.Node) -> fx.Node:
+        labelled = equation(node)
+        if labelled is None:
+            raise _Unknown
+        operands, words, out = labelled
+        head = next(c for c in ascii_letters if c not in "".join(words))
+        words = [head + w if x in self.new else w for x, w in zip(operands, words, strict=True)]
+        given = [self.new.get(x, x) for x in operands]
+        return self._emit(aten.einsum.default, ",".join(words) + "->" + head + out, given)
+
+    def _sized(self, node: fx.Node) -> fx.Node:
+        (x,) = node.all_input_nodes
+        shape = [self.num, *shape_of(node)]
+        if node.target is aten.reshape.default:
+            return self._view(self.new[x], shape)
+        return self._emit(aten.expand.default, self._aligned(x, len(shape) - 1), shape)
+
+    def _along(self, node: fx.Node) -> fx.Node:
+        """Ops whose dims count one more."""
+        x, args = node.all_input_nodes[0], list(node.args)
+        ndim = len(shape_of(x))
+        if len(node.all_input_nodes) > 1 or node.kwargs:
+            raise _Unknown
+        if node.target in ALONG or node.target is aten.slice.Tensor:
+            args[1] = int(args[1]) % ndim + 1  # pyright: ignore[reportArgumentType]
+        elif node.target in REDUCED:
+            dims: Any = args[1]
+            args[1] = [d % ndim + 1 for d in (dims if isinstance(dims, list | tuple) else [dims])]
+        elif node.target is aten.permute.default:
+            order: Any = args[1]
+            args[1] = [0, *(d % ndim + 1 for d in order)]
+        else:
+            raise _Unknown
+        return self._emit(node.target, self.new[x], *args[1:])
+
+    def _attention(self, node: fx.Node) -> fx.Node:
+        """[heads, b, s, d] as [b, heads, s, d] and back; a mask that the heads share keeps its shape."""
+        q, k, v, *rest = node.args
+        if len(shape_of(q)) != 3 or any(isinstance(a, fx.Node) and a in self.new for a in rest):  # pyright: ignore
+            raise _Unknown
+        if rest and isinstance(rest[0], fx.Node) and len(shape_of(rest[0])) > 2:
+            rest[0] = self._view(rest[0], [shape_of(rest[0])[0], 1, *shape_of(rest[0])[1:]])
+        if any(isinstance(a, fx.Node) for a in node.kwargs.values()):
+            raise _Unknown
+        given = [self._of_each(x) for x in (q, k, v)]  # pyright: ignore[reportArgumentType]
+        return self._moved(self._emit(SDPA, *given, *rest, **node.kwargs), 1)
+
+    def _of_each(self, x: fx.Node) -> fx.Node:
+        if x in self.new:
+            return self._moved(self.new[x], 1)
+        batch, *shape = shape_of(x)
+        return self._emit(aten.expand.default, self._view(x, [batch, 1, *shape]), [batch, self.num, *shape])

@@ -1,0 +1,149 @@
+"""Canonical forms of what moves, cuts and joins elements without computing on them.
+
+view, flatten, unsqueeze, squeeze …  → reshape to static sizes
+transpose, t, mT, movedim …          → permute
+split, chunk, unbind, select         → split_with_sizes / slice, then reshape
+stack, cat                           → cat of what is not empty
+repeat_interleave                    → a new dim, expanded, merged
+to, type_as, _to_copy                → to.dtype, or nothing
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.emit import Emit, Rewrite, aten, dim_of, reshaped, shape_of, table
+
+
+def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    before, after = args[0].meta["val"], node.meta["val"]
+    if before.dtype == after.dtype:
+        return args[0]
+    return emit(aten.to.dtype, (args[0], after.dtype), {}, after)
+
+
+def _reshape(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return reshaped(emit, args[0], node.meta["val"])
+
+
+def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The permutation is read off by applying the op to a meta tensor whose sizes are all different."""
+    ndim = args[0].meta["val"].dim()
+    probe = torch.empty([d + 2 for d in range(ndim)], device="meta")
+    target: Any = node.target
+    dims = [n - 2 for n in target(probe, *args[1:], **kwargs).shape]
+    if dims == list(range(ndim)):
+        return args[0]
+    return emit(aten.permute.default, (args[0], dims), {}, node.meta["val"])
+
+
+def _expand(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    sizes = [int(n) for n in node.meta["val"].shape]
+    if tuple(sizes) == shape_of(args[0]):
+        return args[0]
+    return emit(aten.expand.default, (args[0], sizes), {}, node.meta["val"])
+
+
+def _split(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim = dim_of(args, kwargs, 2)
+    sizes = [int(v.shape[dim]) for v in node.meta["val"]]
+    return emit(aten.split_with_sizes.default, (args[0], sizes, dim), {}, node.meta["val"])
+
+
+def _unbind(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim = dim_of(args, kwargs, 1)
+    pieces = [v.unsqueeze(dim) for v in node.meta["val"]]
+    return emit(aten.split_with_sizes.default, (args[0], [1] * len(pieces), dim), {}, pieces)
+
+
+def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A piece of a split; of an unbind it still has its dim of size 1, which goes now."""
+    source = args[0]
+    if not isinstance(source, fx.Node):
+        return source[args[1]]
+    if source.target is aten.dropout.default:
+        return source
+    val = source.meta["val"][args[1]]
+    piece = emit(operator.getitem, (source, args[1]), {}, val)
+    return reshaped(emit, piece, node.meta["val"])
+
+
+def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    dim, index = dim_of(args, kwargs, 1), int(args[2])
+    size = shape_of(args[0])[dim]
+    index %= size
+    val = node.meta["val"]
+    piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
+    selected = reshaped(emit, piece, val)
+    if dim == 0:
+        selected.meta["selected"] = True  # of one, where it looks like a view
+    return selected
+
+
+def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """slice and narrow with plain bounds 0 ≤ start ≤ end ≤ size."""
+    x, dim = args[0], dim_of(args, kwargs, 1)
+    size, length = shape_of(x)[dim], int(node.meta["val"].shape[dim])
+    step = int(args[4]) if len(args) > 4 else int(kwargs.get("step", 1))
+    start = args[2] if len(args) > 2 and args[2] is not None else kwargs.get("start", 0) or 0
+    start = min(start + size if start < 0 else start, size)
+    if length == size and step == 1:
+        stop = args[3] if len(args) > 3 else kwargs.get("end")
+        if dim == 0 and stop is not None and int(stop) <= size:
+            x.meta["selected"] = True  # the first n of n
+        return x
+    end = min(start + (length - 1) * step + 1 if length else start, size)
+    tail = (step,) if step != 1 else ()
+    return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
+
+
+def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    val = node.meta["val"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % val.dim()
+    pieces = [reshaped(emit, x, x.meta["val"].unsqueeze(dim)) for x in args[0]]
+    return emit(aten.cat.default, (pieces, dim), {}, val)
+
+
+def _cat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Empty pieces (the start of a key cache) say nothing, and may even have fewer dims than the rest."""
+    pieces = [x for x in args[0] if x.meta["val"].numel()]
+    if len(pieces) == 1 and shape_of(pieces[0]) == tuple(node.meta["val"].shape):
+        return pieces[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return emit(node.target, (pieces or args[0], dim), {}, node.meta["val"])
+
+
+def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Each element ``times`` in a row: a new dim, expanded, merged again."""
+    x, times = args[0], int(args[1])
+    if len(args) < 3 and kwargs.get("dim") is None:
+        return emit(node.target, args, kwargs, node.meta["val"])
+    dim = dim_of(args, kwargs, 2)
+    wide = x.meta["val"].unsqueeze(dim + 1)
+    sizes = [times if d == dim + 1 else int(n) for d, n in enumerate(wide.shape)]
+    expanded = emit(aten.expand.default, (reshaped(emit, x, wide), sizes), {}, wide.expand(sizes))
+    return reshaped(emit, expanded, node.meta["val"])
+
+
+LAYOUT: dict[Any, Rewrite] = table(
+    {
+        _to_dtype: "to.dtype to.dtype_layout to.device to.other _to_copy type_as to.prim_Device to.prim_dtype",
+        _reshape: "view reshape _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
+        "unflatten.int view_as reshape_as _reshape_alias view_copy ravel",
+        _permute: "permute transpose.int t numpy_T mT mH adjoint movedim.int movedim.intlist swapaxes swapdims "
+        "moveaxis.int transpose_copy.int",
+        _expand: "expand expand_as broadcast_to expand_copy",
+        _split: "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections unsafe_split.Tensor "
+        "unsafe_chunk",
+        _unbind: "unbind.int",
+        _select: "select.int",
+        _slice: "slice.Tensor narrow",
+        _stack: "stack",
+        _cat: "cat",
+        _repeat_interleave: "repeat_interleave.self_int",
+    }
+) | {operator.getitem: _getitem}

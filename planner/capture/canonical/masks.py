@@ -1,0 +1,61 @@
+"""Explicit attention masks that say nothing new: provably causal ones become is_causal, provably full ones go away.
+
+A mask made of constants alone (positions, comparisons) is computed here, once, and looked at. Flash attention then
+needs no mask in memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.form import prune
+from planner.graph.constants import Constants
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+aten = torch.ops.aten
+
+
+def simplify_masks(program: Program) -> None:
+    """Rewrite the attention calls of ``program`` in place; ``program.rewrites`` says which and why."""
+    meanings: dict[fx.Node, str] = {}
+    constants = Constants(program)
+    for node in program.graph.graph.nodes:
+        if node.target is not aten.scaled_dot_product_attention.default or len(node.args) < 4:
+            continue
+        mask = node.args[3]
+        if not isinstance(mask, fx.Node) or mask not in constants.nodes or (len(node.args) > 5 and node.args[5]):
+            continue
+        if mask not in meanings:
+            meanings[mask] = _meaning(constants.value(mask))
+        if meanings[mask]:
+            _replace(node, meanings[mask] == "causal")
+            program.rewrites.append((f"the attention mask is {meanings[mask]}", where_of(node)))
+    if any(meanings.values()):
+        prune(program.graph)
+        program.__dict__.pop("_nodes", None)
+
+
+def _meaning(mask: torch.Tensor | None) -> str:
+    """ "causal", "full" or "" for a boolean or an additive mask [.., s, t]."""
+    if mask is None or mask.dim() < 2:
+        return ""
+    if mask.dtype == torch.bool:
+        allowed = mask
+    else:
+        lowest = torch.finfo(mask.dtype).min
+        allowed = mask == 0
+        if not bool((allowed | (mask <= lowest)).all()):
+            return ""
+    if bool(allowed.all()):
+        return "full"
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    return "causal" if mask.shape[-1] == mask.shape[-2] and bool((allowed == causal).all()) else ""
+
+
+def _replace(node: fx.Node, causal: bool) -> None:
+    query, key, value, _, *rest = node.args
+    dropout = rest[0] if rest else node.kwargs.get("dropout_p", 0.0)
+    node.args = (query, key, value, None, dropout, causal)
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dropout_p", "is_causal", "attn_mask")}

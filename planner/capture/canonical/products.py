@@ -1,0 +1,199 @@
+"""Canonical forms of products and of losses.
+
+einsum with "..." or without "->"    → explicit letters
+mv, dot, addmv, outer, bilinear      → matmul, einsum
+convolution with bias                → the product, then an add
+glu, prelu, cosine_similarity        → their parts
+nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
+−log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
+"""
+
+from __future__ import annotations
+
+import operator
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.emit import (
+    Emit,
+    Rewrite,
+    applied,
+    aten,
+    dim_of,
+    named,
+    reshaped,
+    shape_of,
+    table,
+    viewed,
+)
+
+UNREDUCED = 0
+
+
+def explicit(text: str, ndims: list[int]) -> str:
+    """An einsum equation with every letter written out; ``ndims`` of the operands. Unchanged where it already is."""
+    left, arrow, right = text.replace(" ", "").partition("->")
+    words = left.split(",")
+    if not arrow:
+        letters = sorted({c for c in left if c.isalpha()})
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    free = [c for c in ascii_letters if c not in text]
+    spare = [n - len(w.replace(".", "")) for w, n in zip(words, ndims, strict=True)]
+    most = max((s for s, w in zip(spare, words, strict=True) if "..." in w), default=0)
+    dots = "".join(free[:most])
+    words = [w.replace("...", dots[most - s :]) for w, s in zip(words, spare, strict=True)]
+    return ",".join(words) + "->" + right.replace("...", dots)
+
+
+def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Broadcast dims of size 1 of an operand are dropped, so that a letter has one size."""
+    operands = list(args[1])
+    text = explicit(args[0], [len(shape_of(x)) for x in operands])
+    words, result = text.partition("->")[0].split(","), text.partition("->")[2]
+    sizes: dict[str, int] = {}
+    for word, x in zip(words, operands, strict=True):
+        for letter, n in zip(word, shape_of(x), strict=True):
+            sizes[letter] = max(n, sizes.get(letter, 1))
+    for i, (word, x) in enumerate(zip(words, operands, strict=True)):
+        kept = [n == sizes[c] for c, n in zip(word, shape_of(x), strict=True)]
+        if not all(kept):
+            words[i] = "".join(c for c, k in zip(word, kept, strict=True) if k)
+            operands[i] = viewed(emit, x, [n for n, k in zip(shape_of(x), kept, strict=True) if k])
+    return emit(aten.einsum.default, (",".join(words) + "->" + result, operands), {}, node.meta["val"])
+
+
+def _matmul(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return emit(aten.matmul.default, args[:2], {}, node.meta["val"])
+
+
+def _outer(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return emit(aten.einsum.default, ("i,j->ij", list(args[:2])), {}, node.meta["val"])
+
+
+def _bilinear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    x, y, weight, *bias = args
+    batch = ascii_letters[: len(shape_of(x)) - 1]
+    product = emit(aten.einsum.default, (f"{batch}I,OIJ,{batch}J->{batch}O", [x, weight, y]), {}, node.meta["val"])
+    bias = next((b for b in (*bias, kwargs.get("bias")) if b is not None), None)
+    return product if bias is None else emit(aten.add.Tensor, (product, bias), {}, node.meta["val"])
+
+
+def _convolution(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A bias [channels] is added after the product, as for a linear."""
+    val = node.meta["val"]
+    bias = args[2] if len(args) > 2 else kwargs.pop("bias", None)
+    rest = [*args[:2], None, *args[3:]] if len(args) > 3 else args[:2]
+    product = emit(node.target, rest, {k: v for k, v in kwargs.items() if k != "bias"}, val)
+    if bias is None:
+        return product
+    spatial = len(shape_of(args[1])) - 2
+    return emit(aten.add.Tensor, (product, viewed(emit, bias, [-1] + [1] * spatial)), {}, val)
+
+
+def _glu(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """a · sigmoid(b) of the two halves: each half is a segment of its own."""
+    dim = dim_of(args, kwargs, 1, -1)
+    half = shape_of(args[0])[dim] // 2
+    halves = applied(emit, aten.split_with_sizes.default, args[0], [half, half], dim)
+    a, b = (emit(operator.getitem, (halves, i), {}, node.meta["val"]) for i in range(2))
+    return emit(aten.mul.Tensor, (a, emit(aten.sigmoid.default, (b,), {}, node.meta["val"])), {}, node.meta["val"])
+
+
+def _prelu(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    x, weight = args
+    if weight.meta["val"].numel() > 1 and len(shape_of(x)) > 2:
+        weight = viewed(emit, weight, [-1] + [1] * (len(shape_of(x)) - 2))
+    scaled = emit(aten.mul.Tensor, (x, weight), {}, node.meta["val"])
+    return emit(aten.where.self, (applied(emit, aten.gt.Scalar, x, 0), x, scaled), {}, node.meta["val"])
+
+
+def _cosine(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
+    given = named(node, args, kwargs)
+    units = []
+    for x in (given["x1"], given["x2"]):
+        norm = applied(emit, aten.linalg_vector_norm.default, x, 2, [given["dim"]], True)
+        units.append(applied(emit, aten.div.Tensor, x, applied(emit, aten.clamp_min.default, norm, given["eps"])))
+    return emit(aten.sum.dim_IntList, (applied(emit, aten.mul.Tensor, *units), [given["dim"]]), {}, node.meta["val"])
+
+
+def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Counts of integers: as floats, which every device can count."""
+    val = args[0].meta["val"]
+    if val.is_floating_point():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    wide = applied(emit, aten.to.dtype, args[0], torch.float32)
+    counts = emit(node.target, [wide, *args[1:]], kwargs, node.meta["val"].to(torch.float32))
+    return emit(aten.to.dtype, (counts, val.dtype), {}, node.meta["val"])
+
+
+def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """On a log_softmax over the classes, both together are the cross-entropy of what came before."""
+    given = named(node, args, kwargs)
+    logits = _before_log_softmax(emit, given["self"], 1 if len(shape_of(given["self"])) > 1 else 0)
+    if logits is None or given["target"].meta["val"].is_floating_point():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    reduced = (given["weight"], given["reduction"], given["ignore_index"])
+    target, val = given["target"], node.meta["val"]
+    ndim = len(shape_of(logits))
+    if ndim > 2:  # [b, classes, d ..]: as rows [tokens, classes]
+        last = applied(emit, aten.permute.default, logits, [0, *range(2, ndim), 1])
+        logits, target = viewed(emit, last, [-1, shape_of(last)[-1]]), viewed(emit, target, [-1])
+    loss = emit(aten.cross_entropy_loss.default, (logits, target, *reduced), {}, val.reshape(-1) if val.dim() else val)
+    return reshaped(emit, loss, val)
+
+
+def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
+    """x where ``node`` is reshape*(log_softmax(x, dim)) and the reshape leaves the classes the last dim."""
+    found = node
+    while found.target is aten.reshape.default and shape_of(found)[-1] == shape_of(found.all_input_nodes[0])[-1]:
+        found = found.all_input_nodes[0]
+    if found.target not in LOG_SOFTMAX:
+        return None
+    x, along = found.all_input_nodes[0], int(found.args[1]) % len(shape_of(found))  # pyright: ignore[reportArgumentType]
+    last = len(shape_of(found)) - 1
+    if along != (last if found is not node else dim) or (found is not node and dim != len(shape_of(node)) - 1):
+        return None
+    if x.meta["val"].dtype != found.meta["val"].dtype:
+        x = applied(emit, aten.to.dtype, x, found.meta["val"].dtype)
+    return viewed(emit, x, list(shape_of(node)))
+
+
+NOTHING_IGNORED = -(1 << 40)  # no class id: this loss skips nothing
+LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
+
+
+def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The log-probability of one class a row is minus its unreduced cross-entropy (no class is ignored)."""
+    x, index, val = args[0], args[2], node.meta["val"]
+    dim = dim_of(args, kwargs, 1)
+    last = len(shape_of(x)) - 1
+    one_each = dim == last and last > 0 and shape_of(index) == (*shape_of(x)[:-1], 1)
+    logits = _before_log_softmax(emit, x, last) if one_each else None
+    if logits is None:
+        return emit(node.target, args, kwargs, val)
+    rows = viewed(emit, logits, [-1, shape_of(x)[-1]])
+    loss = applied(
+        emit, aten.cross_entropy_loss.default, rows, viewed(emit, index, [-1]), None, UNREDUCED, NOTHING_IGNORED
+    )
+    return viewed(emit, applied(emit, aten.neg.default, loss), list(shape_of(index)))
+
+
+PRODUCTS: dict[Any, Rewrite] = table(
+    {
+        _einsum: "einsum",
+        _matmul: "mv dot vdot",
+        _outer: "outer ger",
+        _bilinear: "bilinear",
+        _convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
+        _glu: "glu",
+        _prelu: "prelu",
+        _cosine: "cosine_similarity",
+        _histc: "histc",
+        _nll_loss: "nll_loss_nd nll_loss",
+        _gather: "gather",
+    }
+)

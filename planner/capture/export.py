@@ -1,0 +1,282 @@
+"""Capture: an unmodified nn.Module becomes one flat ATen graph at microbatch shape, by torch.export.
+
+What is exported is the caller's module itself, never a copy: its parameters and buffers are exchanged for fake ones
+(shapes without memory, capture.model.exchange) while its forward is traced, and put back. So capture costs no memory
+whatever the size of the model, and what only the original knows (closures, patched forwards, hooks) is captured too.
+
+Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters, buffers, constants and batch tensors as
+         placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+
+from planner.capture.buffer_writes import notes_of_writes
+from planner.capture.canonical.certain_draws import CertainDraws
+from planner.capture.canonical.form import canonicalize, prune
+from planner.capture.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
+from planner.capture.functional import UnknownWrite, is_write, make_functional
+from planner.capture.gradients.autocast import write_casts
+from planner.capture.gradients.call_sites import CallSites
+from planner.capture.gradients.hooks import refuse_gradient_hooks
+from planner.capture.gradients.parameter_writes import refuse_parameter_writes
+from planner.capture.gradients.python_side import PythonGradients
+from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
+from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
+from planner.capture.outputs import find_loss, select_outputs
+from planner.capture.own_backward.recorded import calls_recorded
+from planner.capture.python.watch import ForwardWatch
+from planner.errors import PlanError, Where
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+FORWARD_MUST_WORK = (
+    "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
+    "have shapes but no values (no numpy, no lists of their elements)"
+)
+
+
+@calls_recorded()
+def capture(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str = "auto", dtype: torch.dtype | None = None
+) -> Program:
+    """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
+
+    ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
+    model cannot be traced or would not train as traced, naming the user's line, and where no output is a loss.
+    """
+    refuse_gradient_hooks(model)
+    refuse_shared_memory(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    exchange = Exchange(model, dtype, mode)
+    # a tensor of its own for each input: one tensor given twice would be captured as one input
+    kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
+    with exchange.made(), caches_off(model):
+        exported, notes, told = _traced(model, kwargs, exchange, mode)
+        lifted = {
+            s.target: exported.constants.get(s.target)
+            for s in exported.graph_signature.input_specs
+            if s.kind is InputKind.CONSTANT_TENSOR and s.target
+        }
+        held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
+        constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
+        exported, written = _functional(exported, held)
+    program = _program(model, exported, constants, held, loss, notes, written)
+    program.rewrites.extend(told)
+    return program
+
+
+def _traced(
+    model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
+) -> tuple[torch.export.ExportedProgram, list[str], list[tuple[str, Where]]]:
+    """The export, and what the user should know; made twice where the forward left behind what a next one may read."""
+    watch, gradients = ForwardWatch(model, exchange, mode), PythonGradients(model)
+    with watch.installed():
+        with gradients.watched():
+            exported = _export(model, kwargs, watch)
+        if watch.doubts:
+            with watch.moved_on(), PythonGradients(model).watched():
+                watch.settle(exported, lambda: _export(model, kwargs, watch))
+    return exported, [*gradients.notes, *watch.notes], list(gradients.regions.told())
+
+
+@contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Without key-value caches and wrappers of recomputation, which are of no use in a traced training step."""
+    changed: list[tuple[Any, str]] = []
+    try:
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            for owner, name in ((config, "use_cache"), (module, "gradient_checkpointing")):
+                if getattr(owner, name, None) is True:
+                    setattr(owner, name, False)
+                    changed.append((owner, name))
+        yield
+    finally:
+        for owner, name in changed:
+            setattr(owner, name, True)
+
+
+def _constant(value: Any, exchange: Exchange) -> Any:
+    """The value of a lifted constant; one of the model's that stands on meta has none."""
+    owner = exchange.original(value) if isinstance(value, torch.Tensor) else None
+    if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
+    """Where the forward reads a lifted constant."""
+    for spec in exported.graph_signature.input_specs:
+        if spec.target == constant:
+            holder = next(n for n in exported.graph.nodes if n.name == spec.arg.name)
+            return where_of(next(iter(holder.users), holder))
+    return Where()
+
+
+def _functional(
+    exported: torch.export.ExportedProgram, held: Mapping[str, Held]
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
+    the nodes of their last values."""
+    module = exported.graph_module
+    if _any_call(module, is_write):
+        signature = exported.graph_signature
+        parameters = dict(signature.inputs_to_parameters)
+        parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
+        refuse_parameter_writes(module, parameters)
+        if not _any_call(module, _is_of_vmap):
+            with contextlib.suppress(UnknownWrite):
+                return exported, make_functional(module)
+    if _any_call(module, lambda call: is_write(call) or _is_of_vmap(call)):
+        exported = _decomposed(exported)
+    holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
+    return exported, {
+        holders[s.target]: s.arg.name
+        for s in exported.graph_signature.output_specs
+        if s.kind is OutputKind.BUFFER_MUTATION and s.target in holders
+    }
+
+
+def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    try:
+        return _quietly(lambda: exported.run_decompositions({}))
+    except Exception as error:
+        raise PlanError(
+            f"the model cannot be captured: its ops in place cannot be made functional: {error}",
+            fix="write them out of place (`x = x + y` for `x += y`)",
+        ) from error
+
+
+def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
+    try:
+        with CertainDraws(watch.check):
+            exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+        write_casts(exported.graph_module)
+        return exported
+    except PlanError:
+        raise
+    except Exception as error:
+        where = CallSites(model).of(error)
+        if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
+            raise PlanError(
+                f"the model does not take these inputs: {error}",
+                where="inputs",
+                fix="name the keys under `inputs` as the arguments of the model's forward",
+            ) from error
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PlanError(
+            f"the model cannot be captured: {what}",
+            where=where,
+            fix=FIX if "data-dependent" in what else FORWARD_MUST_WORK,
+        ) from error
+
+
+def _quietly(run: Any) -> Any:
+    """torch.export warns, logs and prints half graphs: no concern of a user who only plans."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return run()
+    finally:
+        logger.setLevel(level)
+
+
+def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) -> bool:
+    """Whether any call of the graph or of a region in it is such; only then the (costly) functionalisation runs."""
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return any(node.op == "call_function" and is_such(node) for graph in graphs for node in graph.nodes)
+
+
+def _is_of_vmap(call: fx.Node) -> bool:
+    """Where torch.vmap begins and ends; between, the export recorded ops on single rows."""
+    return "vmap" in getattr(call.target, "__name__", "")
+
+
+def _program(
+    model: nn.Module,
+    exported: torch.export.ExportedProgram,
+    constants: Mapping[str, Any],
+    held: Mapping[str, Held],
+    loss: str,
+    notes: list[str],
+    written: Mapping[str, str],
+) -> Program:
+    fqns, aliases = _parameter_names(model)
+    program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
+    in_place: dict[str, Held] = {}
+    for spec in exported.graph_signature.input_specs:
+        name, target = spec.arg.name, spec.target or ""
+        if spec.kind is InputKind.PARAMETER:
+            program.parameters[name] = fqns[target]
+        elif spec.kind is InputKind.BUFFER:
+            program.buffers[name] = target
+        elif spec.kind is InputKind.USER_INPUT:
+            program.inputs[name] = name
+        elif target in held:
+            in_place[name] = held[target]
+        else:
+            program.constants[name] = constants.get(target, torch.empty(0))
+    refuse_dynamic_shapes(exported.graph_module)
+    outputs = select_outputs(exported)
+    names = {
+        s.arg.name: s.target or ""
+        for s in exported.graph_signature.input_specs
+        if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    }
+    fixed = {*program.buffers, *program.constants}
+    program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
+    put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
+    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place)
+    _merge_tied(program)
+    program.outputs = {name: position for position, name in enumerate(outputs)}
+    program.loss = find_loss(program, loss)
+    _keep_only_the_loss(program)
+    refuse_unknown_values(program.graph.graph, program.constants)
+    return program
+
+
+def _merge_tied(program: Program) -> None:
+    """One placeholder for a tied parameter, whichever of its names the forward went through."""
+    first: dict[str, fx.Node] = {}
+    for node in program.graph.graph.find_nodes(op="placeholder"):
+        fqn = program.parameters.get(node.name)
+        kept = first.setdefault(fqn, node) if fqn else node
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            program.graph.graph.erase_node(node)
+            del program.parameters[node.name]
+
+
+def _keep_only_the_loss(program: Program) -> None:
+    """Training reads no other output: what only feeds logits or hidden states for the caller is dropped."""
+    output = program.graph.graph.output_node()
+    name = next(n for n, position in program.outputs.items() if output.args[0][position].name == program.loss)  # pyright: ignore
+    output.args = ((program.node(program.loss),),)
+    program.outputs = {name: 0}
+    prune(program.graph)
+    refuse_numbers_from_tensors(program.graph)
+
+
+def _parameter_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Every dotted name → the first name of the same tensor, and the aliases alone."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names[fqn] = first.setdefault(id(parameter), fqn)
+    return names, {fqn: name for fqn, name in names.items() if fqn != name}

@@ -1,0 +1,238 @@
+"""Regions of torch.autocast in a forward: the casts that autocast makes become ops of the graph.
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):        linear(to(x, bf16), to(w, bf16), to(b, bf16))
+        y = linear(x, w, b)
+
+While a forward is exported each op is marked with the region that it stands in; the region itself is not recorded, so
+no_grad and other regions inside of it stay what they are. Afterwards each marked op is asked, on fake tensors and under
+autocast, which of its arguments it casts (``written_casts``). An op that is made of others, of which some cast, is
+written out. What autocast remembers of casts (its cache of weights) changes no value.
+
+A region of another device than the CPU does nothing to a model on the CPU, and so nothing to the plan: that is told.
+
+Needs:   an export under ``Regions``.
+Leaves:  a graph that gives the same values without autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import TracerBase
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.capture.gradients.call_sites import called_by_user
+from planner.capture.own_backward.op import Autocast
+from planner.errors import PlanError, Where
+from planner.graph.source_lines import where_of
+
+aten = torch.ops.aten
+MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps
+HIDES_CASTS = {aten._trilinear.default}  # of bilinear: casts within its kernel
+KEPT = ("stack_trace", "nn_module_stack")
+
+
+class Regions:
+    """Marks what is recorded within a region, and remembers where each was entered.
+
+    ``entered``: those that compute in another precision; ``idle``: those of other devices.
+    """
+
+    def __init__(self, here: Callable[[], Where], elsewhere: Callable[[], bool]) -> None:
+        self.entered: dict[tuple[Autocast, Where], None] = {}
+        self.idle: dict[tuple[str, Where], None] = {}
+        self._here, self._elsewhere = here, elsewhere
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """(owner, name, what stands there while a forward is exported)."""
+        enter, leave, init = torch.autocast.__enter__, torch.autocast.__exit__, torch.autocast.__init__
+        create = TracerBase.create_node
+
+        def made(region: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            init(region, device_type, *args, **kwargs)
+            region._asked = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+
+        def entered(region: Any) -> Any:
+            if self._elsewhere():
+                return enter(region)
+            if called_by_user(also="autocast_mode.py"):  # that calls a decorated function
+                self._note(region)
+            with torch._C.DisableTorchFunction():  # under which autocast does not record itself
+                return enter(region)
+
+        def left(region: Any, *error: Any) -> Any:
+            if self._elsewhere():
+                return leave(region, *error)
+            with torch._C.DisableTorchFunction():
+                return leave(region, *error)
+
+        def created(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+            node = create(tracer, *args, **kwargs)
+            region = None if self._elsewhere() else autocast_now()
+            if region is not None:
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: region}
+            return node
+
+        yield torch.autocast, "__init__", made
+        yield torch.autocast, "__enter__", entered
+        yield torch.autocast, "__exit__", left
+        yield TracerBase, "create_node", created
+
+    def _note(self, region: Any) -> None:
+        if region.device == "cpu":
+            if region._enabled:
+                self.entered[Autocast("cpu", region.fast_dtype), self._here()] = None
+        elif getattr(region, "_asked", region._enabled):
+            self.idle[region.device, self._here()] = None
+
+    def told(self) -> Iterator[tuple[str, Where]]:
+        """What the plan says of the regions that it computes in another precision."""
+        for region, where in self.entered:
+            dtype = str(region.dtype).removeprefix("torch.")
+            yield f"an autocast region computes in {dtype}, by the rules of autocast on the CPU", where
+
+    def warnings(self) -> Iterator[str]:
+        for device, where in self.idle:
+            yield (
+                f"autocast({device!r}) at {where} does nothing to a model on the CPU, and nothing in this plan: one "
+                f"process on {device} would compute this part in lower precision (write autocast(x.device.type, …))"
+            )
+
+
+def autocast_now() -> Autocast | None:
+    """The mode that the CPU's ops run in now."""
+    return Autocast("cpu", torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
+
+
+# ---- after the export
+
+
+def write_casts(module: fx.GraphModule) -> None:
+    """Put the casts of every marked op into the graph. Raises PlanError where they cannot be told."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            marked = [(n, _region(n)) for n in inner.graph.nodes]
+            for node, region in marked:
+                if region is not None and isinstance(node.target, torch._ops.OpOverload):
+                    _Call(inner.graph, node, region).write()
+            if any(region is not None for _, region in marked):
+                inner.recompile()
+
+
+def _region(node: fx.Node) -> Autocast | None:
+    return (node.meta.get("custom") or {}).get(MARK)
+
+
+class _Call:
+    """One call that was recorded within a region."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, region: Autocast) -> None:
+        self.graph, self.node, self.region = graph, node, region
+        self.target: Any = node.target
+        self.inputs = node.all_input_nodes
+        self.values: list[Any] = [n.meta.get("val") for n in self.inputs]
+
+    def write(self) -> None:
+        if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self.values):
+            return
+        if self._casts_itself():
+            self._cast(self._seen(True).casts)
+        elif self.target is aten.einsum.default and self._dtype() == self.region.dtype:
+            # a product of views of its operands: a view of a cast is a cast of the view
+            self._cast({id(v): self.region.dtype for v in self.values if v.dtype != self.region.dtype})
+        elif self.target._can_decompose():
+            seen = self._seen(True).calls
+            if any(op in HIDES_CASTS for op, *_ in seen):
+                raise self._refused()
+            if seen != self._seen(False).calls:
+                self._write_out()
+
+    def _casts_itself(self) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(self.target.name(), "AutocastCPU")
+
+    def _dtype(self) -> Any:
+        return getattr(self.node.meta.get("val"), "dtype", None)
+
+    def _run(self, *values: Any) -> Any:
+        env = dict(zip(self.inputs, values, strict=True))
+        args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), lambda n: env[n])
+        return self.target(*args, **kwargs)
+
+    def _under_autocast(self, *values: Any) -> Any:
+        with torch.autocast(self.region.device, dtype=self.region.dtype, cache_enabled=False):
+            return self._run(*values)
+
+    def _seen(self, enabled: bool) -> _Observed:
+        with torch.no_grad(), _Observed() as seen:
+            (self._under_autocast if enabled else self._run)(*self.values)
+        return seen
+
+    def _cast(self, casts: dict[int, torch.dtype]) -> None:
+        values = list(self.values)
+        for position, (node, value) in enumerate(zip(self.inputs, self.values, strict=True)):
+            if id(value) in casts:
+                dtype = casts[id(value)]
+                with self.graph.inserting_before(self.node):
+                    cast = self.graph.call_function(aten.to.dtype, (node, dtype))
+                values[position] = value.to(dtype)
+                cast.meta = {k: self.node.meta[k] for k in KEPT if k in self.node.meta} | {"val": values[position]}
+                self.node.replace_input_with(node, cast)
+        with torch.no_grad():
+            made = self._dtypes(
+                self.target(
+                    *fx.map_arg(self.node.args, lambda n: n.meta["val"]),
+                    **fx.map_arg(dict(self.node.kwargs), lambda n: n.meta["val"]),
+                )
+            )
+        if made != self._dtypes(self.node.meta["val"]) or self.target._schema.is_mutable:
+            raise self._refused()
+
+    def _refused(self) -> PlanError:
+        return PlanError(
+            f"autocast does more to {self.target} than cast its arguments",
+            where=where_of(self.node),
+            fix="write the casts of this part out, or leave it outside of the autocast region",
+        )
+
+    @staticmethod
+    def _dtypes(value: Any) -> list[torch.dtype]:
+        return [t.dtype for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+    def _write_out(self) -> None:
+        """The ops that it is made of, under autocast, in its place."""
+        parts = make_fx(self._under_autocast, tracing_mode="real")(*self.values)
+        env: dict[fx.Node, Any] = dict(zip(parts.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
+        with self.graph.inserting_before(self.node):
+            for part in parts.graph.nodes:
+                if part.op == "call_function":
+                    env[part] = self.graph.node_copy(part, lambda n: env[n])
+                    env[part].meta |= {k: self.node.meta[k] for k in KEPT if k in self.node.meta}
+        result: Any = fx.map_arg(parts.graph.output_node().args[0], lambda n: env[n])
+        for user in list(self.node.users) if isinstance(result, (tuple, list)) else []:
+            item: Any = user.args[1]
+            user.replace_all_uses_with(result[item])
+            self.graph.erase_node(user)
+        if not isinstance(result, (tuple, list)):
+            self.node.replace_all_uses_with(result)
+        self.graph.erase_node(self.node)
+
+
+class _Observed(TorchDispatchMode):
+    """``casts``: tensor given to a cast → its dtype after; ``calls``: every op, with the dtypes that it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: dict[int, torch.dtype] = {}
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, *(t.dtype for t in pytree.tree_leaves(result) if isinstance(t, Tensor))))
+        if func is aten._to_copy.default:
+            self.casts.setdefault(id(args[0]), result.dtype)
+        return result

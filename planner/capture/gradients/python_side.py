@@ -1,0 +1,279 @@
+"""What a forward may say about gradients in Python, and not by an op: kept, or refused, while it is exported.
+
+    checkpoint(use_reentrant=True)   its function in line: what to compute again in the backward is the spec's business
+    torch.inference_mode()           torch.no_grad(), which is recorded
+    x.data                           x.detach(), which is recorded
+    torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
+    torch.autocast                   its casts, written out afterwards (planner.capture.gradients.autocast)
+    a Function's apply               its forward in line, or one call (planner.capture.own_backward.custom_functions)
+    hooks, x.detach_(), p.data = …,
+    p.grad, p.requires_grad = …,
+    saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
+
+Names are replaced in PyTorch for the time of one export, on the exporting thread alone, and put back whatever happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch.autograd import graph as saved_graph
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from planner.capture.gradients.autocast import Regions
+from planner.capture.gradients.call_sites import CallSites, called_by_user
+from planner.capture.gradients.functions import is_of_torch
+from planner.capture.gradients.hooks import HOOK_FIX
+from planner.capture.own_backward.applications import Application, tensors_in
+from planner.capture.own_backward.custom_functions import CustomFunctions
+from planner.capture.own_backward.recorded import GradientAsked, record
+from planner.errors import PlanError, Where
+
+_ABSENT = object()
+_HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"
+_TRANSFORM = "the forward uses a transform of torch.func (grad, jvp …), which cannot be captured"
+_TRANSFORM_FIX = "write it out, as torch.autograd.grad(…, create_graph=True)"
+_DETACH_FIX = "write `x = x.detach()`"
+_WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
+
+
+class PythonGradients:
+    """Watches one export. ``notes``: what a user should know."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.functions = CustomFunctions(model)
+        self.notes = self.functions.notes
+        self.regions = Regions(self._here, self._elsewhere)
+        self._model = model
+        self._sites = CallSites(model)
+        self._thread = threading.get_ident()
+        self._is_over = False
+        self._depth = 0
+        self._data_slot: Any = Tensor.data
+        self._grad_slot: Any = Tensor.grad
+        self._training_slot: Any = Tensor.requires_grad
+        self._node_slot: Any = Tensor.grad_fn
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        torch.overrides.get_default_nowrap_functions()  # made once for good: not while attributes are replaced
+        try:
+            with ExitStack() as stack:
+                for owner, name, replacement in self._replacements():
+                    stack.enter_context(_replaced(owner, name, replacement))
+                yield
+        finally:
+            self._end()
+        self.notes.extend(self.regions.warnings())
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        # Below Function.apply, which a model may have taken hold of long before: `act = MyFunction.apply`.
+        yield _SingleLevelFunction, "apply", classmethod(self._apply)
+        yield from self.regions.replacements()
+        enter, leave = self._inference()
+        yield torch.inference_mode, "__enter__", enter
+        yield torch.inference_mode, "__exit__", leave
+        yield torch.autograd, "_engine_run_backward", self._backward(torch.autograd._engine_run_backward)
+        yield Tensor, "data", property(self._data, self._set_data)
+        yield Tensor, "grad", property(self._grad, self._grad_slot.__set__, self._grad_slot.__delete__)
+        yield Tensor, "requires_grad", property(self._training_slot.__get__, self._set_training)
+        yield Tensor, "requires_grad_", self._training(Tensor.requires_grad_)
+        yield Tensor, "grad_fn", property(self._node)
+        yield Tensor, "detach_", self._refusing(Tensor.detach_, "x.detach_() changes a tensor in place", _DETACH_FIX)
+        for owner, name in (
+            (Tensor, "register_hook"),
+            (Tensor, "register_post_accumulate_grad_hook"),
+            (saved_graph, "register_multi_grad_hook"),
+        ):
+            yield owner, name, self._refusing(getattr(owner, name), _HOOK, HOOK_FIX)
+        for owner, name in (
+            (eager_transforms, "grad_increment_nesting"),
+            (eager_transforms, "jvp_increment_nesting"),
+        ):
+            yield owner, name, self._refusing(getattr(owner, name), _TRANSFORM, _TRANSFORM_FIX)
+        yield saved_graph.saved_tensors_hooks, "__enter__", self._enter_saved(saved_graph.saved_tensors_hooks.__enter__)
+
+    def _end(self) -> None:
+        """A module that PyTorch imported meanwhile may hold on to a replacement: it watches nothing from now on, and
+        keeps no model alive."""
+        self._is_over = True
+        self._model = self.functions.model = nn.Module()
+        self._sites = CallSites(self._model)
+
+    def _elsewhere(self) -> bool:
+        return self._is_over or threading.get_ident() != self._thread
+
+    def _here(self) -> Where:
+        return self._sites.here()
+
+    def _refuse(self, what: str, fix: str) -> NoReturn:
+        raise PlanError(what, where=self._sites.here(), fix=fix)
+
+    def _refusing(self, original: Any, what: str, fix: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if not self._elsewhere():
+                self._refuse(what, fix)
+            return original(*args, **kwargs)
+
+        return refuse
+
+    # ---- Functions
+
+    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the apply of PyTorch's own base class; ``function`` is the user's class."""
+        original = super(_SingleLevelFunction, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+        if self._elsewhere():
+            return original(*args, **kwargs)
+        if function is CheckpointFunction:
+            return self._checkpoint(args[0], args[2:])
+        # Inside another Function gradients are off, but those of the outer one are derived through this one.
+        if (torch.is_grad_enabled() or self._depth) and not kwargs and not is_of_torch(function):
+            use = Application.of(function, args, self._sites.here(), inner=self._depth > 0)
+            call = self.functions.kept_as_call(use, args)
+            if call is not None:
+                return record(call, tensors_in(args))
+        self._depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return run(*args)
+        if torch.is_grad_enabled():
+            self.notes.append(
+                f"checkpoint(use_reentrant=True) at {self._sites.here()} is given no tensor with a gradient: "
+                "as in PyTorch, nothing inside of it gets one"
+            )
+        with torch.no_grad():
+            return run(*args)
+
+    # ---- modes
+
+    def _inference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """In the place of its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
+        enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+
+        def recorded_enter(mode: Any) -> Any:
+            mode._recorded = None
+            if not called_by_user(also="_contextlib.py"):  # that calls a decorated function
+                return enter(mode)
+            recorded = mode._recorded = torch.no_grad() if mode.mode else torch.enable_grad()
+            return recorded.__enter__()
+
+        def recorded_leave(mode: Any, *error: Any) -> Any:
+            return leave(mode, *error) if mode._recorded is None else mode._recorded.__exit__(*error)
+
+        return recorded_enter, recorded_leave
+
+    def _enter_saved(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(hooks: Any) -> Any:
+            is_plain = type(hooks) is saved_graph.saved_tensors_hooks
+            of_user = called_by_user() if is_plain else not type(hooks).__module__.startswith("torch.")
+            if of_user and not self._elsewhere():
+                self._refuse(
+                    "saved_tensors_hooks would be lost: they may change what the backward reads",
+                    "remove them in the model that is planned (save_on_cpu and checkpoint may stay)",
+                )
+            return original(hooks)
+
+        return enter
+
+    # ---- gradients inside the forward
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(*args, **kwargs)
+            except GradientAsked as error:
+                self._refuse(str(error), "write the gradient out, or the Function with ordinary operations")
+            if self._elsewhere():
+                return result
+            if kwargs.get("accumulate_grad"):
+                self._refuse_gradients_of_parameters()
+            # Recorded as plain ops, through which gradients would flow as if create_graph were set.
+            elif not args[3]:
+                return tuple(g if g is None else g.detach() for g in result)
+            return result
+
+        return run
+
+    def _refuse_gradients_of_parameters(self) -> None:
+        if any(self._grad_slot.__get__(p) is not None for p in self._model.parameters()):
+            self._refuse(
+                "backward() inside the forward adds to the gradients of parameters, which would be lost",
+                "use torch.autograd.grad(…, create_graph=True), or add the term to the loss",
+            )
+
+    # ---- attributes of tensors
+
+    def _data(self, tensor: Tensor) -> Any:
+        if called_by_user() and not self._elsewhere():
+            return tensor.detach()
+        return self._data_slot.__get__(tensor)
+
+    def _set_data(self, tensor: Tensor, value: Any) -> None:
+        if called_by_user() and not self._elsewhere():
+            self._refuse("the forward writes into a tensor by `.data =`, which would be lost", _WRITE_FIX)
+        self._data_slot.__set__(tensor, value)
+
+    def _grad(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) and called_by_user() and not self._elsewhere():
+            self._refuse(
+                "the forward reads the gradient of a parameter: it changes from step to step, a plan holds for all",
+                "use the gradient outside of the forward",
+            )
+        return self._grad_slot.__get__(tensor)
+
+    def _set_training(self, tensor: Tensor, value: bool) -> None:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad != value and not self._elsewhere():
+            self._refuse(
+                "the forward changes requires_grad of a parameter",
+                "freeze parameters before the model is planned, or use `.detach()` in the forward",
+            )
+        self._training_slot.__set__(tensor, value)
+
+    def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+            if isinstance(tensor, nn.Parameter):
+                self._set_training(tensor, requires_grad)
+            return original(tensor, requires_grad)
+
+        return requires_grad_
+
+    def _node(self, tensor: Tensor) -> Any:
+        node = self._node_slot.__get__(tensor)
+        refused = node is not None and called_by_user() and not self._elsewhere()
+        return _WatchedNode(node, self._refusing(None, _HOOK, HOOK_FIX)) if refused else node
+
+
+class _WatchedNode:
+    """``x.grad_fn`` as the user sees it: its hooks are refused, everything else is the node's own."""
+
+    def __init__(self, node: Any, refuse: Callable[..., Any]) -> None:
+        self._node = node
+        self.register_hook = self.register_prehook = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)  # it was inherited
+        else:
+            setattr(owner, name, before)

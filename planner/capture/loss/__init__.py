@@ -1,0 +1,1 @@
+"""How the losses of microbatches make the loss of the global batch."""

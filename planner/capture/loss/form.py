@@ -1,0 +1,145 @@
+"""The kinds of values told by the graph's form alone, and whether that is enough.
+
+It is where nothing between the last weights and the loss is a number or a constant, which could count the batch, or
+runs over it, other than one sum, mean or cross-entropy over all tokens: the plain loss of a language model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from planner.capture.batch.flow import batch_flow
+from planner.capture.batch.mixing import ALONG, has_gradient, may_mix, may_run_along, mixes_along_a_dim
+from planner.capture.batch.mixing import PRODUCTS as MIXING_PRODUCTS
+from planner.capture.loss.counts import AVERAGES, REDUCTIONS, SUMS, input_only, reduces_batch
+from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
+from planner.capture.loss.loss_ops import (
+    ADDED,
+    CASTS,
+    CROSS_ENTROPIES,
+    NONE,
+    OVER_ROWS,
+    SCALED,
+    aten,
+    counts_inputs,
+    reduction_of,
+    share,
+)
+from planner.capture.loss.scaling import numeric_places
+from planner.graph.program import Program
+
+ROW_BY_ROW = {"reshape", "permute", "expand", "detach", "cat", "pad", "constant_pad_nd", "gather", "one_hot",
+              "embedding", "dropout", "layer_norm", "rms_norm", "getitem", "cross_entropy_loss", "nll_loss_nd",
+              "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
+              "binary_cross_entropy_with_logits", "scaled_dot_product_attention"}  # fmt: skip
+# Their numbers are class ids, fillings and exponents.
+LABELLING = {aten.pow.Tensor_Scalar, aten.ne.Scalar, aten.eq.Scalar, aten.constant_pad_nd.default, aten.pad.default,
+             aten.masked_fill.Scalar}  # fmt: skip
+
+
+def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]:
+    """The loss and what it is made of, up to the last calls that read a weight."""
+    found: set[fx.Node] = set()
+    stack = [program.node(program.loss)]
+    while stack:
+        node = stack.pop()
+        reads_weight = any(n.name in program.parameters for n in node.all_input_nodes)
+        if node in found or node.op != "call_function" or (reads_weight and node in on_batch):
+            continue
+        found.add(node)
+        stack.extend(node.all_input_nodes)
+    return found
+
+
+def kinds_by_form(
+    program: Program,
+    on_batch: Collection[fx.Node],
+    region: Collection[fx.Node],
+) -> tuple[dict[fx.Node, Kind], list[fx.Node]]:
+    """The kinds, and the counts."""
+    from_inputs = input_only(program)
+    kinds: dict[fx.Node, Kind] = {}
+    counts: list[fx.Node] = []
+    for node in program.graph.graph.nodes:
+        kinds[node] = (
+            _kind(node, kinds) if node in region and node in on_batch else (Kind(ROWS) if node in on_batch else whole)
+        )
+        if node.target in CROSS_ENTROPIES and not counts_inputs(node, from_inputs):
+            kinds[node] = unknown
+        is_scalar = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 0
+        if kinds[node].name == SHARE and from_inputs.get(node.name) and is_scalar:
+            kinds[node] = whole
+            counts.append(node)
+    return kinds, counts
+
+
+def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    given = [kinds[n] for n in node.all_input_nodes]
+    names = {k.name for k in given}
+    is_scalar = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].dim() == 0
+    if names == {WHOLE}:
+        return whole
+    if node.target in CROSS_ENTROPIES | OVER_ROWS and names <= {ROWS, WHOLE}:
+        return Kind(ROWS) if reduction_of(node) == NONE else share
+    if node.target in SUMS | AVERAGES and names == {ROWS} and is_scalar:
+        return share
+    if SHARE in names:
+        first = node.args[0]
+        divides = isinstance(first, fx.Node) and kinds[first].name == SHARE
+        linear = (node.target in CASTS | ADDED and names <= {SHARE, WHOLE}) or (
+            node.target in SCALED and len(names) == len(given) and divides
+        )
+        return share if linear and is_scalar else unknown
+    return unknown if names - {ROWS, WHOLE} or not _keeps_rows(node) else Kind(ROWS)
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Told by the op; whether those that run along a dim run along the batch is asked of all (may_mix)."""
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS:
+        return True
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    return (name in ROW_BY_ROW or name in REDUCTIONS | ALONG | MIXING_PRODUCTS) and not reduces_batch(node)
+
+
+def is_certain(
+    program: Program,
+    kinds: dict[fx.Node, Kind],
+    on_batch: Collection[fx.Node],
+    constants: Collection[fx.Node],
+    region: Collection[fx.Node],
+) -> bool:
+    """Whether the kinds by form hold however many sequences there are."""
+    size = next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
+    if kinds[program.node(program.loss)].name != SHARE:
+        return False
+    inner = [n for n in program.graph.graph.nodes if n in on_batch and n not in region and has_gradient(n)]
+    if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
+        return False
+    flow = batch_flow(program, on_batch) if size > 1 else {}
+    known = [n for n in inner if mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)]
+    mixing = dict.fromkeys([*(n for n in inner if may_mix(n, on_batch)), *known])
+    return not any(may_run_along(n, flow) for n in mixing)
+
+
+def _is_doubtful(
+    node: fx.Node, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node], constants: Collection[fx.Node], size: int
+) -> bool:
+    if node not in on_batch:
+        return True
+    if any(n in constants for n in node.all_input_nodes) or kinds[node] is unknown:
+        return True
+    if kinds[node].name == ROWS and may_mix(node, on_batch):
+        return True
+    if any("selected" in n.meta for n in (node, *node.all_input_nodes)):
+        return True  # the first sequences, or each in turn
+    numbers = [node.args[p] if isinstance(p, int) else node.kwargs[p] for p in numeric_places(node)]
+    return node.target not in LABELLING and any(_may_count(n, size) for n in numbers)
+
+
+def _may_count(number: object, size: int) -> bool:
+    assert isinstance(number, (int, float))
+    return math.isfinite(number) and (size == 1 or abs(number) not in (0, 1))

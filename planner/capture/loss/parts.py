@@ -1,0 +1,133 @@
+"""Loops over the batch: which parts a graph takes a value apart into, and whether two parts are treated alike.
+
+for row in logits: …                 one sequence each: more sequences are more parts
+for piece in rows.split(1024): …     so many rows each, if they divide a microbatch
+for piece in rows.chunk(4): …        more sequences are longer parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
+from planner.capture.loss.kinds import Part, tile
+
+UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
+SIZED = {aten.reshape.default, aten.expand.default}  # ops of which the sizes say nothing on what they do
+
+
+class Parts:
+    """Owns what is known of the cuts of each value along the batch."""
+
+    def __init__(self, captures: TwoCaptures, first: fx.Graph, second: fx.Graph) -> None:
+        self.captures = captures
+        self._alike = _alike(first) | _alike(second)
+        self._second = second
+        self._read: dict[fx.Node, tuple[int, frozenset[tuple[Fraction, Fraction]]]] = {}
+        self._how: dict[tuple[fx.Node, int], str | None] = {}
+
+    def how(self, source: fx.Node, dim: int) -> str | None:
+        """UNITS, CHUNKS or UNEVEN; None where the parts are not all of ``source``."""
+        key = source, dim
+        if key not in self._how:
+            self._how[key] = self._compared(source, dim)
+        return self._how[key]
+
+    def of(self, source: fx.Node, dim: int, start: int, stop: int) -> Part:
+        size = source.meta["val"].shape[dim]
+        return Part(Fraction(start, size), Fraction(stop, size), self.how(source, dim) != UNEVEN)
+
+    def _compared(self, source: fx.Node, dim: int) -> str | None:
+        other = self.captures.others.get(source)
+        if other is None:
+            return None
+        size, larger = source.meta["val"].shape[dim], other.meta["val"].shape[dim]
+        here, there = self._ranges(source, dim) or [(0, size)], self._ranges(other, dim)
+        if not tile(here, size) or not tile(there, larger):
+            return None
+        repeated = [(i * size + a, i * size + b) for i in range(larger // size) for a, b in here]
+        if there == repeated:
+            return UNITS
+        return CHUNKS if all(len({b - a for a, b in ranges}) == 1 for ranges in (here, there)) else UNEVEN
+
+    def go_on_alike(self, terms: Sequence[fx.Node], num_ways: int) -> bool:
+        """Whether the second graph's ``terms`` are made in no more than ``num_ways``, each of a part of its own."""
+        if not self._read:
+            self._read_second()
+        read = [self._read[t] for t in terms if self._read[t][1]]
+        return (
+            all(len(parts) == 1 for _, parts in read)
+            and len(set(read)) == len(read)
+            and (len({like for like, _ in read}) == num_ways)
+        )
+
+    def _read_second(self) -> None:
+        """For every node of the second graph how it is made, and of which parts (of one length)."""
+        likeness = Likeness()
+        for node in self._second.nodes:
+            if node.op == "output":
+                continue
+            cut = cut_of(node)
+            of = {}
+            if cut is not None and tile(self._ranges(cut[0], cut[1]), cut[0].meta["val"].shape[cut[1]]):
+                size = cut[0].meta["val"].shape[cut[1]]
+                of = {node: cut[0]}
+                parts = frozenset({(Fraction(cut[2], size), Fraction(cut[3], size))})
+            else:
+                parts = frozenset().union(*(self._read[n][1] for n in node.all_input_nodes))
+            self._read[node] = likeness.note(node, of), parts
+
+    def _ranges(self, source: fx.Node, dim: int) -> list[tuple[int, int]]:
+        """Where ``source``, or what is made as it is, is cut along ``dim``."""
+        alike = self._alike[source]
+        users = [user for node in alike for user in node.users]
+        cuts = [cut_of(r) for user in users for r in ((*user.users, user) if splits(user) else (user,))]
+        return sorted({(cut[2], cut[3]) for cut in cuts if cut is not None and cut[0] in alike and cut[1] == dim})
+
+
+def _alike(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node → all nodes that are made as it is, of the same."""
+    likeness, groups = Likeness(), {}
+    numbers = {node: likeness.note(node, {}) for node in graph.nodes if node.op != "output"}
+    for node, number in numbers.items():
+        groups.setdefault(number, []).append(node)
+    return {node: groups[number] for node, number in numbers.items()}
+
+
+class Likeness:
+    """Numbers for how values are made: the same for calls of one op on operands alike, whichever part they are of."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._of: dict[fx.Node, int] = {}
+
+    def note(self, node: fx.Node, part_of: dict[fx.Node, fx.Node]) -> int:
+        """``part_of``: operand (or the node itself) → the value that it is a part of."""
+
+        def token(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return ("part", self._of[part_of[value]]) if value in part_of else self._of[value]
+            return tuple(map(token, value)) if isinstance(value, (list, tuple)) else repr(value)
+
+        if node.op != "call_function":
+            key: Any = node
+        elif node.target is aten.add.Tensor and isinstance(node.args[1], (int, float)) and node.args[1] == 0:
+            self._of[node] = self._of[node.all_input_nodes[0]]  # so begins Python's sum()
+            return self._of[node]
+        elif node in part_of:
+            key = "part", self._of[part_of[node]]
+        else:
+            args = node.args[:1] if node.target in SIZED else node.args
+            key = str(node.target), token(args), token(sorted(node.kwargs.items())), _ndim(node)
+        self._of[node] = self._numbers.setdefault(key, len(self._numbers) + 1)
+        return self._of[node]
+
+
+def _ndim(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.dim() if isinstance(val, torch.Tensor) else -1

@@ -1,0 +1,117 @@
+"""Numbers and constants of a microbatch's graph that are others in that of the global batch.
+
+    ratio(v, w, …)     c with global value = c · v, elementwise      (of two captures with k times as many sequences)
+
+Where the second capture is of the whole global batch, its value is the one sought. Where it is not, what grows in
+proportion to the sequences, or falls so, is continued; anything else is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.batch.two_captures import TwoCaptures, is_number
+from planner.capture.loss.kinds import PLACES, ROWS, Kind, unknown, whole
+from planner.graph.constants import Constants
+
+CLOSE = 1e-9
+
+
+class Scaling:
+    """Owns the corrections: ``factors`` of constant nodes, ``numbers`` by (node, argument); what is not known."""
+
+    def __init__(self, captures: TwoCaptures, first: Constants, second: Constants, total: int) -> None:
+        self.captures, self.first, self.second, self.total = captures, first, second, total
+        self.factors: dict[fx.Node, float] = {}
+        self.shifts: dict[fx.Node, float] = {}
+        self.numbers: dict[tuple[fx.Node, int | str], float] = {}
+        self.unknown: list[fx.Node] = []
+
+    def constant(self, node: fx.Node) -> Kind:
+        """The kind of a constant, once it is corrected."""
+        other = self.captures.others.get(node)
+        if other is None or not isinstance(node.meta.get("val"), torch.Tensor):
+            return whole if other is not None else unknown
+        changed = self.captures.changed(node)
+        if changed is None or len(changed) > 1 or other not in self.second.nodes:
+            return unknown
+        a, b = self.first.value(node), self.second.value(other)
+        dim = next(iter(changed), None)
+        kind = whole if dim is None else Kind(ROWS, dim)
+        if a is None or b is None:
+            return kind if dim is not None else unknown
+        if dim is not None and all(t.dim() == 1 and t.tolist() == list(range(len(t))) for t in (a, b)):
+            return Kind(ROWS, order=PLACES)
+        if dim is not None:
+            repeats = [1] * a.dim()
+            repeats[dim] = b.shape[dim] // max(1, a.shape[dim])
+            a = a.repeat(repeats)
+        return kind if a.shape == b.shape and self._corrected(node, a, b) else unknown
+
+    def _corrected(self, node: fx.Node, a: torch.Tensor, b: torch.Tensor) -> bool:
+        if torch.equal(a, b):
+            return True
+        if a.dtype == torch.bool or a.is_complex():
+            return False
+        x, y = a.double().flatten(), b.double().flatten()
+        ratio = next((w / v for v, w in zip(x.tolist(), y.tolist(), strict=True) if v), None)
+        factor = None if ratio is None else self._at_total(1.0, ratio)
+        exact = a.is_floating_point() or (factor is not None and factor == round(factor))
+        if ratio is not None and factor is not None and exact and torch.allclose(x * ratio, y, rtol=1e-6, atol=0.0):
+            self.factors[node] = factor
+            return True
+        if self.captures.times == self.total and bool((y - x == (y - x)[0]).all()):
+            self.shifts[node] = float((y - x)[0])
+            return True
+        return False
+
+    def _at_total(self, a: float, b: float) -> float | None:
+        """What ``a`` is in the graph of the global batch, where it is ``b`` in the second."""
+        if self.captures.times == self.total:
+            return b
+        for power in (1, -1):
+            if abs(b - a * self.captures.times**power) <= CLOSE * abs(b):
+                return a * self.total**power
+        return None
+
+    def compare_numbers(self, graph: fx.Graph) -> None:
+        """Note the numbers among the operands of calls that are others in the second graph."""
+        for node in graph.nodes:
+            other = self.captures.others.get(node)
+            if other is None or node in self.first.nodes or other.target != node.target:
+                continue
+            for place, a, b in _numbers(node, other):
+                if a == b or (a != a and b != b):
+                    continue
+                value = self._at_total(a, b)
+                if value is None:
+                    self.unknown.append(node)
+                else:
+                    self.numbers[node, place] = type(b)(value) if value == round(value) else value
+
+
+def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, Any]]:
+    for place in numeric_places(node):
+        a, b = (
+            n.args[place] if isinstance(place, int) and place < len(n.args) else n.kwargs.get(str(place))
+            for n in (node, other)
+        )
+        if is_number(a) and is_number(b):
+            yield place, a, b
+
+
+def numeric_places(node: fx.Node) -> Iterator[int | str]:
+    """The arguments of a call that are numbers to compute with: no sizes, no dims."""
+    schema = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if str(argument.type) not in ("number", "Tensor", "float", "Optional[number]", "Optional[float]"):
+            continue
+        if position < len(node.args):
+            if is_number(node.args[position]):
+                yield position
+        elif is_number(node.kwargs.get(argument.name)):
+            yield argument.name

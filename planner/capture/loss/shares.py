@@ -1,0 +1,327 @@
+"""Make the loss of a microbatch its share of the loss of the global batch, so that shares simply add up.
+
+A model writes a mean over its batch. Over microbatches and data-parallel ranks the mean of means is wrong as soon as
+they hold different numbers of valid tokens. So what a model computes over its batch takes the value that it has over
+the global batch, of n microbatches:
+
+    cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
+    mask.sum(), mask.mean()   → their value over the global batch, wherever they are read (planner.capture.loss.counts)
+    8, ones(8).sum() …        → their value in a graph of the global batch, where that differs (capture.loss.scaling)
+    sum over the batch        → itself: shares are sums
+    mean over the batch       → itself / n     (equal sizes: exact)
+    what reads no batch       → itself / n     (a penalty on weights counts once)
+    a + b, a·c, −a, casts …   → term by term
+    anything else             → itself / n, and a warning that names the line
+
+Which of these a value is, its kind says (planner.capture.loss.kinds): by the graph's form where that leaves no doubt
+(capture.loss.form), else by a second capture (capture.batch.by_captures). What mixes the sequences of a batch before
+the loss is told too: no share mends it.
+
+Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.batch.by_captures import Typing
+from planner.capture.batch.mixing import has_gradient, is_own_loss, may_mix, mixes, mixes_along_a_dim
+from planner.capture.batch.two_captures import cut_of, lay_on, splits
+from planner.capture.loss.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
+from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
+from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
+from planner.capture.loss.loss_ops import (
+    ADDED,
+    CHOICES,
+    CROSS_ENTROPIES,
+    DIVISIONS,
+    LAYOUT,
+    MEAN,
+    OVER_ROWS,
+    PRODUCTS,
+    SCALED,
+    SUM,
+    arguments,
+    aten,
+    counts_inputs,
+    reduction_of,
+    selects,
+)
+from planner.capture.loss.scaling import Scaling
+from planner.errors import PlanError
+from planner.graph.constants import SHAPE_READERS, Constants
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+from planner.rules.base import adds_up
+
+__all__ = ["LossTerms", "share_loss"]
+
+MAX_ELEMENTS = 1 << 24
+LINEAR = LAYOUT | ADDED | {aten.cat.default, operator.getitem}
+FACTORS = SCALED | PRODUCTS
+LOOPED = 64  # where a graph may hold a loop over its sequences, the second capture has no more than these
+
+Recapture = Callable[[int], Program]
+
+
+def share_loss(program: Program, num_microbatches: int, recapture: Recapture | None = None) -> LossTerms:
+    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks).
+
+    ``recapture(k)`` gives the program of k times as many sequences, for a loss that leaves in doubt what counts them.
+    """
+    terms = LossTerms()
+    rewriter = _Rewriter(program, num_microbatches, terms)
+    if num_microbatches > 1:
+        rewriter.find_kinds(recapture)
+        rewriter.warn_of_statistics()
+        rewriter.warn_of_weights_alone()
+    share = rewriter.whole_loss()
+    program.graph.graph.output_node().args = ((share,),)
+    program.loss = share.name
+    rewriter.counts.finish()
+    program.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    program.graph.recompile()
+    program.__dict__.pop("_nodes", None)
+    return terms
+
+
+class _Rewriter:
+    """Owns the kinds of the values, and writes the share."""
+
+    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms) -> None:
+        self.program, self.total, self.terms = program, num_microbatches, terms
+        self.counts = Counts(program, terms)
+        self.graph = program.graph.graph
+        self.kinds: dict[fx.Node, Kind] = {}
+        self.single: set[fx.Node] = set()
+        self.on_batch: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            reads = any(n in self.on_batch for n in node.all_input_nodes) and node.target not in SHAPE_READERS
+            if node.name in program.inputs or reads:
+                self.on_batch.add(node)
+
+    # ---- kinds
+
+    def find_kinds(self, recapture: Recapture | None) -> None:
+        constants = Constants(self.program, of_shapes=True, max_elements=MAX_ELEMENTS)
+        region = loss_region(self.program, self.on_batch)
+        self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
+        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region):
+            second = _captured(recapture, self._times())
+            if second is None:
+                self._tell(self.terms.doubts, self.program.node(self.program.loss))
+            else:
+                counts = self._by_two_captures(second, constants, region)
+        for node in counts:
+            self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
+
+    def _times(self) -> int:
+        """The second capture is of the global batch; of less where the graph takes its batch apart, or may do so unseen
+        as that of one sequence."""
+        size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
+        loops = size == 1 or any(
+            (cut_of(n) or splits(n)) and may_mix(n, ()) for n in self.graph.nodes if n in self.on_batch
+        )
+        return min(self.total, max(2, LOOPED // size)) if loops else self.total
+
+    def _by_two_captures(
+        self, second: tuple[Program, int], constants: Constants, region: set[fx.Node]
+    ) -> list[fx.Node]:
+        """The kinds, with numbers and constants corrected; the counts."""
+        program, times = second
+        others = Constants(program, of_shapes=True, max_elements=MAX_ELEMENTS)
+        captures = lay_on(self.graph, program.graph.graph, constants.nodes | others.nodes, times)
+        scaling = Scaling(captures, constants, others, self.total)
+        scaling.compare_numbers(self.graph)
+        typing = Typing(self.program, captures, scaling, region, program.graph.graph)
+        self.kinds, self.single = typing.kinds, typing.single
+        self._warn_of_mixing(typing)
+        for node in scaling.unknown:
+            self._tell(self.terms.doubts, node)
+        self._correct(scaling)
+        return typing.counts
+
+    def _warn_of_mixing(self, typing: Typing) -> None:
+        """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
+        tail = self._tail()
+        inner = [n for n in self.graph.nodes if n in self.on_batch and n not in tail and has_gradient(n)]
+        for node in (n for n in inner if not is_own_loss(n, tail)):
+            may = may_mix(node, self.on_batch) or mixes_along_a_dim(node)
+            along = may and mixes(node, typing.captures.changed)
+            if (along and not typing.takes_apart(node)) or node in typing.apart:
+                self._tell(self.terms.mixed, node)
+
+    def _tail(self) -> set[fx.Node]:
+        """The loss, and upwards all that is no value of single rows."""
+        seen: set[fx.Node] = set()
+        stack = [self.program.node(self.program.loss)]
+        while stack:
+            node = stack.pop()
+            if node not in seen and node in self.on_batch and self.kinds[node].name != ROWS:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        return seen
+
+    def _correct(self, scaling: Scaling) -> None:
+        """Numbers and constants take the value that they have in one process."""
+        for (node, place), number in scaling.numbers.items():
+            if isinstance(place, int):
+                node.update_arg(place, number)
+            else:
+                node.update_kwarg(place, number)
+        corrections = [(aten.mul.Tensor, scaling.factors), (aten.add.Tensor, scaling.shifts)]
+        for op, found in corrections:
+            for node, number in found.items():
+                self._correct_constant(node, op, number, scaling)
+
+    def _correct_constant(self, node: fx.Node, op: Any, number: float, scaling: Scaling) -> None:
+        dtype = node.meta["val"].dtype
+        with self.graph.inserting_after(node if node.op != "placeholder" else self._last_placeholder()):
+            value = number if dtype.is_floating_point else round(number)
+            new = self.graph.call_function(op, (node, value))
+        new.meta = dict(node.meta)
+        self.kinds[new] = self.kinds[node]
+        for reader in list(node.users):
+            if reader is not new and reader not in scaling.first.nodes:
+                reader.replace_input_with(node, new)
+
+    def _last_placeholder(self) -> fx.Node:
+        return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+
+    def warn_of_statistics(self) -> None:
+        """Batch normalisation in training takes the statistics of what it is given: here of one microbatch."""
+        for node in self.graph.nodes:
+            if "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch:
+                names = [a.name for a in node.target._schema.arguments]
+                if dict(zip(names, node.args, strict=False)).get("training", True):
+                    self._tell(self.terms.inexact, node)
+
+    def warn_of_weights_alone(self) -> None:
+        """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""
+        for node in self.graph.nodes:
+            if node not in self.on_batch and has_gradient(node) and not adds_up(node):
+                self._tell(self.terms.mixed, node)
+
+    def _tell(self, where_to: list[tuple[str, Any]], node: fx.Node) -> None:
+        row = str(node.target), where_of(node)
+        if row not in where_to:
+            where_to.append(row)
+
+    # ---- the loss, from its end upwards
+
+    def whole_loss(self) -> fx.Node:
+        loss = self.program.node(self.program.loss)
+        if self.total == 1:
+            return self._cross_entropy(loss) if loss.target in CROSS_ENTROPIES else loss
+        return self._inexact(loss) if self.kinds[loss].name == UNIT else self._share(loss)
+
+    def _share(self, node: fx.Node) -> fx.Node:
+        """A node whose values over the microbatches add up to ``node`` over the global batch."""
+        kind = self.kinds[node].name
+        if kind == WHOLE:
+            return self._average(node)
+        if kind == UNIT or node in self.single:
+            return node
+        return self._inexact(node) if kind == ROWS else self._by_op(node)
+
+    def _by_op(self, node: fx.Node) -> fx.Node:
+        linear = self._linear_in(node)
+        if self.kinds[node].name == UNKNOWN and (not linear or any(self.kinds[n].name == UNIT for n in linear)):
+            return self._inexact(node)
+        if node.target in CROSS_ENTROPIES:
+            return self._cross_entropy(node)
+        if node.target in OVER_ROWS:
+            return node if reduction_of(node) == SUM else self._average(node)
+        if node.target in SUMS | AVERAGES and self.kinds[node.all_input_nodes[0]].name == ROWS:
+            return node if node.target in SUMS else self._average(node)
+        if node.target in PRODUCTS and not linear:
+            return node
+        shares = {n: self._share(n) for n in linear}
+        args = fx.map_arg(node.args, lambda n: shares.get(n, n))
+        if node.target in ADDED | CHOICES:
+            args = tuple(a / self.total if isinstance(a, (int, float)) else a for a in args)
+        return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
+
+    def _linear_in(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that ``node`` is linear in, so that shares of them make a share of it."""
+        inputs, target = node.all_input_nodes, node.target
+        if target in LINEAR:
+            return inputs
+        moving = [n for n in inputs if self.kinds[n].name != WHOLE]
+        if target in CHOICES:
+            values, condition = selects(node)
+            return values if condition not in moving else []
+        if target in FACTORS and len(moving) == 1 and (target not in DIVISIONS or node.args[0] is moving[0]):
+            return moving if self.kinds[moving[0]].name in (SHARE, LOOSE, UNKNOWN) else []
+        reduces = target in SUMS | AVERAGES
+        return inputs if reduces and self.kinds[inputs[0]].name in (SHARE, LOOSE) else []
+
+    def _emit(self, like: fx.Node, target: Any, args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        with self.graph.inserting_before(self.graph.output_node()):
+            new = self.graph.call_function(target, tuple(args), kwargs or {})
+        new.meta = dict(like.meta)
+        return new
+
+    def _average(self, node: fx.Node) -> fx.Node:
+        return node if self.total == 1 else self._emit(node, aten.div.Tensor, [node, self.total])
+
+    def _inexact(self, node: fx.Node) -> fx.Node:
+        self._tell(self.terms.inexact, node)
+        return self._average(node)
+
+    # ---- cross-entropy
+
+    def _cross_entropy(self, node: fx.Node) -> fx.Node:
+        names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
+        given, total = arguments(node), node
+        target, reduction = given["target"], given.get("reduction", MEAN)
+        if reduction != MEAN:
+            return node
+        if target.meta["val"].is_floating_point() or not counts_inputs(node, input_only(self.program)):
+            return self._average(node)
+        count = self._valid_tokens(target, given.get("weight"), int(given.get("ignore_index", -100)))
+        order = [given["self"], target, given.get("weight"), SUM, *[given[k] for k in names[4:] if k in given]]
+        if "label_smoothing" in given and "ignore_index" not in given:
+            order.insert(4, -100)
+        total = self._emit(node, node.target, order)
+        return self._emit(node, aten.div.Tensor, [total, self._denominator(count, node)])
+
+    def _denominator(self, count: fx.Node, like: fx.Node) -> fx.Node:
+        """Σ ``count`` over the global batch, in the dtype of ``like``."""
+        dtype = like.meta["val"].dtype
+        new = self._emit(like, aten.to.dtype, [self.counts.holder(count), dtype])
+        new.meta["val"], new.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
+        return new
+
+    def _valid_tokens(self, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:
+        """Σ (target ≠ ignore_index), or the sum of the valid tokens' class weights."""
+
+        def emit(op: Any, args: list[Any], val: torch.Tensor) -> fx.Node:
+            new = self._emit(target, op, args)
+            new.meta["val"], new.meta["grad"] = val, False
+            return new
+
+        shape = target.meta["val"].shape
+        valid = emit(aten.ne.Scalar, [target, ignore_index], torch.empty(shape, dtype=torch.bool, device="meta"))
+        if weight is not None:
+            safe = emit(aten.mul.Tensor, [target, valid], torch.empty(shape, dtype=torch.int64, device="meta"))
+            each = emit(
+                aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta")
+            )
+            valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
+        return emit(aten.sum.default, [valid], torch.empty((), dtype=torch.int64, device="meta"))
+
+
+def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:
+    """The second capture; None where the model does not run with so many sequences."""
+    if recapture is None:
+        return None
+    try:
+        return recapture(times), times
+    except PlanError:
+        return None

@@ -1,0 +1,1 @@
+"""The user's model: named, built, its own tensors exchanged for fakes and found again."""

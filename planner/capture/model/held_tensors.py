@@ -1,0 +1,165 @@
+"""A constant of the graph that is a parameter of the model, or sees the memory of one, is that parameter.
+
+    partial(F.linear, weight=self.emb.weight)      the parameter itself
+    self.wt = self.w.t()                           permute of it, as its gradient and its updates show there
+    lambda x: x @ w.data                           detach of it
+
+What a closure holds reaches export as a value without a name. It is told by its memory, which is that of a tensor of
+the model (capture.model.exchange). A tensor that asks for a gradient and is none of the model's is refused with the
+user's line: the optimizer would not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.capture.gradients.call_sites import CallSites
+from planner.capture.model.exchange import Exchange
+from planner.capture.python.draws import Draw
+from planner.errors import PlanError, Where
+from planner.graph.source_lines import where_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a constant is: the tensor ``fqn`` of the model, seen through ``views`` (op, arguments after the tensor)."""
+
+    fqn: str
+    views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+
+
+class ForeignTensors:
+    """Refuses, while a forward runs, what asks for a gradient and is no parameter (nor made of one)."""
+
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        self._exchange, self._sites = exchange, CallSites(model)
+        self._known: set[int] = set()
+        self.is_running = False
+
+    def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Called with the arguments of each torch function."""
+        if not self.is_running:
+            return
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, (list, tuple)):
+                self.check(value, None)
+            elif isinstance(value, Draw):
+                value.refuse()
+            elif isinstance(value, Tensor) and not isinstance(value, FakeTensor) and id(value) not in self._known:
+                self._check(value)
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor.requires_grad and self._exchange.original(tensor) is None:
+            raise PlanError(
+                f"the forward computes with a {'parameter' if isinstance(tensor, nn.Parameter) else 'tensor'} "
+                f"{list(tensor.shape)} that asks for a gradient and is none of the model's: no optimizer of "
+                "model.parameters() would train it",
+                where=self._sites.here(),
+                fix="register it: make it an nn.Parameter attribute of a module, a list of modules an nn.ModuleList; "
+                "or detach it",
+            )
+        self._known.add(id(tensor))
+
+
+def held_tensors(
+    constants: Mapping[str, Any], model: nn.Module, exchange: Exchange, where: Callable[[str], Where]
+) -> dict[str, Held]:
+    """By name of the constant; called while the tensors are exchanged. ``where``: the line that reads a constant."""
+    names = _names(model)
+    found = {}
+    for name, value in constants.items():
+        owner = exchange.original(value) if isinstance(value, Tensor) else None
+        if owner is not None and id(owner) in names:
+            fqn = names[id(owner)]
+            found[name] = Held(fqn, _views(value, owner, exchange.values(owner), fqn, lambda n=name: where(n)))
+    return found
+
+
+def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+    """Raise PlanError where the loss is computed with a constant that was made elsewhere than in this forward."""
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(constants.get(node.name), FakeTensor) and node.users:
+            raise PlanError(
+                "the forward computes with a tensor that an earlier call made, or another thread",
+                where=where_of(next(iter(node.users))),
+                fix="make it within the forward, or a buffer",
+            )
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
+
+
+def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callable[[], Where]) -> tuple[Any, ...]:
+    """How ``value`` is made of the model's tensor: ``owner``, or the one that holds its ``values`` meanwhile."""
+    if isinstance(value, FakeTensor):  # the very object: views of it that a forward makes are calls of the graph
+        return ()
+    if value.dtype != owner.dtype:
+        raise PlanError(
+            f"the forward reads the memory of {fqn} as {value.dtype}, and precision makes it {owner.dtype}",
+            where=where(),
+            fix="make the view in the forward, or leave out precision.parameters",
+        )
+    views = _geometry(value, values)
+    if views is None:
+        raise PlanError(
+            f"the forward sees the memory of {fqn} in a way that cannot be told",
+            where=where(),
+            fix="make the view in the forward (`self.weight[…]`, `self.weight.t()`)",
+        )
+    stopped = owner.requires_grad and not value.requires_grad
+    return (*(((aten.detach.default, ()),) if stopped else ()), *views)
+
+
+def _geometry(value: Tensor, whole: Tensor) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
+    """The same elements in the same order, as views of ``whole``: a box of it with its dims in another order, or all of
+    it in another shape; None for anything else."""
+    start, strides = int(value.storage_offset() - whole.storage_offset()), list(whole.stride())
+    if start == 0 and value.numel() == whole.numel() and value.is_contiguous() and whole.is_contiguous():
+        same = value.shape == whole.shape
+        return () if same else ((aten.reshape.default, (list(value.shape),)),)
+    if start < 0 or sorted(value.stride()) != sorted(strides) or len(set(strides)) < len(strides):
+        return None
+    order = [strides.index(s) for s in value.stride()]
+    box = _box({d: int(n) for d, n in zip(order, value.shape, strict=True)}, whole, start)
+    if box is None:
+        return None
+    return box if order == sorted(order) else (*box, (aten.permute.default, (order,)))
+
+
+def _box(sizes: Mapping[int, int], whole: Tensor, start: int) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
+    """``sizes`` of each dim of ``whole``, from an offset along each: largest stride first."""
+    slices = []
+    for dim in sorted(sizes, key=lambda d: -whole.stride(d)):
+        first, start = divmod(start, whole.stride(dim))
+        if first + sizes[dim] > whole.shape[dim]:
+            return None
+        if sizes[dim] != whole.shape[dim]:
+            slices.append((aten.slice.Tensor, (dim, first, first + sizes[dim])))
+    return tuple(slices) if start == 0 else None
+
+
+def put_in_place(module: fx.GraphModule, held: Mapping[str, Held], placeholders: Mapping[str, str]) -> None:
+    """Readers of each held constant (by its placeholder's name) read the model's tensor (by its fqn) instead."""
+    by_name = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
+    last = list(by_name.values())[-1]
+    for name, what in held.items():
+        constant, value = by_name[name], by_name[placeholders[what.fqn]]
+        for target, args in what.views:
+            reader = next(iter(constant.users), None)
+            with module.graph.inserting_after(last):
+                made = module.graph.call_function(target, (value, *args))
+            origin = reader.meta if reader else {}
+            made.meta = {k: origin[k] for k in ("nn_module_stack", "stack_trace") if k in origin}
+            made.meta["val"] = target(value.meta["val"], *args)
+            value = last = made
+        constant.replace_all_uses_with(value)
+    module.recompile()

@@ -1,0 +1,223 @@
+"""Turn MODEL of the command line into an ``nn.Module``.
+
+    package.module:callable     an importable function or class that returns a module
+    path/file.py:callable       the same in a file, whose directory is put first on the import path
+    hf:DIR_OR_CONFIG.json       the Hugging Face architecture named by config.json, no weights read
+
+Hugging Face models stand on the meta device (parameters without storage, buffers real, since rotary tables are data)
+unless ``materialize`` asks for weights: those beside the config where there are any, else seeded ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from planner.capture.model.meta_init import meta_parameters
+from planner.errors import PlanError, Where
+from planner.shadow import OUR_PACKAGES
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+FORMS = "package.module:callable, path/file.py:callable, or hf:DIR_OR_CONFIG.json"
+
+
+def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -> nn.Module:
+    """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed.
+
+    Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
+    """
+    if reference.startswith("hf:"):
+        return _hugging_face(Path(reference.removeprefix("hf:")), materialize, seed)
+    name, colon, attribute = reference.rpartition(":")
+    if not colon or not name or not attribute:
+        raise PlanError(f"MODEL {reference!r} is not understood", fix=f"write {FORMS}")
+    seed_generators(seed)  # before the import: a file may build its model right there
+    source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
+    seed_generators(seed)
+    return _call(_attribute(source, attribute, reference), reference)
+
+
+def seed_generators(seed: int) -> None:
+    """Torch's generators, Python's and NumPy's: a constructor may draw from any of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def pretrained_directory(reference: str) -> Path | None:
+    """The directory of ``hf:DIR`` where it holds weights, of whatever format; None for every other MODEL."""
+    directory = Path(reference.removeprefix("hf:"))
+    if not reference.startswith("hf:") or not directory.is_dir():
+        return None
+    return directory if any(next(directory.glob(kind), None) for kind in WEIGHT_FILES) else None
+
+
+def _import_module(name: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_error(f"module {name!r}", error, Path.cwd()) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"no file {path}", where="MODEL", fix=f"write {FORMS}")
+    directory = path.resolve().parent
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    source = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, source)
+    try:
+        spec.loader.exec_module(source)
+    except Exception as error:
+        sys.modules.pop(path.stem, None)
+        raise _import_error(f"file {path}", error, directory) from error
+    return source
+
+
+def _import_error(what: str, error: Exception, directory: Path) -> PlanError:
+    missing = getattr(error, "name", None) or ""
+    package = missing.partition(".")[0]
+    if isinstance(error, ImportError) and package in OUR_PACKAGES and (directory / package).exists():
+        return PlanError(
+            f"{what} imports its own {package!r}, which meshwright's package of the same name hides",
+            where=Where(file=str(directory / package)),
+            fix=f"rename the directory {package!r}, or import it through a parent package",
+        )
+    return PlanError(
+        f"{what} cannot be imported: {_message(error)}",
+        where=_line_of(error),
+        fix=f"check the name and the import path; MODEL is {FORMS}",
+    )
+
+
+def _attribute(source: ModuleType, attribute: str, reference: str) -> Any:
+    value: Any = source
+    for part in attribute.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            known = [name for name in vars(source) if not name.startswith("_") and callable(getattr(source, name))]
+            raise PlanError(
+                f"MODEL {reference!r}: there is no {attribute!r} in {source.__name__}",
+                where=Where(file=source.__file__ or ""),
+                fix=f"name one of its callables: {', '.join(known[:12]) or 'none is defined'}",
+            ) from None
+    return value
+
+
+def _call(build: Any, reference: str) -> nn.Module:
+    if isinstance(build, nn.Module):
+        return build
+    if not callable(build):
+        raise PlanError(
+            f"MODEL {reference!r} is a {type(build).__name__}, not a callable",
+            fix="name a function that returns a model",
+        )
+    try:
+        model = build()
+    except Exception as error:
+        raise PlanError(
+            f"MODEL {reference!r} failed when called without arguments: {_message(error)}",
+            where=_line_of(error),
+            fix="name a callable that needs no arguments and returns an nn.Module",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"MODEL {reference!r} returned a {type(model).__name__}, not an nn.Module", fix="return the model itself"
+        )
+    return model
+
+
+def _message(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _line_of(error: BaseException) -> Where | None:
+    """The user's own line under ``error``: the deepest one outside of installed packages."""
+    if isinstance(error, SyntaxError):
+        return Where(file=error.filename or "", line=error.lineno or 0, code=(error.text or "").strip())
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).resolve())
+    outside = [
+        f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<") and f.filename != ours
+    ]
+    user = [f for f in outside if not f.filename.startswith(sys.base_prefix)]
+    if not user:
+        return None
+    return Where(file=user[-1].filename, line=user[-1].lineno or 0, code=user[-1].line or "")
+
+
+def _hugging_face(path: Path, materialize: bool, seed: int) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise PlanError(
+            "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
+        ) from None
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
+    config = _read_config(path)
+    seed_generators(seed)
+    if materialize and path.is_dir() and list(path.glob("*.safetensors")):
+        build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(path)  # noqa: E731
+    else:
+        build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
+    try:
+        if materialize:
+            return build()
+        with meta_parameters():
+            return build()
+    except Exception as error:
+        raise PlanError(
+            f"{path}: the model of this config cannot be built: {_message(error)}", where=Where(file=str(path))
+        ) from error
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise PlanError(f"no file {file}", where="MODEL", fix="name a directory with config.json, or a config.json")
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file} is not JSON: {error}", where=Where(file=str(file))) from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise PlanError(
+            f"{file} names no model_type",
+            where=Where(file=str(file)),
+            fix="give the config.json of a transformers model",
+        )
+    try:
+        return AutoConfig.from_pretrained(str(file))
+    except Exception as error:
+        raise PlanError(
+            f"{file} is no config that transformers knows: {_message(error)}", where=Where(file=str(file))
+        ) from error
+
+
+def _model_class(transformers: ModuleType, config: Any) -> Any:
+    for name in config.architectures or ():
+        if (found := getattr(transformers, name, None)) is not None:
+            return found
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]

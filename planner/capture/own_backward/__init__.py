@@ -1,0 +1,1 @@
+"""Functions with a backward of their own become one op each."""

@@ -1,0 +1,131 @@
+"""A user's Function with a backward of its own, as the target of one call in the graph.
+
+    y, .. = OwnBackward(x, ..)        runs Function.apply on what a rank holds, so the backward is the user's own code
+
+Its type over tp follows from what was shown of its backward B on numbers (planner.capture.own_backward.trials):
+
+    I    always: the arriving gradients are whole
+    R    where B is linear, B(Σ g) = Σ B(g): the arriving gradients are partial sums
+    V    along a dim over which forward and backward work part by part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.utils import _pytree as pytree
+
+from planner.capture.own_backward.applications import tensors_in
+
+
+@dataclass(frozen=True)
+class Cut:
+    """All outputs can be cut along ``dim``, where each input is cut along its own (None: it is read whole)."""
+
+    dim: int
+    inputs: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was shown of a Function; the defaults claim nothing.
+
+    ``reached``: for each tensor argument whether the backward gives it a gradient.
+    """
+
+    reached: tuple[bool, ...]
+    linear: bool = False
+    cuts: tuple[Cut, ...] = ()
+    draws: bool = False  # random numbers in its forward
+    tried: bool = True
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands for a tensor among the arguments."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the Function returns."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The mode in which the forward runs."""
+
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.device}:{str(self.dtype).removeprefix('torch.')}"
+
+    def entered(self) -> torch.autocast:
+        return torch.autocast(self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnBackward:
+    """Equal where Function and arguments are; ``label`` says so, and is the same in every process.
+
+    ``args``: with Operands in the place of tensors. ``outputs``: what apply returns, with Outputs in their place.
+    """
+
+    function: type[Function]
+    args: tuple[Any, ...]
+    outputs: Any
+    facts: Facts
+    label: str
+    autocast: Autocast | None = None
+    key: str = ""  # while a model is captured (planner.capture.own_backward.recorded)
+    __name__: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", self.function.__name__)  # in the code of a graph, and in messages
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        args = pytree.tree_map_only(Operand, lambda o: tensors[o.position], self.args)
+        with self.autocast.entered() if self.autocast else nullcontext():
+            made = tensors_in(self.function.apply(*args))
+        return made[0] if len(made) == 1 else tuple(made)
+
+    @property
+    def made(self) -> list[Output]:
+        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Output)]
+
+    def returned(self, tensors: Sequence[Tensor]) -> Any:
+        """What apply would return, of these tensors."""
+        rest = iter(tensors)
+        return pytree.tree_map_only(Output, lambda _: next(rest), self.outputs)
+
+    @property
+    def tags(self) -> tuple[Any, ...]:
+        """As ops of PyTorch have them."""
+        return (torch.Tag.nondeterministic_seeded,) if self.facts.draws else ()
+
+    def __str__(self) -> str:
+        return self.label
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnBackward) and (self.function, self.label) == (other.function, other.label)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.label))

@@ -1,0 +1,66 @@
+"""How torch.export comes to record a Function with a backward of its own as one call.
+
+    meshwright::own_backward(Tensor[] tensors, str key) -> Tensor[]
+
+An op of PyTorch's dispatcher, so that every step of an export knows what to do with it. ``key`` finds the OwnBackward
+while a model is captured (``calls_recorded``), and is the same when the model is exported again. Canonical form puts
+the OwnBackward itself in the place of the op, and nothing of the key is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.capture.own_backward.op import OwnBackward
+
+_CALLS: dict[str, OwnBackward] = {}
+_LIBRARY = torch.library.Library("meshwright", "DEF")
+_LIBRARY.define("own_backward(Tensor[] tensors, str key) -> Tensor[]")
+
+
+@contextmanager
+def calls_recorded() -> Iterator[None]:
+    """Calls recorded within live as long as this."""
+    before = dict(_CALLS)
+    try:
+        yield
+    finally:
+        _CALLS.clear()
+        _CALLS.update(before)
+
+
+def record(call: OwnBackward, tensors: list[Tensor]) -> Any:
+    """What ``call`` returns, as one call of the graph that is being exported."""
+    _CALLS[call.key] = call
+    return call.returned(OWN_BACKWARD(tensors, call.key))
+
+
+def recorded(key: str) -> OwnBackward:
+    return _CALLS[key]
+
+
+def _outputs(tensors: list[Tensor], key: str) -> list[Tensor]:
+    return [output.empty() for output in _CALLS[key].made]
+
+
+class GradientAsked(Exception):
+    """The forward itself asks for a gradient through a Function with a backward of its own."""
+
+
+def _refuse(context: Any, *gradients: Any) -> Any:
+    raise GradientAsked(f"the forward asks for a gradient through {context.name}, which has a backward of its own")
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.name = _CALLS[inputs[1]].__name__
+
+
+torch.library.register_fake("meshwright::own_backward", _outputs, lib=_LIBRARY)
+torch.library.impl("meshwright::own_backward", "CompositeExplicitAutograd", _outputs, lib=_LIBRARY)
+torch.library.register_autograd("meshwright::own_backward", _refuse, setup_context=_remember, lib=_LIBRARY)
+OWN_BACKWARD: Any = torch.ops.meshwright.own_backward.default

@@ -1,0 +1,153 @@
+"""Python's own random numbers and clocks in a forward: export runs it once, and what they said then would be frozen.
+
+    random.random() < 0.0        certain, whatever was drawn: layer drop that is switched off
+    0.1 * random.random()        PlanError with the user's line
+    np.random.normal(size=4)     PlanError
+    time.time()                  a doubt: does what the forward computes depend on it? (planner.capture.python.state)
+
+The functions are replaced in their modules, and in the user's modules that imported them by name, for one forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from planner.capture.canonical.certain_draws import certain_answer
+from planner.capture.gradients.call_sites import CallSites, called_by_user
+from planner.errors import PlanError, Where
+
+FIX = "draw in torch, as torch.rand(()) or F.dropout, which draw anew in each step; or draw outside of the forward"
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
+
+
+class PythonDraws:
+    """Watches one forward. ``clocks``: lines of the user that asked for the time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.clocks: list[Where] = []
+        self._sites = CallSites(model)
+        self._modules = users_modules(model)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Python's and NumPy's generators are where they were afterwards: planning draws nothing from them."""
+        states = random.getstate(), np.random.get_state()
+        replaced = {id(original): (original, watch) for original, watch in self._watches()}
+        try:
+            with ExitStack() as stack:
+                for module in (random, np.random, time, *self._modules):
+                    stack.enter_context(_replaced(module, replaced))
+                yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def _watches(self) -> Iterator[tuple[Any, Any]]:
+        for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # pyright: ignore
+            for name, function in vars(module).items():
+                if getattr(function, "__self__", None) is owner and not name.startswith(("_", "get", "set", "seed")):
+                    yield function, self._draw(name, function)
+        for name in CLOCKS:
+            yield getattr(time, name), self._clock(getattr(time, name))
+
+    def _draw(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            if not called_by_user() or _is_of_python(sys._getframe(1)):
+                return value
+            is_unit = name in UNIT and isinstance(value, float) and not kwargs and args in ((), (0, 1), (0.0, 1.0))
+            if not is_unit:
+                self._refuse(name)
+            return Draw(value, lambda: self._refuse(name))
+
+        return draw
+
+    def _refuse(self, name: str) -> None:
+        raise PlanError(
+            f"the forward draws a random number in Python ({name}): a plan would keep that of the capture "
+            "for every step",
+            where=self._sites.here(),
+            fix=FIX,
+        )
+
+    def _clock(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def clock() -> Any:
+            if called_by_user() and not _is_of_python(sys._getframe(1)):
+                self.clocks.append(self._sites.here())
+            return original()
+
+        return clock
+
+
+class Draw(float):
+    """A number drawn from [0, 1): only comparisons of which the answer is certain may be asked."""
+
+    refuse: Callable[[], None]
+
+    def __new__(cls, value: float, refuse: Callable[[], None]) -> Draw:
+        made = super().__new__(cls, value)
+        made.refuse = refuse
+        return made
+
+    def _compare(self, name: str, bound: Any) -> bool:
+        answer = certain_answer(name, bound) if isinstance(bound, (int, float)) else None
+        if answer is None:
+            self.refuse()
+        return bool(answer)
+
+    def __lt__(self, bound: Any) -> bool:
+        return self._compare("lt", bound)
+
+    def __le__(self, bound: Any) -> bool:
+        return self._compare("le", bound)
+
+    def __gt__(self, bound: Any) -> bool:
+        return self._compare("gt", bound)
+
+    def __ge__(self, bound: Any) -> bool:
+        return self._compare("ge", bound)
+
+    def _used(self, *_: Any) -> Any:
+        self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
+    __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _used
+    __int__ = __trunc__ = __float__ = __bool__ = _used
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    """Whether a frame is in Python's own library: a log record bears its time, which tells nothing of the forward."""
+    return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
+
+
+def users_modules(model: nn.Module) -> list[ModuleType]:
+    """The Python modules, other than PyTorch's, in which the model's classes and their bases are written."""
+    names = dict.fromkeys(base.__module__ for kind in {type(m) for m in model.modules()} for base in kind.__mro__)
+    found = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
+    return [module for module in found if module is not None]
+
+
+@contextmanager
+def _replaced(module: ModuleType, replacements: dict[int, tuple[Any, Any]]) -> Iterator[None]:
+    names = vars(module)
+    before = {name: value for name, value in names.items() if id(value) in replacements}
+    names.update({name: replacements[id(value)][1] for name, value in before.items()})
+    try:
+        yield
+    finally:
+        names.update(before)

@@ -1,0 +1,298 @@
+"""What a forward keeps in Python from one call to the next: export runs it once, and what it read there is frozen.
+
+    self.calls += 1                          a number: captured again with another value
+    self.log.append(…); len(self.log)        a list, dict, set or plain object: captured again as the forward left it
+    self.memory = h                          a tensor made of the batch: captured again with another in its place
+    self.mask = torch.ones(t, t).tril()      a tensor of constants: kept with its value
+
+Looked at are the attributes of modules and what they hold, the cells of functions that stand there, class attributes
+and globals of the user's modules, generators. A second capture costs as much as the first, so it is made only where
+something changed; if it differs, the forward depends on earlier calls and is refused (capture.python.watch). All is
+put back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from planner.capture.python.draws import users_modules
+from planner.errors import Where
+
+FAR = 1_000_003  # a prime: every count modulo something small changes
+MOST = 4096  # entries of a container that are looked at
+_MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
+_MISSING = object()
+Access = tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]
+
+
+@dataclass(eq=False)
+class Holder:
+    """Something that keeps values by key: ``read`` gives them, ``write`` puts them back.
+
+    ``owner`` is a module's path, ``name`` the attribute that it hangs on.
+    """
+
+    owner: str
+    name: str
+    module: nn.Module | None
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[dict[Any, Any]], None]
+    before: dict[Any, Any] = field(default_factory=dict)
+    versions: dict[Any, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that the forward left different: ``what`` in words, and where it stands in the user's code."""
+
+    holder: Holder
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def what(self) -> str:
+        name = self.holder.name or str(self.key)
+        if self.holder.module is None:
+            name = f"{name}.{self.key}"
+        return f"{self.holder.owner}.{name}" if self.holder.owner else name
+
+    @property
+    def where(self) -> Where:
+        name = self.holder.name or str(self.key)
+        return _line_of(self.holder.module, self.holder.owner, name.partition("[")[0].rpartition(".")[2])
+
+
+class PythonState:
+    """Owns a picture of what ``model`` keeps in Python, taken when it is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders = list(_Walk(model).holders())
+        for holder in self._holders:
+            holder.before = holder.read()
+            holder.versions = {k: v._version for k, v in holder.before.items() if isinstance(v, Tensor)}
+
+    def changes(self) -> list[Change]:
+        """What is different now."""
+        found = []
+        for holder in self._holders:
+            now = holder.read()
+            for key in dict.fromkeys([*holder.before, *now]):
+                before, after = holder.before.get(key, _MISSING), now.get(key, _MISSING)
+                if not _same(before, after):
+                    found.append(Change(holder, key, before, after))
+        return found
+
+    def restore(self) -> None:
+        """Everything as it was when the picture was taken."""
+        for holder in self._holders:
+            if not all(_same(holder.before.get(k, _MISSING), v) for k, v in holder.read().items()) or len(
+                holder.before
+            ) != len(holder.read()):
+                holder.write(holder.before)
+
+
+def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None]) -> None:
+    """Put the model as after many more calls: numbers far on, and for each tensor what ``later`` gives.
+
+    Where it gives None, what stood there before the call, which would have made the same.
+    """
+    for change in changes:
+        values = change.holder.read()
+        value = _moved(change.before, change.after, later)
+        if value is _MISSING:
+            values.pop(change.key, None)
+        else:
+            values[change.key] = value
+        change.holder.write(values)
+
+
+def _moved(before: Any, after: Any, later: Callable[[Tensor], Tensor | None]) -> Any:
+    if isinstance(after, (int, float)) and not isinstance(after, bool) and isinstance(before, (int, float)):
+        return after + FAR
+    later_ones = {id(t): later(t) for t in _tensors(after)}
+    known = {key: tensor for key, tensor in later_ones.items() if tensor is not None}
+    if len(known) < len(later_ones):
+        return before
+    return _with(after, known) if known else after
+
+
+def is_doubtful(change: Change, is_constant: Callable[[Tensor], bool]) -> bool:
+    """Whether a later call could read something else there than the first did."""
+    held = list(_tensors(change.after))
+    return not held or not all(map(is_constant, held))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
+
+
+def _with(value: Any, tensors: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return tensors[id(value)]
+    if isinstance(value, dict):
+        return {k: _with(v, tensors) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_with(v, tensors) for v in value)
+    return value
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if isinstance(before, Tensor) or isinstance(after, Tensor) or type(before) is not type(after):
+        return False
+    if isinstance(before, (int, float, complex, str, bytes, bool, tuple, frozenset)):
+        with suppress(Exception):
+            return bool(before == after)
+    return False
+
+
+class _Walk:
+    """Finds what can keep a value, each object once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: set[int] = set()
+
+    def holders(self) -> Iterator[Holder]:
+        for path, module in self._model.named_modules():
+            content = vars(module)
+            yield Holder(path, "", module, lambda c=content: _without_machinery(c), lambda v, c=content: _refill(c, v))
+            for name, value in list(_without_machinery(content).items()):
+                yield from self._inside(path, name, module, value)
+        kinds = dict.fromkeys(base for m in self._model.modules() for base in type(m).__mro__)
+        yield from (_class_holder(kind) for kind in kinds if not _is_torchs(kind.__module__))
+        for python_module in users_modules(self._model):
+            if not python_module.__name__.startswith("transformers"):  # thousands of names that nothing writes to
+                yield _globals_holder(python_module)
+
+    def _inside(self, path: str, name: str, module: nn.Module, value: Any, depth: int = 4) -> Iterator[Holder]:
+        """Holders in what an attribute holds."""
+        if id(value) in self._seen or not depth or isinstance(value, (nn.Module, Tensor, type, ModuleType, str, bytes)):
+            return
+        access = _access(value)
+        if access is None:
+            return
+        self._seen.add(id(value))
+        holder = Holder(path, name, module, *access)
+        yield holder
+        with suppress(Exception):
+            for key, inner in holder.read().items():
+                inner_name = f"{name}[{key!r}]" if isinstance(value, dict) else f"{name}.{key}"
+                yield from self._inside(path, inner_name, module, inner, depth - 1)
+
+
+def _access(value: Any) -> Access | None:
+    """How to read and write what a value keeps; None where it keeps nothing that is known here."""
+    if isinstance(value, (dict, list, deque, set)) and len(value) > MOST:
+        return None
+    if isinstance(value, dict):
+        return lambda: dict(value), lambda v: _refill(value, v)
+    if isinstance(value, (list, deque)):
+        return lambda: dict(enumerate(value)), lambda v: _relist(value, list(v.values()))
+    if isinstance(value, set):
+        return lambda: dict.fromkeys(value, True), lambda v: _reset(value, v)
+    if isinstance(value, random.Random):
+        return lambda: {"state": value.getstate()}, lambda v: value.setstate(v["state"])
+    if isinstance(value, np.random.Generator):
+        return lambda: {"state": str(value.bit_generator.state)}, lambda v: None
+    if isinstance(value, np.random.RandomState):
+        return lambda: {"state": str(value.get_state())}, lambda v: None
+    if isinstance(value, FunctionType):
+        cells = [c for c in value.__closure__ or () if _is_filled(c)]
+        return _cell_access(dict(zip(value.__code__.co_freevars, cells, strict=False)))
+    content = getattr(value, "__dict__", None)
+    if isinstance(content, dict) and not _is_torchs(type(value).__module__) and not callable(value):
+        return lambda: dict(content), lambda v: _refill(content, v)
+    return None
+
+
+def _cell_access(cells: dict[str, CellType]) -> Access:
+    def write(values: dict[Any, Any]) -> None:
+        for name, cell in cells.items():
+            cell.cell_contents = values[name]
+
+    return lambda: {name: cell.cell_contents for name, cell in cells.items()}, write
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+def _class_holder(kind: type) -> Holder:
+    def read() -> dict[Any, Any]:
+        return {k: v for k, v in vars(kind).items() if isinstance(v, (int, float, str, list, dict, Tensor))}
+
+    def write(values: dict[Any, Any]) -> None:
+        for name, value in values.items():
+            setattr(kind, name, value)
+
+    return Holder("", kind.__qualname__, None, read, write)
+
+
+def _globals_holder(module: ModuleType) -> Holder:
+    def read() -> dict[Any, Any]:
+        return {k: v for k, v in vars(module).items() if isinstance(v, (int, float)) and not k.startswith("__")}
+
+    return Holder("", module.__name__, None, read, lambda v: vars(module).update(v))
+
+
+def _without_machinery(content: dict[str, Any]) -> dict[Any, Any]:
+    return {k: v for k, v in content.items() if k not in _MACHINERY}
+
+
+def _refill(content: dict[Any, Any], values: dict[Any, Any]) -> None:
+    """Exactly ``values``, apart from what belongs to nn.Module itself."""
+    for key in [k for k in content if k not in values and k not in _MACHINERY]:
+        del content[key]
+    content.update(values)
+
+
+def _reset(held: set[Any], values: dict[Any, Any]) -> None:
+    held.clear()
+    held.update(values)
+
+
+def _relist(held: Any, values: list[Any]) -> None:
+    held.clear()
+    held.extend(values)
+
+
+def _is_torchs(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "builtins")
+
+
+def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
+    """The line of the module's forward (or class) that writes ``name``, as far as its text tells."""
+    if module is None:
+        return Where(path)
+    writes = re.compile(rf"\b{re.escape(name)}\b\s*([-+*/|]?=[^=]|\.\w+\(|\[)")
+    for source in (type(module).forward, type(module)):
+        with suppress(Exception):
+            written = inspect.unwrap(source)
+            file = inspect.getsourcefile(written) or ""
+            lines, first = inspect.getsourcelines(written)
+            for number, line in enumerate(lines, first):
+                if writes.search(line):
+                    return Where(path, file, number, linecache.getline(file, number).strip())
+    return Where(path)

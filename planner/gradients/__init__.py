@@ -1,1 +1,0 @@
-"""What changes gradients outside of the ops of a forward: kept, or refused with the user's line."""
