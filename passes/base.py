@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.types import Placement
+from planner.placement.types import Placement
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from passes.base import AxisHandle
-from planner.types import Placement
+from planner.placement.types import Placement
 
 Tensor = torch.Tensor
 

@@ -15,11 +15,11 @@ from passes import collectives
 from passes.base import AxisHandle
 from passes.extract import StageGraph
 from planner.collectives import TypeChange
-from planner.types import Placement, Segment
+from planner.placement.types import Placement, Segment
 
 # a collective's cut stands in the generated code of the graph, which must find these names
-_register_custom_builtin("Placement", "from planner.types import Placement", Placement)
-_register_custom_builtin("Segment", "from planner.types import Segment", Segment)
+_register_custom_builtin("Placement", "from planner.placement.types import Placement", Placement)
+_register_custom_builtin("Segment", "from planner.placement.types import Segment", Segment)
 
 
 def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis: AxisHandle) -> None:

@@ -30,11 +30,11 @@ from passes.cut_softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_s
 from passes.extract import StageGraph
 from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.capture.canonical.emit import named
-from planner.placements import Placements
-from planner.rules import Option
-from planner.rules.layout import pieces_of
-from planner.rules.reduction import OVER_RANKS, SOFTMAX
-from planner.types import Placement
+from planner.placement.decide import Placements
+from planner.placement.rules.layout import pieces_of
+from planner.placement.rules.reduction import OVER_RANKS, SOFTMAX
+from planner.placement.rules.table import Option
+from planner.placement.types import Placement
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.conversions import Conversion, conversion
 from planner.graph.program import Program
-from planner.placements import Placements
+from planner.placement.conversions import Conversion, conversion
+from planner.placement.decide import Placements
+from planner.placement.types import I, Placement
 from planner.stages import StageAssignment
-from planner.types import I, Placement
 
 
 @dataclass(frozen=True, slots=True)

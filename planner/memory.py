@@ -25,9 +25,9 @@ from torch import fx
 
 from planner.graph.flops import is_view, tensors_of
 from planner.graph.program import Program
+from planner.placement.types import I, Placement
 from planner.plan_rows import MemoryRow
 from planner.stages import StageAssignment
-from planner.types import I, Placement
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from math import isfinite, prod
 from typing import Any
 
 from planner.errors import PlanError
-from planner.types import Placement
+from planner.placement.types import Placement
 
 STYLES = ("column", "row", "vocab", "expert", "replicate")
 PHASES = ("forward", "backward", "step")

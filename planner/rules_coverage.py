@@ -24,7 +24,7 @@ from planner.capture.model.reference import load_model
 from planner.errors import PlanError
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.rules import rule_of
+from planner.placement.rules.table import rule_of
 from planner.spec import Spec
 
 BATCH, LENGTH = 2, 8

@@ -21,8 +21,8 @@ from passes.vocabulary import vocabulary_cross_entropy
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
+from planner.placement.types import Placement
 from planner.source import PlanSource
-from planner.types import Placement
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:

@@ -21,7 +21,7 @@ from passes.base import LocalParameter, StageModule
 from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.types import Placement
+from planner.placement.types import Placement
 from runtime.agreement import agree, agreed
 from runtime.groups import Groups
 from runtime.safetensors_files import SafetensorsFiles, StoredTensor, listed

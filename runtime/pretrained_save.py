@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from passes.base import LocalParameter
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.types import I, Placement, Segment
+from planner.placement.types import I, Placement, Segment
 from runtime.agreement import agreed
 from runtime.atomic_directory import replaced_directory, sync
 from runtime.groups import Groups

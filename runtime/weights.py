@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from passes.base import LocalParameter, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.types import Placement
+from planner.placement.types import Placement
 from runtime.groups import Groups
 from runtime.weight_sources import WeightSource
 

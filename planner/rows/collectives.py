@@ -17,8 +17,8 @@ from torch import fx
 
 from planner.collectives import TypeChange, sent_type, type_changes
 from planner.graph.places import Places
+from planner.placement.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.plan_rows import CollectivePlan
-from planner.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.source import PlanSource
 
 aten = torch.ops.aten

@@ -13,18 +13,18 @@ import torch
 from torch import fx
 
 from planner.capture.own_backward.op import OwnBackward
-from planner.divisibility import nearest_tp
 from planner.errors import Where
 from planner.graph.flops import node_cost, node_flops
 from planner.graph.places import Places, glob_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
+from planner.placement.attention_sites import Site, weight_of
+from planner.placement.divisibility import nearest_tp
+from planner.placement.rules.contraction import holds_weight
+from planner.placement.rules.table import rule_of
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
-from planner.rows.attention import Site, weight_of
 from planner.rows.collectives import scalars_of_loss
 from planner.rows.reasons import Reasons, is_linear, is_loss, op_name, op_words
-from planner.rules import rule_of
-from planner.rules.contraction import holds_weight
 from planner.source import PlanSource
 
 aten = torch.ops.aten

@@ -20,10 +20,10 @@ from torch import fx
 from planner import buckets
 from planner.buckets import BufferLayout
 from planner.memory import LocalSizes
+from planner.placement.types import Placement
 from planner.plan_rows import BucketPlan, BufferPlan, CollectivePlan, MemoryRow, OptimizerPlan
 from planner.source import PlanSource
 from planner.spec import Spec
-from planner.types import Placement
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from planner.graph.flops import node_flops
-from planner.rules.contraction import is_made_of_weights
+from planner.placement.rules.contraction import is_made_of_weights
 
 aten = torch.ops.aten
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}

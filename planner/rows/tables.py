@@ -8,8 +8,8 @@ from planner.collectives import sent_type
 from planner.frozen_plan import Plan
 from planner.graph.places import Places
 from planner.memory import LocalSizes, memory_of_ranks
+from planner.placement.attention_sites import attention_sites, check_attention
 from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
-from planner.rows.attention import attention_sites, check_attention
 from planner.rows.collectives import collective_rows
 from planner.rows.diagnostics import diagnostic_rows, summary_row
 from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.peephole import place_devices
-from planner.candidates import Candidates
 from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.placements import _edges
-from planner.rules import Option
+from planner.placement.candidates import Candidates
+from planner.placement.decide import _edges
+from planner.placement.rules.table import Option
 from tests.passes.simulated_ranks import Op, check
 
 META = torch.device("meta")

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from planner.rules import Option, Site, options_of
-from planner.types import Placement, Segment
+from planner.placement.rules.table import Option, Site, options_of
+from planner.placement.types import Placement, Segment
 from tests.passes.simulated_ranks import Op, check
 
 SETTINGS = settings(

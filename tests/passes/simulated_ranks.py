@@ -31,9 +31,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from passes.base import AxisHandle
 from passes.extract import StageGraph
 from passes.localize import localize
-from planner.placements import Placements
-from planner.rules import Option
-from planner.types import Placement
+from planner.placement.decide import Placements
+from planner.placement.rules.table import Option
+from planner.placement.types import Placement
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-7, "atol": 1e-9},

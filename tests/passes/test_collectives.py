@@ -12,8 +12,8 @@ from torch import Tensor
 
 from passes import collectives
 from passes.base import AxisHandle
-from planner.conversions import TABLE, conversion
-from planner.types import I, P, Placement, R, Segment, V
+from planner.placement.conversions import TABLE, conversion
+from planner.placement.types import I, P, Placement, R, Segment, V
 from tests.passes.random_ops import random_cut
 from tests.passes.simulated_ranks import assert_typed, on_threads, parts
 

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from passes.base import RandomState
 from passes.dropout import name_streams
-from planner.types import I, Placement, V
+from planner.placement.types import I, Placement, V
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.rules import Option
-from planner.types import I, P, Placement, R, V
+from planner.placement.rules.table import Option
+from planner.placement.types import I, P, Placement, R, V
 from tests.passes.random_ops import Weight, op_of, real
 from tests.passes.simulated_ranks import check
 

@@ -20,7 +20,7 @@ from planner.frozen_plan import (
     SchedulePlan,
     Summary,
 )
-from planner.types import I, Placement, Segment
+from planner.placement.types import I, Placement, Segment
 
 # The keys of "Plan as JSON" in the public contract; a row may have more.
 CONTRACT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from planner.rules import Site, options_of
+from planner.placement.rules.table import Site, options_of
 from tests.passes.random_ops import Weight, check_options, op_of, real, rule_property, sizes
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
 from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.mesh import Mesh
+from planner.placement.types import I
 from planner.schedule import build_schedule
 from planner.spec import Spec
-from planner.types import I
 
 WIDTH = 6
 NUM_MIDDLE = 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.errors import PlanError
-from planner.types import I, Placement, R, Segment, V
+from planner.placement.types import I, Placement, R, Segment, V
 from runtime.weight_sources import InitialWeights, ModelWeights, parameter_roles
 from runtime.weights import assemble, shard
 

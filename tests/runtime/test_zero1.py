@@ -13,7 +13,7 @@ from torch import nn
 
 from passes.base import LocalParameter
 from planner.errors import PlanError
-from planner.types import I
+from planner.placement.types import I
 from runtime.buffers import DataParallel, GradientBuffers
 from runtime.zero1 import DistributedOptimizer, make_optimizer, squared_norm
 

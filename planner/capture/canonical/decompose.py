@@ -14,7 +14,7 @@ from torch import fx
 from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from planner.rules import rule_of
+from planner.placement.rules.table import rule_of
 
 MOST_CALLS = 64
 

@@ -21,9 +21,9 @@ from torch import fx
 
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
 from planner.capture.canonical.emit import aten, shape_of
-from planner.rules import rule_of
-from planner.rules.contraction import contraction, equation
-from planner.rules.pointwise import is_pointwise
+from planner.placement.rules.contraction import contraction, equation
+from planner.placement.rules.pointwise import is_pointwise
+from planner.placement.rules.table import rule_of
 
 ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
 REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default}

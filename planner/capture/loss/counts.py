@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from planner.graph.program import Program
-from planner.rules.reduction import reduced_dims as dims_of_reduction
+from planner.placement.rules.reduction import reduced_dims as dims_of_reduction
 
 aten = torch.ops.aten
 

@@ -57,7 +57,7 @@ from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.rules.base import adds_up
+from planner.placement.rules.base import adds_up
 
 __all__ = ["LossTerms", "share_loss"]
 

@@ -21,8 +21,8 @@ from planner.capture.own_backward.custom_functions import CustomFunctions, calls
 from planner.capture.own_backward.op import Cut, OwnBackward
 from planner.errors import PlanError, Where
 from planner.graph.blocks.structure import Structure
-from planner.rules import Option, Site, options_of
-from planner.types import I, Placement, R, Segment, V
+from planner.placement.rules.table import Option, Site, options_of
+from planner.placement.types import I, Placement, R, Segment, V
 from tests.custom_functions import (
     Clamped,
     FusedLoss,

@@ -10,10 +10,10 @@ import torch
 
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
-from planner.divisibility import divisors, nearest_tp
+from planner.placement.divisibility import divisors, nearest_tp
+from planner.placement.types import Placement, Segment
 from planner.rows.diagnostics import ops_without_rule
 from planner.rows.optimizer import Held, whole_elements
-from planner.types import Placement, Segment
 from tests.planner.plannable import build, spec_of
 
 

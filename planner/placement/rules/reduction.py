@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from planner.rules.base import Option, Site
-from planner.types import I, P
+from planner.placement.rules.base import Option, Site
+from planner.placement.types import I, P
 
 aten = torch.ops.aten
 

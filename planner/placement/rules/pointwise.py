@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.rules.base import Option, Site, aligned, lifted
-from planner.types import Placement
+from planner.placement.rules.base import Option, Site, aligned, lifted
+from planner.placement.types import Placement
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from planner.capture.own_backward.op import OwnBackward
-from planner.types import I, P, Placement, R
+from planner.placement.types import I, P, Placement, R
 
 
 @dataclass(frozen=True, slots=True)

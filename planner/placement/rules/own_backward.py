@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from planner.capture.own_backward.op import Cut, OwnBackward
-from planner.rules.base import Option, Site
-from planner.types import Placement
+from planner.placement.rules.base import Option, Site
+from planner.placement.types import Placement
 
 
 def own_backward(site: Site) -> Iterator[Option]:

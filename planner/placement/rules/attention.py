@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.rules.base import Option, Site, aligned
-from planner.types import Placement, R, V
+from planner.placement.rules.base import Option, Site, aligned
+from planner.placement.types import Placement, R, V
 
 
 def attention(site: Site) -> Iterator[Option]:

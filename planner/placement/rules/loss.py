@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.rules.base import Option, Site
-from planner.rules.embedding import vocabulary_cuts
-from planner.types import I, R
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.embedding import vocabulary_cuts
+from planner.placement.types import I, R
 
 
 def cross_entropy(site: Site) -> Iterator[Option]:

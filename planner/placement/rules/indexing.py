@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.emit import named
-from planner.rules.base import Option, Site
-from planner.rules.reduction import along_dim
-from planner.types import P, Placement, R
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.reduction import along_dim
+from planner.placement.types import P, Placement, R
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.emit import named
-from planner.rules.base import Option, Site
-from planner.types import P, Placement, Segment
+from planner.placement.rules.base import Option, Site
+from planner.placement.types import P, Placement, Segment
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.rules.base import Option, Site
-from planner.rules.reshape import reshape_cut
-from planner.types import P, Placement, R, Segment
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.reshape import reshape_cut
+from planner.placement.types import P, Placement, R, Segment
 
 aten = torch.ops.aten
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from planner.capture.own_backward.op import OwnBackward
-from planner.rules.attention import attention
-from planner.rules.base import Option, Rule, Site
-from planner.rules.contraction import contraction, grouped
-from planner.rules.convolution import batch_norm, convolution, group_norm, spatial
-from planner.rules.embedding import embedding
-from planner.rules.indexing import (
+from planner.placement.rules.attention import attention
+from planner.placement.rules.base import Option, Rule, Site
+from planner.placement.rules.contraction import contraction, grouped
+from planner.placement.rules.convolution import batch_norm, convolution, group_norm, spatial
+from planner.placement.rules.embedding import embedding
+from planner.placement.rules.indexing import (
     complex_view,
     gather,
     index,
@@ -26,11 +26,11 @@ from planner.rules.indexing import (
     triangle,
     unfold,
 )
-from planner.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
-from planner.rules.loss import cross_entropy
-from planner.rules.own_backward import own_backward
-from planner.rules.pointwise import is_pointwise, pointwise
-from planner.rules.reduction import along_dim, norm, reduction
+from planner.placement.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
+from planner.placement.rules.loss import cross_entropy
+from planner.placement.rules.own_backward import own_backward
+from planner.placement.rules.pointwise import is_pointwise, pointwise
+from planner.placement.rules.reduction import along_dim, norm, reduction
 
 __all__ = ["Option", "Site", "options_of", "rule_of"]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.rules.base import Option, Site
-from planner.types import P, Placement, R, Segment, padded_vocabulary
+from planner.placement.rules.base import Option, Site
+from planner.placement.types import P, Placement, R, Segment, padded_vocabulary
 
 
 def embedding(site: Site) -> Iterator[Option]:

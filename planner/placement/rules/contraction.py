@@ -16,8 +16,8 @@ from string import ascii_letters
 import torch
 from torch import fx
 
-from planner.rules.base import Option, Site
-from planner.types import P, Placement, Segment
+from planner.placement.rules.base import Option, Site
+from planner.placement.types import P, Placement, Segment
 
 aten = torch.ops.aten
 

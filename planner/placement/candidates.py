@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
-from planner.rules import Option, Site, options_of
-from planner.types import I, Placement, R
+from planner.placement.rules.table import Option, Site, options_of
+from planner.placement.types import I, Placement, R
 
 MAX_CUTS = 12
 

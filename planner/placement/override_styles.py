@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from planner.candidates import Candidates
-from planner.divisibility import nearest_words
 from planner.errors import PlanError
 from planner.graph.flops import node_flops
 from planner.graph.program import Program
-from planner.override_kinds import Asked
-from planner.rules import Option, rule_of
-from planner.rules.contraction import contraction, grouped
-from planner.types import Placement
+from planner.placement.candidates import Candidates
+from planner.placement.divisibility import nearest_words
+from planner.placement.overrides import Asked
+from planner.placement.rules.contraction import contraction, grouped
+from planner.placement.rules.table import Option, rule_of
+from planner.placement.types import Placement
 
 aten = torch.ops.aten
 OF_RULE = {"row": "row", "vocabulary": "vocab"}

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from planner.candidates import Candidates
-from planner.conversions import conversion
 from planner.errors import PlanError
-from planner.rules import Option
-from planner.types import I, Placement
+from planner.placement.candidates import Candidates
+from planner.placement.conversions import conversion
+from planner.placement.rules.table import Option
+from planner.placement.types import I, Placement
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from planner.candidates import Candidates
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.flops import node_flops
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.override_kinds import asked_of
-from planner.override_styles import Overrides
-from planner.rules import Option
-from planner.solve import Costs, Edge, Weights, solve
-from planner.types import Placement, Segment
+from planner.placement.candidates import Candidates
+from planner.placement.override_styles import Overrides
+from planner.placement.overrides import asked_of
+from planner.placement.rules.table import Option
+from planner.placement.solve import Costs, Edge, Weights, solve
+from planner.placement.types import Placement, Segment
 
 
 @dataclass(frozen=True)

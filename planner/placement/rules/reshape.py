@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from planner.types import Placement, Segment
+from planner.placement.types import Placement, Segment
 
 
 def reshape_cut(cut: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], tp: int) -> Placement | None:

@@ -1,0 +1,1 @@
+"""For each op, the types that it can take and give."""
