@@ -4,7 +4,7 @@
     attributes     parameters and buffers (on meta, filled by the runtime), lifted constants
     output         the values sent on, then the loss where the stage computes it
 
-Needs:   a stage of every node (planner.stages).
+Needs:   a stage of every node (planner.pipeline.stages).
 Leaves:  nodes with ``meta["origin"]`` (name in the captured graph), in its order.
 """
 
@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from planner.collectives import runs_here
 from planner.graph.program import Program
-from planner.stages import StageAssignment
+from planner.pipeline.stages import StageAssignment
 
 
 @dataclass

@@ -19,14 +19,14 @@ from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
+from planner.pipeline.schedule import build_schedule
+from planner.pipeline.stages import assign_stages
 from planner.placement.decide import decide_placements
 from planner.placement.overrides import kinds_by_override
 from planner.rows.tables import plan_of
-from planner.schedule import build_schedule
 from planner.slow_steps import shown_if_slow
 from planner.source import PlanSource
 from planner.spec import Spec
-from planner.stages import assign_stages
 
 
 def plan(

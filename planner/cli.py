@@ -175,9 +175,9 @@ def schedule_command(
     format: Annotated[ScheduleFormat, typer.Option(help="How to print the schedule.")] = ScheduleFormat.table,
 ) -> None:
     """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
-    from planner.schedule import build_schedule
+    from planner.pipeline.schedule import build_schedule
+    from planner.pipeline.simulate import simulate
     from planner.schedule_views import schedule_svg, schedule_text, schedule_to_dict
-    from planner.simulate import simulate
 
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)

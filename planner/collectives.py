@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from planner.graph.program import Program
+from planner.pipeline.stages import StageAssignment
 from planner.placement.conversions import Conversion, conversion
 from planner.placement.decide import Placements
 from planner.placement.types import I, Placement
-from planner.stages import StageAssignment
 
 
 @dataclass(frozen=True, slots=True)

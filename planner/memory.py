@@ -25,9 +25,9 @@ from torch import fx
 
 from planner.graph.flops import is_view, tensors_of
 from planner.graph.program import Program
+from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
 from planner.plan_rows import MemoryRow
-from planner.stages import StageAssignment
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def memory_of_ranks(
 ) -> tuple[MemoryRow, ...]:
     """One row for each pp rank.
 
-    ``in_flight``: per rank the most (microbatch, chunk) pairs between forward and backward (``planner.simulate``).
+    ``in_flight``: per rank the most (microbatch, chunk) pairs between forward and backward (``pipeline.simulate``).
     ``num_shards``: data-parallel ranks that share the optimizer's state. Dtypes None: parameters as captured, gradients
     as their parameter.
     """

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.schedule import Action, Schedule
-from planner.simulate import Simulation
-from planner.slots import num_static_input_slots
+from planner.pipeline.schedule import Action, Schedule
+from planner.pipeline.simulate import Simulation
+from planner.pipeline.slots import num_static_input_slots
 
 _UNIT, _ROW, _LEFT = 24, 30, 60  # pixels: one unit of time, one rank, the names of the ranks
 _COLORS = {"F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"), "B": ("#a1d99b", "#74c476", "#41ab5d", "#238b45")}

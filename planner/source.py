@@ -12,8 +12,8 @@ from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
+from planner.pipeline.stages import StageAssignment
 from planner.placement.decide import Placements
-from planner.stages import StageAssignment
 
 
 @dataclass

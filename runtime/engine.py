@@ -21,7 +21,7 @@ from passes.base import LocalParameter, RankProgram
 from passes.lower import lower
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.schedule import Action
+from planner.pipeline.schedule import Action
 from planner.spec import Spec
 from runtime.batches import BatchLayout, check_first_batch, num_tokens
 from runtime.executor import Executor, Step

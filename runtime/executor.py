@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from passes.base import RandomState, StageModule
 from planner.errors import PlanError
-from planner.schedule import Action
+from planner.pipeline.schedule import Action
 from runtime.p2p import Message, Transport
 
 

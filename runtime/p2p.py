@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.base import Boundary
-from planner.schedule import Order
+from planner.pipeline.schedule import Order
 from runtime.groups import Groups
 
 

@@ -55,6 +55,6 @@ def test_tests_are_no_package():
 
 
 def test_groups_and_schedules_load_no_torch():
-    code = "import sys, planner.cli, planner.mesh, planner.schedule\nassert 'torch' not in sys.modules"
+    code = "import sys, planner.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,8 @@ from planner.collectives import sent_type
 from planner.frozen_plan import Plan
 from planner.graph.places import Places
 from planner.memory import LocalSizes, memory_of_ranks
+from planner.pipeline.schedule import Schedule
+from planner.pipeline.simulate import simulate
 from planner.placement.attention_sites import attention_sites, check_attention
 from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
 from planner.rows.collectives import collective_rows
@@ -16,8 +18,6 @@ from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_p
 from planner.rows.parameters import parameter_rows
 from planner.rows.reasons import Reasons
 from planner.rows.uncut import check_something_is_cut
-from planner.schedule import Schedule
-from planner.simulate import simulate
 from planner.source import PlanSource
 from planner.spec import Spec
 

@@ -21,8 +21,8 @@ from planner.frozen_plan import (
     StagePlan,
     Summary,
 )
+from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I, Placement, Segment, V
-from planner.schedule import build_schedule
 
 SPEC = {"mesh": {"tp": 2, "pp": 2}, "batch": {"global": 8, "micro": 2}, "optimizer": {"betas": (0.9, 0.95)}}
 HIDDEN = BoundaryPlan("add_1", (2, 16, 8), "float32", 1024)

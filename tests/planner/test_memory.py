@@ -8,10 +8,10 @@ from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes
+from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import simulate
+from planner.pipeline.stages import StageAssignment, assign_stages
 from planner.placement.types import V
-from planner.schedule import build_schedule
-from planner.simulate import simulate
-from planner.stages import StageAssignment, assign_stages
 from tests.planner.small_models import (
     BATCH,
     LENGTH,

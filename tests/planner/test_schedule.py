@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.schedule import (
+from planner.pipeline.schedule import (
     Action,
     Schedule,
     build_schedule,
@@ -24,9 +24,9 @@ from planner.schedule import (
     rank_order,
     schedule_table,
 )
+from planner.pipeline.simulate import simulate
+from planner.pipeline.slots import num_static_input_slots, static_input_slots
 from planner.schedule_views import schedule_svg, schedule_to_dict
-from planner.simulate import simulate
-from planner.slots import num_static_input_slots, static_input_slots
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "schedules.json").read_text())
 CASES = ORACLE["cases"]

@@ -13,7 +13,7 @@ from planner.capture.export import capture
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.stages import StageAssignment, assign_stages, balance
+from planner.pipeline.stages import StageAssignment, assign_stages, balance
 from tests.planner.small_models import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 
 

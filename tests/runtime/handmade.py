@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
 from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.mesh import Mesh
+from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
-from planner.schedule import build_schedule
 from planner.spec import Spec
 
 WIDTH = 6

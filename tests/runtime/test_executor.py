@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from passes.base import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
+from planner.pipeline.schedule import Action
 from planner.placement.types import I
-from planner.schedule import Action
 from runtime.executor import Executor, Step, StepError
 from runtime.groups import Groups
 from runtime.p2p import Transport

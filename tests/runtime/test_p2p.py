@@ -10,8 +10,8 @@ from torch import nn
 
 from passes.base import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
+from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
-from planner.schedule import build_schedule
 from runtime.executor import Executor, Step
 from runtime.groups import Groups, open_groups
 from runtime.launch import launch

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
-from planner.schedule import Action, Order, Schedule
+from planner.pipeline.schedule import Action, Order, Schedule
 
 Steps = tuple[tuple[Action | None, ...], ...]
 Span = tuple[float, float]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
-from planner.schedule import Order
+from planner.pipeline.schedule import Order
 
 SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
 

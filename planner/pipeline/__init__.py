@@ -1,0 +1,1 @@
+"""Stages, and the order in which each rank runs them."""
