@@ -26,7 +26,7 @@ from planner.placement.overrides import kinds_by_override
 from planner.rows.tables import plan_of
 from planner.slow_steps import shown_if_slow
 from planner.source import PlanSource
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 
 def plan(

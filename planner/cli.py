@@ -85,7 +85,7 @@ def plan_command(
     """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
     from planner import plan
     from planner.capture.model.reference import load_model
-    from planner.spec import Spec
+    from planner.spec.spec import Spec
 
     checked = Spec.load(spec)
     result = plan(load_model(model), checked)

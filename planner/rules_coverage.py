@@ -25,7 +25,7 @@ from planner.errors import PlanError
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.rules.table import rule_of
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 BATCH, LENGTH = 2, 8
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.spec_sections import InputSpec
+from planner.spec.sections import InputSpec
 
 NUM_BYTES = 256
 STDLIB = "stdlib"

@@ -22,7 +22,7 @@ from passes.lower import lower
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.batches import BatchLayout, check_first_batch, num_tokens
 from runtime.executor import Executor, Step
 from runtime.groups import RankMesh, default_store, open_groups

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from planner.capture.export import caches_off
 from planner.capture.outputs import plain_structure
 from planner.errors import PlanError
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.fingerprint import fingerprint_of_model
 from runtime.lr import learning_rate
 

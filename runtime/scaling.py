@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.spec_sections import PrecisionSpec
+from planner.spec.sections import PrecisionSpec
 
 INITIAL = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps after which the scale doubles

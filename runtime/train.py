@@ -17,7 +17,7 @@ from torch import nn
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError, Where
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.data import ByteBatches, read_text
 from runtime.engine import Engine
 from runtime.launch import launch

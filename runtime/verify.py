@@ -19,8 +19,8 @@ from planner.capture.canonical.products import NOTHING_IGNORED
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.spec import Spec
-from planner.spec_sections import InputSpec
+from planner.spec.sections import InputSpec
+from planner.spec.spec import Spec
 from runtime.comparison import (
     Row,
     Tolerance,

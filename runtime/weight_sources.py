@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from planner.capture.model.meta_init import buffer_value
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 
 class WeightSource(Protocol):

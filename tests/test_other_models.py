@@ -12,7 +12,7 @@ from benchmarks.other_models import catalogue
 from benchmarks.other_models.catalogue import CATALOGUE, Listed, find
 from benchmarks.other_models.processes import rows_of
 from benchmarks.other_models.table import markdown
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 FOLDER = Path(catalogue.__file__).parent
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 LENGTH, VOCABULARY, SIZE = 8, 37, 16

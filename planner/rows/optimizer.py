@@ -23,7 +23,7 @@ from planner.memory import LocalSizes
 from planner.placement.types import Placement
 from planner.plan_rows import BucketPlan, BufferPlan, CollectivePlan, MemoryRow, OptimizerPlan
 from planner.source import PlanSource
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}

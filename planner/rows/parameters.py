@@ -8,7 +8,7 @@ from planner.graph.places import Places
 from planner.plan_rows import ParameterPlan
 from planner.rows.reasons import Reasons
 from planner.source import PlanSource
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 
 def parameter_rows(spec: Spec, source: PlanSource, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:

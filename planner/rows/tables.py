@@ -19,7 +19,7 @@ from planner.rows.parameters import parameter_rows
 from planner.rows.reasons import Reasons
 from planner.rows.uncut import check_something_is_cut
 from planner.source import PlanSource
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 
 def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:

@@ -53,7 +53,7 @@ def test_a_model_that_is_not_there_is_an_error_and_exit_1(capsys):
 
 
 def test_a_spec_gives_the_inputs():
-    from planner.spec import Spec
+    from planner.spec.spec import Spec
 
     spec = Spec.load(
         {

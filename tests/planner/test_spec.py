@@ -11,8 +11,8 @@ import yaml
 from expecttest import assert_expected_inline
 
 from planner.errors import PlanError, SpecError
-from planner.spec import InputSpec, Spec
-from planner.spec_fields import spec_fields
+from planner.spec.fields import spec_fields
+from planner.spec.spec import InputSpec, Spec
 
 EXAMPLES = sorted(Path(str(files("specs"))).glob("*.yaml"))
 MINIMAL = {"mesh": {"tp": 2}, "batch": {"global": 8, "micro": 2}}

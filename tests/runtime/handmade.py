@@ -17,7 +17,7 @@ from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, Sta
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
-from planner.spec import Spec
+from planner.spec.spec import Spec
 
 WIDTH = 6
 NUM_MIDDLE = 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner import PlanError, plan
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.engine import Engine
 from runtime.safetensors_files import SafetensorsFiles
 

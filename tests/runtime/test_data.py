@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner.errors import PlanError
-from planner.spec_sections import InputSpec
+from planner.spec.sections import InputSpec
 from runtime.data import ByteBatches, read_text
 
 TOKENS = InputSpec(shape=(8,), dtype="int64", high=256)

@@ -41,7 +41,7 @@ def run_steps(layout: dict, local: bool = False) -> dict:
 
 def expected(clip: float | None = 0.5) -> dict:
     spec = build_plan(build_model(), size=SIZE, clip=clip).spec
-    from planner.spec import Spec
+    from planner.spec.spec import Spec
 
     one = OneProcess(build_model(), Spec.load(spec))
     loss = one.forward_backward(build_batch(SIZE, 0))

@@ -14,7 +14,7 @@ from examples.gpt import GPT
 from planner import plan
 from planner.capture.model.meta_init import meta_parameters
 from planner.errors import PlanError
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.engine import Engine
 from runtime.initial_weights import held_tensors
 from runtime.launch import launch

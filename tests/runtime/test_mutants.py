@@ -77,6 +77,6 @@ def test_a_number_beyond_the_last_is_refused():
 
 
 def _spec():
-    from planner.spec import Spec
+    from planner.spec.spec import Spec
 
     return Spec.load(SPEC)

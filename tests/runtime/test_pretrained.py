@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from planner import PlanError, meta_parameters, plan
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.reference import load_model
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.engine import Engine
 from runtime.launch import launch
 from runtime.pretrained import check_pretrained, match_names

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from planner import plan
 from planner.errors import PlanError
-from planner.spec import Spec
+from planner.spec.spec import Spec
 from runtime.reference import OneProcess, Untouched
 
 SPEC = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}

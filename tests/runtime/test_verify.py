@@ -101,7 +101,7 @@ def test_bfloat16_without_one_collective_is_red(files, number):
 def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
     from planner import plan
     from planner.capture.model.reference import load_model
-    from planner.spec import Spec
+    from planner.spec.spec import Spec
 
     reference, spec = files("tp: 1")
     decided = plan(load_model(reference), spec)

@@ -14,7 +14,7 @@ from torch import nn
 
 from passes.base import LocalParameter
 from planner.placement.types import I, Placement, R, Segment, V
-from planner.spec_sections import OptimizerSpec
+from planner.spec.sections import OptimizerSpec
 from runtime.zero1 import DistributedOptimizer
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2

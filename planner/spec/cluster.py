@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from planner.errors import SpecError, Where
-from planner.spec_lines import read_yaml
+from planner.spec.lines import read_yaml
 
 
 def find_cluster(given: str | None, at: Where) -> str | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from planner.errors import PlanError, SpecError, Where
 from planner.mesh import Mesh
-from planner.spec_cluster import find_cluster
-from planner.spec_fields import (
+from planner.spec.cluster import find_cluster
+from planner.spec.fields import (
     AUTO,
     Cursor,
     choice,
@@ -30,8 +30,8 @@ from planner.spec_fields import (
     spec_fields,
     text,
 )
-from planner.spec_lines import read_yaml
-from planner.spec_sections import (
+from planner.spec.lines import read_yaml
+from planner.spec.sections import (
     BatchSpec,
     CudaGraphsSpec,
     InitializationSpec,

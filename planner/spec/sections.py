@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.mesh import DEFAULT_ORDER
 from planner.plan_rows import STYLES
-from planner.spec_fields import (
+from planner.spec.fields import (
     AUTO,
     Cursor,
     boolean,
@@ -25,7 +25,7 @@ from planner.spec_fields import (
     section,
     text,
 )
-from planner.spec_lines import join
+from planner.spec.lines import join
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 FLOATS = ("float32", "bfloat16", "float16", "float64")

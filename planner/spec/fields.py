@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError, Where
-from planner.spec_lines import EXPONENT, join
+from planner.spec.lines import EXPONENT, join
 
 AUTO = "auto"
 MISSING: Any = dataclasses.MISSING

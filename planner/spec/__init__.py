@@ -1,0 +1,1 @@
+"""One YAML file becomes one frozen Spec."""
