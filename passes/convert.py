@@ -1,6 +1,6 @@
 """Put a collective on every edge whose ends have different types: exactly those that the plan lists.
 
-Needs:   ``type_changes`` of the stage (planner.collectives).
+Needs:   ``type_changes`` of the stage (planner.sharding.type_changes).
 Leaves:  every edge well typed: a value arrives in the type in which it is read.
 """
 
@@ -14,8 +14,8 @@ from torch.fx.graph import _register_custom_builtin
 from passes import collectives
 from passes.base import AxisHandle
 from passes.extract import StageGraph
-from planner.collectives import TypeChange
 from planner.placement.types import Placement, Segment
+from planner.sharding.type_changes import TypeChange
 
 # a collective's cut stands in the generated code of the graph, which must find these names
 _register_custom_builtin("Placement", "from planner.placement.types import Placement", Placement)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from planner.collectives import runs_here
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
+from planner.sharding.type_changes import runs_here
 
 
 @dataclass

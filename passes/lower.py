@@ -21,10 +21,10 @@ from passes.extract import StageGraph, extract_stage
 from passes.localize import localize
 from passes.peephole import fuse_bias, place_devices
 from planner.capture.model.meta_init import buffer_value
-from planner.collectives import sent_type, type_changes
+from planner.decisions import PlanSource
 from planner.frozen_plan import Plan
 from planner.graph.program import Program
-from planner.source import PlanSource
+from planner.sharding.type_changes import sent_type, type_changes
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProgram:

@@ -14,6 +14,7 @@ from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
 from planner.capture.loss.shares import share_loss
+from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import find_blocks
@@ -25,7 +26,6 @@ from planner.placement.decide import decide_placements
 from planner.placement.overrides import kinds_by_override
 from planner.rows.tables import plan_of
 from planner.slow_steps import shown_if_slow
-from planner.source import PlanSource
 from planner.spec.spec import Spec
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.base import LocalParameter
-from planner import buckets as layouts
+from planner.sharding import buckets as layouts
 from runtime.in_place import all_gather, reduce_scatter
 
 

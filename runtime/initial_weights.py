@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.base import LocalParameter, RankProgram, StageModule
+from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.source import PlanSource
 from runtime.fingerprint import fingerprint
 from runtime.groups import Groups
 from runtime.weight_sources import WeightSource

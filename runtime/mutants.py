@@ -18,11 +18,11 @@ from passes import collectives
 from passes.base import AxisHandle, RankProgram, StageModule
 from passes.lower import lower
 from passes.vocabulary import vocabulary_cross_entropy
+from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.placement.types import Placement
-from planner.source import PlanSource
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:

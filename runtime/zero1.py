@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.base import LocalParameter
-from planner.buckets import OwnedRange
 from planner.errors import PlanError
+from planner.sharding.buckets import OwnedRange
 from runtime.buffers import Bucket, Buffer, DataParallel, GradientBuffers
 from runtime.in_place import all_gather
 

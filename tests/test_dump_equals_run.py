@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from planner import Plan, plan
-from planner.memory import LocalSizes
+from planner.cost.memory import LocalSizes
 from runtime import buffers, zero1
 from runtime.engine import Engine
 from runtime.launch import launch

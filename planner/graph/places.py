@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from planner.decisions import PlanSource
 from planner.errors import Where
 from planner.graph.source_lines import module_of, where_of
-from planner.source import PlanSource
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 

@@ -1,6 +1,6 @@
 """The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
 
-    tp   what a change of type costs (planner.collectives), and the scalars of a loss, softmax or norm over ranks
+    tp   what a change of type costs (sharding.type_changes), and the scalars of a loss, softmax or norm over ranks
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
 ``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
@@ -15,11 +15,11 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.collectives import TypeChange, sent_type, type_changes
+from planner.decisions import PlanSource
 from planner.graph.places import Places
 from planner.placement.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
 from planner.plan_rows import CollectivePlan
-from planner.source import PlanSource
+from planner.sharding.type_changes import TypeChange, sent_type, type_changes
 
 aten = torch.ops.aten
 

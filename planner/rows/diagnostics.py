@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from planner.capture.own_backward.op import OwnBackward
+from planner.decisions import PlanSource
 from planner.errors import Where
 from planner.graph.flops import node_cost, node_flops
 from planner.graph.places import Places, glob_of
@@ -25,7 +26,6 @@ from planner.placement.rules.table import rule_of
 from planner.plan_rows import Diagnostic, ParameterPlan, Summary
 from planner.rows.collectives import scalars_of_loss
 from planner.rows.reasons import Reasons, is_linear, is_loss, op_name, op_words
-from planner.source import PlanSource
 
 aten = torch.ops.aten
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from planner.decisions import PlanSource
 from planner.graph.places import Places
 from planner.plan_rows import ParameterPlan
 from planner.rows.reasons import Reasons
-from planner.source import PlanSource
 from planner.spec.spec import Spec
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from planner.decisions import PlanSource
 from planner.graph.flops import node_flops
 from planner.placement.attention_sites import Site, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
 from planner.placement.rules.contraction import SEE_THROUGH, equation, holds_weight
 from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
-from planner.source import PlanSource
 
 aten = torch.ops.aten
 _LINEAR = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.einsum.default}

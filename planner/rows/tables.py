@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.collectives import sent_type
+from planner.cost.memory import LocalSizes, memory_of_ranks
+from planner.decisions import PlanSource
 from planner.frozen_plan import Plan
 from planner.graph.places import Places
-from planner.memory import LocalSizes, memory_of_ranks
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import simulate
 from planner.placement.attention_sites import attention_sites, check_attention
 from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
 from planner.rows.collectives import collective_rows
 from planner.rows.diagnostics import diagnostic_rows, summary_row
-from planner.rows.optimizer import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
 from planner.rows.parameters import parameter_rows
 from planner.rows.reasons import Reasons
 from planner.rows.uncut import check_something_is_cut
-from planner.source import PlanSource
+from planner.sharding.buffers import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
+from planner.sharding.type_changes import sent_type
 from planner.spec.spec import Spec
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.placement.attention_sites import Site
 from planner.placement.decide import decide_placements
 from planner.placement.divisibility import divisors
-from planner.source import PlanSource
 
 _TRIES = 3  # sizes tried on each side; each costs a decision of its own
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.buckets import default_bucket_size, end_multiple, lay_out, padded, start_multiple
 from planner.errors import PlanError
+from planner.sharding.buckets import default_bucket_size, end_multiple, lay_out, padded, start_multiple
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "distopt.json").read_text())
 

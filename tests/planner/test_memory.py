@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from planner.capture.export import capture
+from planner.cost.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.stages import StageAssignment, assign_stages

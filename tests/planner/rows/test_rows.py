@@ -13,7 +13,7 @@ from planner.cli import PlanFormat, format_plan
 from planner.placement.divisibility import divisors, nearest_tp
 from planner.placement.types import Placement, Segment
 from planner.rows.diagnostics import ops_without_rule
-from planner.rows.optimizer import Held, whole_elements
+from planner.sharding.buffers import Held, whole_elements
 from tests.planner.plannable import build, spec_of
 
 

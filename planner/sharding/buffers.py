@@ -17,12 +17,12 @@ from math import prod
 import torch
 from torch import fx
 
-from planner import buckets
-from planner.buckets import BufferLayout
-from planner.memory import LocalSizes
+from planner.cost.memory import LocalSizes
+from planner.decisions import PlanSource
 from planner.placement.types import Placement
 from planner.plan_rows import BucketPlan, BufferPlan, CollectivePlan, MemoryRow, OptimizerPlan
-from planner.source import PlanSource
+from planner.sharding import buckets
+from planner.sharding.buckets import BufferLayout
 from planner.spec.spec import Spec
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -1,0 +1,1 @@
+"""What each rank holds, sums and exchanges: decided once, read by all."""
