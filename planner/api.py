@@ -24,9 +24,9 @@ from planner.pipeline.schedule import build_schedule
 from planner.pipeline.stages import assign_stages
 from planner.placement.decide import decide_placements
 from planner.placement.overrides import kinds_by_override
-from planner.rows.tables import plan_of
 from planner.slow_steps import shown_if_slow
 from planner.spec.spec import Spec
+from planner.tables.build import plan_of
 
 
 def plan(

@@ -97,7 +97,7 @@ def plan_command(
 
 def show_plan(plan: Plan, *, full: bool = False) -> None:
     """The plan's tables on stdout: in colours and at its width in a terminal, as plain text elsewhere."""
-    from planner.explain import print_plan
+    from planner.report.text import print_plan
 
     if sys.stdout.isatty():
         print_plan(plan, full=full)
@@ -107,7 +107,7 @@ def show_plan(plan: Plan, *, full: bool = False) -> None:
 
 def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
     """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
-    from planner.explain import to_html, to_yaml
+    from planner.report.text import to_html, to_yaml
 
     match format:
         case PlanFormat.json:
@@ -177,7 +177,7 @@ def schedule_command(
     """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
     from planner.pipeline.schedule import build_schedule
     from planner.pipeline.simulate import simulate
-    from planner.schedule_views import schedule_svg, schedule_text, schedule_to_dict
+    from planner.report.schedule import schedule_svg, schedule_text, schedule_to_dict
 
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)

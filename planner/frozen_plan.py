@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import PlanError
-from planner.plan_json import decode, encode, to_text, write_atomic
-from planner.plan_rows import (
+from planner.tables.codec import decode, encode, to_text, write_atomic
+from planner.tables.rows import (
     BoundaryPlan,
     BucketPlan,
     BufferPlan,
@@ -89,7 +89,7 @@ class Plan:
 
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
-        from planner.explain import to_text as explain  # explain reads Plan: importing it above would be a circle
+        from planner.report.text import to_text as explain  # explain reads Plan: importing it above would be a circle
 
         return explain(self, full=full)
 

@@ -27,7 +27,7 @@ from planner.graph.flops import is_view, tensors_of
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
-from planner.plan_rows import MemoryRow
+from planner.tables.rows import MemoryRow
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from planner.graph.places import Places, glob_of
 from planner.graph.source_lines import module_of
 from planner.placement.divisibility import nearest_tp, nearest_words
 from planner.placement.rules.contraction import equation, holds_weight
-from planner.rows.scores import PRODUCTS, has_scores, is_product_of_activations
+from planner.tables.scores import PRODUCTS, has_scores, is_product_of_activations
 
 aten = torch.ops.aten
 _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model

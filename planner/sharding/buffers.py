@@ -20,10 +20,10 @@ from torch import fx
 from planner.cost.memory import LocalSizes
 from planner.decisions import PlanSource
 from planner.placement.types import Placement
-from planner.plan_rows import BucketPlan, BufferPlan, CollectivePlan, MemoryRow, OptimizerPlan
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.spec.spec import Spec
+from planner.tables.rows import BucketPlan, BufferPlan, CollectivePlan, MemoryRow, OptimizerPlan
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}

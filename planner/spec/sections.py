@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from planner.mesh import DEFAULT_ORDER
-from planner.plan_rows import STYLES
 from planner.spec.fields import (
     AUTO,
     Cursor,
@@ -26,6 +25,7 @@ from planner.spec.fields import (
     text,
 )
 from planner.spec.lines import join
+from planner.tables.rows import STYLES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 FLOATS = ("float32", "bfloat16", "float16", "float64")

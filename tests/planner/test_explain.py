@@ -14,10 +14,10 @@ import yaml
 from expecttest import assert_expected_inline
 from rich.console import Console
 
-from planner.explain import print_plan, to_html, to_text, to_yaml
-from planner.explain_sections import format_bytes, format_order
 from planner.frozen_plan import Diagnostic, Plan
 from planner.pipeline.schedule import KINDS, build_schedule
+from planner.report.sections import format_bytes, format_order
+from planner.report.text import print_plan, to_html, to_text, to_yaml
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "small_plan.txt"
 

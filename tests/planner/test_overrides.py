@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples.gpt import GPT
 from passes.lower import lower
 from planner import Plan, PlanError, plan
-from planner.plan_rows import STYLES
+from planner.tables.rows import STYLES
 from tests.passes.simulated_model import assert_equals_one_process, built, num_collectives, planned, spec_of
 
 VOCABULARY, LENGTH, WIDTH = 64, 8, 16

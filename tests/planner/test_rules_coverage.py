@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.export import capture
-from planner.rules_coverage import Coverage, captured, main
+from planner.report.coverage import Coverage, captured, main
 from tests.planner.zoo import ZOO, batch, build, write_configs
 
 pytest.importorskip("transformers")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.capture.export import capture
-from planner.rules_coverage import Coverage
+from planner.report.coverage import Coverage
 from tests.passes.captured_ops import check_model, gradients
 from tests.planner.unusual_code import BODIES, Own, batch
 

@@ -26,7 +26,7 @@ from planner.pipeline.schedule import (
 )
 from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
-from planner.schedule_views import schedule_svg, schedule_to_dict
+from planner.report.schedule import schedule_svg, schedule_to_dict
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "schedules.json").read_text())
 CASES = ORACLE["cases"]

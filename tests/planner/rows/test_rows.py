@@ -12,8 +12,8 @@ from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.divisibility import divisors, nearest_tp
 from planner.placement.types import Placement, Segment
-from planner.rows.diagnostics import ops_without_rule
 from planner.sharding.buffers import Held, whole_elements
+from planner.tables.diagnostics import ops_without_rule
 from tests.planner.plannable import build, spec_of
 
 

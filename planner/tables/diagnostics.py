@@ -23,9 +23,9 @@ from planner.placement.attention_sites import Site, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.contraction import holds_weight
 from planner.placement.rules.table import rule_of
-from planner.plan_rows import Diagnostic, ParameterPlan, Summary
-from planner.rows.collectives import scalars_of_loss
-from planner.rows.reasons import Reasons, is_linear, is_loss, op_name, op_words
+from planner.tables.collectives import scalars_of_loss
+from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
+from planner.tables.rows import Diagnostic, ParameterPlan, Summary
 
 aten = torch.ops.aten
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.explain_sections import Section, sections
+from planner.report.sections import Section, sections
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan

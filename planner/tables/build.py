@@ -11,15 +11,15 @@ from planner.graph.places import Places
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import simulate
 from planner.placement.attention_sites import attention_sites, check_attention
-from planner.plan_rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
-from planner.rows.collectives import collective_rows
-from planner.rows.diagnostics import diagnostic_rows, summary_row
-from planner.rows.parameters import parameter_rows
-from planner.rows.reasons import Reasons
-from planner.rows.uncut import check_something_is_cut
 from planner.sharding.buffers import Buffer, buffers_of, exact_memory, optimizer_plan, step_rows
 from planner.sharding.type_changes import sent_type
 from planner.spec.spec import Spec
+from planner.tables.collectives import collective_rows
+from planner.tables.diagnostics import diagnostic_rows, summary_row
+from planner.tables.parameters import parameter_rows
+from planner.tables.reasons import Reasons
+from planner.tables.rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
+from planner.tables.uncut import check_something_is_cut
 
 
 def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:

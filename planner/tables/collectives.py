@@ -18,8 +18,8 @@ from torch import fx
 from planner.decisions import PlanSource
 from planner.graph.places import Places
 from planner.placement.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
-from planner.plan_rows import CollectivePlan
 from planner.sharding.type_changes import TypeChange, sent_type, type_changes
+from planner.tables.rows import CollectivePlan
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.fold import Fold, fold, ranges, unfolded
-from planner.plan_rows import BoundaryPlan, CollectivePlan, Diagnostic, ParameterPlan
+from planner.report.fold import Fold, fold, ranges, unfolded
+from planner.tables.rows import BoundaryPlan, CollectivePlan, Diagnostic, ParameterPlan
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan

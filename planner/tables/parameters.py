@@ -6,9 +6,9 @@ from torch import fx
 
 from planner.decisions import PlanSource
 from planner.graph.places import Places
-from planner.plan_rows import ParameterPlan
-from planner.rows.reasons import Reasons
 from planner.spec.spec import Spec
+from planner.tables.reasons import Reasons
+from planner.tables.rows import ParameterPlan
 
 
 def parameter_rows(spec: Spec, source: PlanSource, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:

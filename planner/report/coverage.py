@@ -1,4 +1,4 @@
-"""Which ops of a model have no rule: ``python -m planner.rules_coverage MODEL… [--spec SPEC]``.
+"""Which ops of a model have no rule: ``python -m planner.report.coverage MODEL… [--spec SPEC]``.
 
     no rule      carries a gradient, or reads a value that does: every rank computes all of it
     input-only   made of inputs and constants alone (masks, positions): the same on every rank, needs no rule
@@ -109,7 +109,7 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
 def main(arguments: list[str] | None = None) -> int:
     """The command: prints one list for all models together."""
     parser = argparse.ArgumentParser(
-        prog="python -m planner.rules_coverage", description="Ops of models without a rule."
+        prog="python -m planner.report.coverage", description="Ops of models without a rule."
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `meshwright plan`, such as hf:config.json")
     parser.add_argument("--spec", help="a YAML file with the inputs of the models")

@@ -1,0 +1,1 @@
+"""A plan for eyes: text, sections, schedule views."""
