@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from passes.attention import attention_arguments, shared_key_attention
-from passes.base import RandomState
+from passes.ops.attention import attention_arguments, shared_key_attention
+from passes.stage_module import RandomState
 from planner.capture.own_backward.op import OwnBackward
 
 aten = torch.ops.aten

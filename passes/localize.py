@@ -4,13 +4,13 @@
     split, slice         bounds in the local row of segments
     convolution, norm    by groups of channels: this rank's groups
     mean over a cut dim  the local mean times local/global count
-    embedding            rows of this rank (passes.vocabulary)
-    cross_entropy        columns of this rank (passes.vocabulary)
-    logsumexp, softmax   over the ranks' parts of a cut dim (passes.cut_softmax); gather from one likewise
-    norms                over the ranks' parts of the features (passes.cut_norm)
-    attention            key heads that this rank's query heads read (passes.attention)
+    embedding            rows of this rank (passes.ops.vocabulary)
+    cross_entropy        columns of this rank (passes.ops.vocabulary)
+    logsumexp, softmax   over the ranks' parts of a cut dim (passes.ops.softmax); gather from one likewise
+    norms                over the ranks' parts of the features (passes.ops.norm)
+    attention            key heads that this rank's query heads read (passes.ops.attention)
 
-Needs:   typed edges (passes.convert).
+Needs:   typed edges (passes.insert_collectives).
 Leaves:  no op that still names a global size of a cut dim.
 """
 
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.attention import attention_arguments, shared_key_attention
-from passes.base import AxisHandle
-from passes.convert import axis_node
-from passes.cut_norm import cut_layer_norm, cut_rms_norm
-from passes.cut_softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.extract import StageGraph
-from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.insert_collectives import axis_node
+from passes.ops.attention import attention_arguments, shared_key_attention
+from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
+from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.stage_module import AxisHandle
 from planner.capture.canonical.emit import named
 from planner.placement.decide import Placements
 from planner.placement.rules.layout import pieces_of

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
-from passes.convert import insert_collectives
 from passes.dropout import name_streams
 from passes.extract import StageGraph, extract_stage
+from passes.insert_collectives import insert_collectives
 from passes.localize import localize
 from passes.peephole import fuse_bias, place_devices
+from passes.stage_module import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import PlanSource
 from planner.frozen_plan import Plan

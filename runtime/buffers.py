@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.base import LocalParameter
+from passes.stage_module import LocalParameter
 from planner.sharding import buckets as layouts
 from runtime.in_place import all_gather, reduce_scatter
 

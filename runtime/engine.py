@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
-from passes.base import LocalParameter, RankProgram
 from passes.lower import lower
+from passes.stage_module import LocalParameter, RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from passes.base import RandomState, StageModule
+from passes.stage_module import RandomState, StageModule
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action
 from runtime.p2p import Message, Transport

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.base import LocalParameter, RankProgram, StageModule
+from passes.stage_module import LocalParameter, RankProgram, StageModule
 from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan

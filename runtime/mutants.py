@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import collectives
-from passes.base import AxisHandle, RankProgram, StageModule
 from passes.lower import lower
-from passes.vocabulary import vocabulary_cross_entropy
+from passes.ops import collectives
+from passes.ops.vocabulary import vocabulary_cross_entropy
+from passes.stage_module import AxisHandle, RankProgram, StageModule
 from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.base import Boundary
+from passes.stage_module import Boundary
 from planner.pipeline.schedule import Order
 from runtime.groups import Groups
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from passes.base import LocalParameter, StageModule
+from passes.stage_module import LocalParameter, StageModule
 from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan

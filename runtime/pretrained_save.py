@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.base import LocalParameter
+from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
 from planner.placement.types import I, Placement, Segment

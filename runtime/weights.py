@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.base import LocalParameter, StageModule
+from passes.stage_module import LocalParameter, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.base import LocalParameter
+from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.sharding.buckets import OwnedRange
 from runtime.buffers import Bucket, Buffer, DataParallel, GradientBuffers

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import planner
-from passes.base import RankProgram
 from passes.dropout import stream_dropout
 from passes.lower import lower
+from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from runtime import Engine
 from runtime.executor import StepError

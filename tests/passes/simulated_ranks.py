@@ -28,9 +28,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from passes.base import AxisHandle
 from passes.extract import StageGraph
 from passes.localize import localize
+from passes.stage_module import AxisHandle
 from planner.placement.decide import Placements
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement

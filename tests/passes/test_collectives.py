@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes import collectives
-from passes.base import AxisHandle
+from passes.ops import collectives
+from passes.stage_module import AxisHandle
 from planner.placement.conversions import TABLE, conversion
 from planner.placement.types import I, P, Placement, R, Segment, V
 from tests.passes.random_ops import random_cut

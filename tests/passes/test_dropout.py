@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from passes.base import RandomState
 from passes.dropout import name_streams
+from passes.stage_module import RandomState
 from planner.placement.types import I, Placement, V
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.base import AxisHandle
-from passes.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.stage_module import AxisHandle
 from tests.passes.simulated_ranks import on_threads
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "tp_numeric.json").read_text())[

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, fx, nn
 
-from passes.base import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
+from passes.stage_module import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
 from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.base import Boundary, RandomState, StageModule
+from passes.stage_module import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
 from planner.placement.types import I

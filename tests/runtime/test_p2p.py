@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.base import Boundary, RandomState, StageModule
+from passes.stage_module import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I

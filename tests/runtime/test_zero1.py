@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.base import LocalParameter
+from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.placement.types import I
 from runtime.buffers import DataParallel, GradientBuffers

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from passes.base import LocalParameter
+from passes.stage_module import LocalParameter
 from planner.placement.types import I, Placement, R, Segment, V
 from planner.spec.sections import OptimizerSpec
 from runtime.zero1 import DistributedOptimizer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from passes.base import AxisHandle
+from passes.stage_module import AxisHandle
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from passes.base import AxisHandle, widened
-from passes.collectives import g_f
+from passes.ops.collectives import g_f
+from passes.stage_module import AxisHandle, widened
 
 Tensor = torch.Tensor
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import _register_custom_builtin
 
-from passes import collectives
-from passes.base import AxisHandle
 from passes.extract import StageGraph
+from passes.ops import collectives
+from passes.stage_module import AxisHandle
 from planner.placement.types import Placement, Segment
 from planner.sharding.type_changes import TypeChange
 
