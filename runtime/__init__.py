@@ -10,11 +10,11 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
-    from runtime.report import StepReport
+    from runtime.report.step_report import StepReport
 
 __all__ = ["Engine", "StepReport"]
 
-_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report"}
+_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report.step_report"}
 
 
 def __getattr__(name: str) -> Any:

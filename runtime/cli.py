@@ -28,7 +28,7 @@ def verify_command(
 
     Starts the local processes itself.
     """
-    from runtime.verify import verify
+    from runtime.verify.run import verify
 
     report = verify(model, str(spec), steps=steps, remove_collective=remove_collective, tolerance=tolerance)
     write_text(str(report))

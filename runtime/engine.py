@@ -23,19 +23,19 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action
 from planner.spec.spec import Spec
-from runtime.batches import BatchLayout, check_first_batch, num_tokens
-from runtime.executor import Executor, Step
-from runtime.groups import RankMesh, default_store, open_groups
-from runtime.initial_weights import differing, identity_of, take_constants, take_weights
-from runtime.lr import learning_rate
-from runtime.p2p import Transport
-from runtime.pretrained import load_pretrained
-from runtime.pretrained_save import MAX_SHARD_BYTES, save_pretrained
-from runtime.report import StepReport, warn_of
-from runtime.scaling import LossScale
-from runtime.weight_sources import weight_source
-from runtime.weights import collect, fill, initialise, keep
-from runtime.zero1 import DistributedOptimizer
+from runtime.checkpoint.pretrained_load import load_pretrained
+from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
+from runtime.data.batches import BatchLayout, check_first_batch, num_tokens
+from runtime.distributed.groups import RankMesh, default_store, open_groups
+from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.pipeline.executor import Executor, Step
+from runtime.pipeline.p2p import Transport
+from runtime.report.step_report import StepReport, warn_of
+from runtime.weights.initial_weights import differing, identity_of, take_constants, take_weights
+from runtime.weights.shards import collect, fill, initialise, keep
+from runtime.weights.sources import weight_source
 
 MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
 _engines_made = 0

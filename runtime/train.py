@@ -18,13 +18,13 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError, Where
 from planner.spec.spec import Spec
-from runtime.data import ByteBatches, read_text
+from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.data.byte_batches import ByteBatches, read_text
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.launch import launch
-from runtime.pretrained import check_pretrained
-from runtime.progress import Progress
-from runtime.reference import OneProcess
-from runtime.report import StepReport, StepRow
+from runtime.report.progress import Progress
+from runtime.report.step_report import StepReport, StepRow
+from runtime.verify.reference import OneProcess
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 

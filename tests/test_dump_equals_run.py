@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from planner import Plan, plan
 from planner.cost.memory import LocalSizes
-from runtime import buffers, zero1
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.launch import launch
+from runtime.optimizer import buffers, zero1
 from tests.planner.plannable import MODELS, build, spec_of
 
 STEPS = 2

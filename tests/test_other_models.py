@@ -65,7 +65,7 @@ def test_the_page_shows_differences_and_the_line_of_a_refusal():
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["own_vision:mixer", "own_decoders:gpt_tied"])
 def test_an_own_model_equals_one_process(build: str, tmp_path: Path):
-    from runtime.verify import verify
+    from runtime.verify.run import verify
 
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(find(build).spec() | {"mesh": {"tp": 2}}))

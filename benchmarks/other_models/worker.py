@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import yaml
 
-import runtime.launch
-import runtime.verify
+import runtime.distributed.launch
+import runtime.verify.run
 from benchmarks.other_models.catalogue import Listed, find
 from planner import PlanError
-from runtime.launch import RankError
+from runtime.distributed.launch import RankError
 
 RANKS_SECONDS = 500
 # What ranks would import one by one: their server has it from the start.
@@ -43,7 +43,10 @@ def main(builds: list[str]) -> None:
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print is not a row
     sources = {find(build).source for build in builds}
-    runtime.launch.PRELOADED += ["runtime.verify", *(SLOW_IMPORTS[s] for s in sources if s in SLOW_IMPORTS)]
+    runtime.distributed.launch.PRELOADED += [
+        "runtime.verify.run",
+        *(SLOW_IMPORTS[s] for s in sources if s in SLOW_IMPORTS),
+    ]
     for build in builds:
         with tempfile.TemporaryDirectory() as directory:
             spec = Path(directory, "spec.yaml")
@@ -55,7 +58,7 @@ def main(builds: list[str]) -> None:
 def measure(listed: Listed, spec: str) -> dict[str, Any]:
     """What `meshwright verify` says, and the figures of the plan that it makes."""
     row: dict[str, Any] = {"version": listed.version}
-    planned = runtime.verify.plan
+    planned = runtime.verify.run.plan
 
     def plan(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -64,11 +67,11 @@ def measure(listed: Listed, spec: str) -> dict[str, Any]:
         return decided
 
     start = time.perf_counter()
-    runtime.verify.plan = plan
+    runtime.verify.run.plan = plan
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = runtime.verify.verify(listed.reference, spec, timeout_seconds=RANKS_SECONDS)
+            report = runtime.verify.run.verify(listed.reference, spec, timeout_seconds=RANKS_SECONDS)
         row |= {"result": "EQUAL" if report.passed else "DIFFERENT", "detail": str(report)}
         row["differences"] = {kind: largest(report.rows, kind) for kind in ("loss", "gradient", "parameter")}
     except PlanError as error:
@@ -76,7 +79,7 @@ def measure(listed: Listed, spec: str) -> dict[str, Any]:
     except RankError as error:
         row |= {"result": "failed", "detail": str(error)}
     finally:
-        runtime.verify.plan = planned
+        runtime.verify.run.plan = planned
     return row | {"seconds": time.perf_counter() - start}
 
 

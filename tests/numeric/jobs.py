@@ -15,8 +15,8 @@ from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from runtime import Engine
-from runtime.executor import StepError
-from runtime.mutants import num_collectives, without_collective
+from runtime.pipeline.executor import StepError
+from runtime.verify.mutants import num_collectives, without_collective
 from tests.numeric.server import Found, steps
 
 Batches = list[dict[str, Tensor]]

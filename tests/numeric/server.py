@@ -142,7 +142,7 @@ def session_lab() -> Lab:
 PRELOADED = (
     "planner",
     "runtime",
-    "runtime.comparison",
+    "runtime.verify.comparison",
     "torch.export",
     "torch._dynamo",
     "tests.numeric.jobs",
@@ -218,7 +218,7 @@ class Bench:
 
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
     import planner.api
-    from runtime.fingerprint import fingerprint_of_model
+    from runtime.distributed.fingerprint import fingerprint_of_model
     from tests.numeric import zoo
 
     other.close()
@@ -317,8 +317,8 @@ def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
     The bench captured it before; that it left it as it was built is checked. A copy would be another model where a
     closure or a hook holds weights.
     """
-    from runtime.comparison import lowest_precision
-    from runtime.fingerprint import fingerprint_of_model
+    from runtime.distributed.fingerprint import fingerprint_of_model
+    from runtime.verify.comparison import lowest_precision
 
     model = entry.model
     assert fingerprint_of_model(model) == built, "planning has changed the model"

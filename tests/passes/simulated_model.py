@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from passes.lower import lower
 from planner import Plan, plan
-from runtime.weights import shard
+from runtime.weights.shards import shard
 from tests.passes.simulated_ranks import assert_typed, on_threads
 
 Batch = dict[str, Tensor]

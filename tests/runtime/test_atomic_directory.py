@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime import atomic_directory
-from runtime.atomic_directory import replaced_directory
+from runtime.checkpoint import atomic_directory
+from runtime.checkpoint.atomic_directory import replaced_directory
 
 WRITE_FOREVER = """
 import itertools, sys
 from pathlib import Path
-from runtime.atomic_directory import replaced_directory
+from runtime.checkpoint.atomic_directory import replaced_directory
 for turn in itertools.count():
     with replaced_directory(Path(sys.argv[1]), lambda name: False) as new:
         (new / "first").write_text(str(turn))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.errors import PlanError
-from runtime.batches import BatchLayout, num_tokens
+from runtime.data.batches import BatchLayout, num_tokens
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from examples.gpt import GPT
 from planner import plan
 from planner.errors import PlanError
 from runtime import Engine
-from runtime.launch import launch
+from runtime.distributed.launch import launch
 
 ROOT = Path(__file__).parents[2]
 

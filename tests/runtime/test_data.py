@@ -8,7 +8,7 @@ import torch
 
 from planner.errors import PlanError
 from planner.spec.sections import InputSpec
-from runtime.data import ByteBatches, read_text
+from runtime.data.byte_batches import ByteBatches, read_text
 
 TOKENS = InputSpec(shape=(8,), dtype="int64", high=256)
 

@@ -7,9 +7,9 @@ import torch
 
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.launch import launch
-from runtime.reference import OneProcess
+from runtime.verify.reference import OneProcess
 from tests.runtime.handmade import build_batch, build_model, build_plan, lower
 
 SIZE = 8

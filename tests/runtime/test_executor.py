@@ -14,9 +14,9 @@ from passes.stage_module import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
 from planner.placement.types import I
-from runtime.executor import Executor, Step, StepError
-from runtime.groups import Groups
-from runtime.p2p import Transport
+from runtime.distributed.groups import Groups
+from runtime.pipeline.executor import Executor, Step, StepError
+from runtime.pipeline.p2p import Transport
 
 VALUE = Boundary("value", (2, 3), torch.float64, True, I)
 MASK = Boundary("mask", (2, 3), torch.bool, False, I)

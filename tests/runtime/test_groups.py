@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from runtime.groups import Groups, open_groups
-from runtime.launch import launch
+from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.launch import launch
 
 
 def members(group) -> list[int]:

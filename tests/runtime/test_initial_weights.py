@@ -15,10 +15,10 @@ from planner import plan
 from planner.capture.model.meta_init import meta_parameters
 from planner.errors import PlanError
 from planner.spec.spec import Spec
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.initial_weights import held_tensors
-from runtime.launch import launch
-from runtime.reference import OneProcess
+from runtime.verify.reference import OneProcess
+from runtime.weights.initial_weights import held_tensors
 
 LENGTH, VOCABULARY, SIZE = 8, 37, 8
 LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "pp": 2}, {"tp": 2, "dp": 2})

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from runtime.launch import RankError, launch
+from runtime.distributed.launch import RankError, launch
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planner.errors import PlanError
-from runtime.lr import learning_rate
+from runtime.optimizer.lr import learning_rate
 
 
 def test_warmup_rises_linearly_and_reaches_lr_at_its_last_step():

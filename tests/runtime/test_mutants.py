@@ -10,11 +10,11 @@ import torch
 from examples.gpt import GPT
 from planner import plan
 from planner.errors import PlanError
-from runtime.comparison import Tolerance, compare_gradients, compare_values
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.launch import launch
-from runtime.mutants import num_collectives, without_collective
-from runtime.reference import OneProcess
+from runtime.verify.comparison import Tolerance, compare_gradients, compare_values
+from runtime.verify.mutants import num_collectives, without_collective
+from runtime.verify.reference import OneProcess
 
 SPEC = {
     "mesh": {"tp": 2},

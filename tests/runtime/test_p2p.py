@@ -12,10 +12,10 @@ from passes.stage_module import Boundary, RandomState, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
-from runtime.executor import Executor, Step
-from runtime.groups import Groups, open_groups
-from runtime.launch import launch
-from runtime.p2p import Message, Transport
+from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.launch import launch
+from runtime.pipeline.executor import Executor, Step
+from runtime.pipeline.p2p import Message, Transport
 
 NUM_MESSAGES = 12
 

@@ -17,11 +17,11 @@ from planner import PlanError, meta_parameters, plan
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
+from runtime.checkpoint.pretrained_load import check_pretrained, match_names
+from runtime.checkpoint.safetensors_files import INDEX, SINGLE
+from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.launch import launch
-from runtime.pretrained import check_pretrained, match_names
-from runtime.reference import OneProcess
-from runtime.safetensors_files import INDEX, SINGLE
+from runtime.verify.reference import OneProcess
 from tests.runtime import pretrained_ranks as ranks
 
 pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner import plan
 from planner.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.reference import OneProcess, Untouched
+from runtime.verify.reference import OneProcess, Untouched
 
 SPEC = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report import PlanWarning, warn_of
+from runtime.report.step_report import PlanWarning, warn_of
 
 SPEC = {
     "mesh": {"tp": 1},

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
-from runtime.comparison import (
+from runtime.verify.comparison import (
     Tolerance,
     compare_gradients,
     compare_parameters,
     compare_values,
     lowest_precision,
 )
-from runtime.verify import ignored_labels, random_batch, verify
+from runtime.verify.run import ignored_labels, random_batch, verify
 
 MODEL = """
 import sys

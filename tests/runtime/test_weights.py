@@ -10,8 +10,8 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.placement.types import I, Placement, R, Segment, V
-from runtime.weight_sources import InitialWeights, ModelWeights, parameter_roles
-from runtime.weights import assemble, shard
+from runtime.weights.shards import assemble, shard
+from runtime.weights.sources import InitialWeights, ModelWeights, parameter_roles
 
 
 @st.composite

@@ -14,8 +14,8 @@ from torch import nn
 from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.placement.types import I
-from runtime.buffers import DataParallel, GradientBuffers
-from runtime.zero1 import DistributedOptimizer, make_optimizer, squared_norm
+from runtime.optimizer.buffers import DataParallel, GradientBuffers
+from runtime.optimizer.zero1 import DistributedOptimizer, make_optimizer, squared_norm
 
 SCRIPT = Path(__file__).with_name("zero1_ranks.py")
 SPEC = importlib.util.spec_from_file_location("zero1_ranks", SCRIPT)

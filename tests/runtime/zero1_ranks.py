@@ -15,7 +15,7 @@ from torch import nn
 from passes.stage_module import LocalParameter
 from planner.placement.types import I, Placement, R, Segment, V
 from planner.spec.sections import OptimizerSpec
-from runtime.zero1 import DistributedOptimizer
+from runtime.optimizer.zero1 import DistributedOptimizer
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2
 PRECISIONS = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]

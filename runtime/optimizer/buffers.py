@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from passes.stage_module import LocalParameter
 from planner.sharding import buckets as layouts
-from runtime.in_place import all_gather, reduce_scatter
+from runtime.verify.in_place import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)

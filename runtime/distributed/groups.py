@@ -1,8 +1,8 @@
 """Mesh → process groups: which ranks this rank reduces, gathers and exchanges boundaries with.
 
-Uses the default process group where one exists and makes one where not (environment of torchrun or ``runtime.launch``);
-one rank alone needs neither launcher nor group. Before anything else runs, the ranks meet once and compare what must be
-the same everywhere, so that a difference becomes one error on every rank and not a hang.
+Uses the default process group where one exists and makes one where not (environment of torchrun or
+``distributed.launch``); one rank alone needs neither launcher nor group. Before anything else runs, the ranks meet once
+and compare what must be the same everywhere, so that a difference becomes one error on every rank and not a hang.
 """
 
 from __future__ import annotations

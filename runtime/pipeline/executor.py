@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from passes.stage_module import RandomState, StageModule
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action
-from runtime.p2p import Message, Transport
+from runtime.pipeline.p2p import Message, Transport
 
 
 class StepError(RuntimeError):

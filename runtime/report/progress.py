@@ -10,7 +10,7 @@ from typing import IO, Self
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from runtime.report import StepRow
+from runtime.report.step_report import StepRow
 
 
 class Progress:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from passes.stage_module import Boundary
 from planner.pipeline.schedule import Order
-from runtime.groups import Groups
+from runtime.distributed.groups import Groups
 
 
 class Message(NamedTuple):

@@ -21,10 +21,10 @@ from passes.stage_module import LocalParameter, RankProgram, StageModule
 from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from runtime.fingerprint import fingerprint
-from runtime.groups import Groups
-from runtime.weight_sources import WeightSource
-from runtime.weights import shard
+from runtime.distributed.fingerprint import fingerprint
+from runtime.distributed.groups import Groups
+from runtime.weights.shards import shard
+from runtime.weights.sources import WeightSource
 
 Fresh = list[tuple[StageModule, LocalParameter]]
 

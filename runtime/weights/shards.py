@@ -19,8 +19,8 @@ from passes.stage_module import LocalParameter, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement
-from runtime.groups import Groups
-from runtime.weight_sources import WeightSource
+from runtime.distributed.groups import Groups
+from runtime.weights.sources import WeightSource
 
 
 def fill(

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from runtime.groups import Groups
+from runtime.distributed.groups import Groups
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.sharding.buckets import OwnedRange
-from runtime.buffers import Bucket, Buffer, DataParallel, GradientBuffers
-from runtime.in_place import all_gather
+from runtime.optimizer.buffers import Bucket, Buffer, DataParallel, GradientBuffers
+from runtime.verify.in_place import all_gather
 
 _NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many elements; chunks add up in float64
 

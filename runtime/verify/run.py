@@ -1,6 +1,6 @@
 """Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
 
-The truth is the user's unmodified model on the whole global batch, the object itself and no copy (runtime.reference).
+The truth is the user's unmodified model on the whole global batch, the object itself and no copy (verify.reference).
 Dropout is off on both sides: its masks depend on the order in which a process draws them.
 """
 
@@ -21,7 +21,10 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
-from runtime.comparison import (
+from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.distributed.launch import RankError, launch
+from runtime.engine import Engine
+from runtime.verify.comparison import (
     Row,
     Tolerance,
     compare_gradients,
@@ -29,11 +32,8 @@ from runtime.comparison import (
     compare_values,
     lowest_precision,
 )
-from runtime.engine import Engine
-from runtime.launch import RankError, launch
-from runtime.mutants import freeze_parameter, without_collective
-from runtime.pretrained import check_pretrained
-from runtime.reference import OneProcess, Untouched
+from runtime.verify.mutants import freeze_parameter, without_collective
+from runtime.verify.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
 IGNORED_FRACTION = 0.25  # of the labels, where the loss skips some: microbatches then hold different token counts

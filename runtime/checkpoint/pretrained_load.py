@@ -22,10 +22,10 @@ from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
 from planner.placement.types import Placement
-from runtime.agreement import agree, agreed
-from runtime.groups import Groups
-from runtime.safetensors_files import SafetensorsFiles, StoredTensor, listed
-from runtime.weights import Kept
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
+from runtime.distributed.agreement import agree, agreed
+from runtime.distributed.groups import Groups
+from runtime.weights.shards import Kept
 
 FIX = "load a checkpoint of this model, or plan the model that the directory's config.json describes (MODEL hf:DIR)"
 _MOST_SAMPLES = 64  # names that vote for a prefix

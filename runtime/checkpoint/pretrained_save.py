@@ -26,12 +26,12 @@ from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
 from planner.placement.types import I, Placement, Segment
-from runtime.agreement import agreed
-from runtime.atomic_directory import replaced_directory, sync
-from runtime.groups import Groups
-from runtime.pretrained import hub_of
-from runtime.safetensors_files import DTYPES, INDEX, SINGLE
-from runtime.weights import Kept, assemble
+from runtime.checkpoint.atomic_directory import replaced_directory, sync
+from runtime.checkpoint.pretrained_load import hub_of
+from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
+from runtime.distributed.agreement import agreed
+from runtime.distributed.groups import Groups
+from runtime.weights.shards import Kept, assemble
 
 MAX_SHARD_BYTES = 5_000_000_000
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

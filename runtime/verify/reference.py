@@ -21,8 +21,8 @@ from planner.capture.export import caches_off
 from planner.capture.outputs import plain_structure
 from planner.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.fingerprint import fingerprint_of_model
-from runtime.lr import learning_rate
+from runtime.distributed.fingerprint import fingerprint_of_model
+from runtime.optimizer.lr import learning_rate
 
 
 class Untouched:

@@ -1,0 +1,1 @@
+"""Files: Hugging Face directories, safetensors, written whole or not at all."""

@@ -1,0 +1,1 @@
+"""Batches: checked, cut into microbatches, read from text."""

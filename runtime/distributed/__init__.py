@@ -1,0 +1,1 @@
+"""Processes: launching, groups, agreement between ranks."""

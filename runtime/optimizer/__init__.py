@@ -1,0 +1,1 @@
+"""Gradient buffers, ZeRO-1, norm, learning rate, loss scale."""
