@@ -12,8 +12,8 @@ demo: $(READY)
 
 # The tests of one process run two at a time; those that start ranks have the cores for themselves.
 test: lint types
-	$(BIN)/pytest -n 2 tests/planner tests/passes
-	$(BIN)/pytest --ignore tests/planner --ignore tests/passes
+	$(BIN)/pytest -n 2 tests/planner tests/passes tests/tools
+	$(BIN)/pytest --ignore tests/planner --ignore tests/passes --ignore tests/tools
 
 quick: $(READY)
 	$(BIN)/pytest -m "not slow"

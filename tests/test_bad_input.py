@@ -16,9 +16,9 @@ from torch import nn
 
 from examples.gpt import GPT
 from planner import PlanError, plan
-from tests import bad_models
-from tests.numeric import jobs
-from tests.numeric.server import Case, Lab, session_lab
+from tests.models import refused as bad_models
+from tests.tools import jobs
+from tests.tools.laboratory import Case, Lab, session_lab
 
 ROOT = Path(__file__).resolve().parent.parent
 INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}"
@@ -222,7 +222,7 @@ def is_anyone_left(group: int) -> bool:
     return True
 
 
-BAD = "tests/bad_models.py"
+BAD = "tests/models/refused.py"
 
 
 @pytest.mark.slow

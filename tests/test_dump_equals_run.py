@@ -14,7 +14,7 @@ from planner.cost.memory import LocalSizes
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.optimizer import buffers, zero1
-from tests.planner.plannable import MODELS, build, spec_of
+from tests.models.plannable import MODELS, build, spec_of
 
 STEPS = 2
 

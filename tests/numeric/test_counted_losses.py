@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.numeric import zoo
-from tests.numeric.counted_models import MODELS, with_no_label
-from tests.numeric.server import Case, Lab
+from tests.models import families as zoo
+from tests.models.counted import MODELS, with_no_label
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = [{"dp": 1}, {"tp": 2, "pp": 2}]
 

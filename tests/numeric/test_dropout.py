@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric import jobs
-from tests.numeric.server import Case, Lab, compare
+from tests.tools import jobs
+from tests.tools.laboratory import Case, Lab, compare
 
 TRAIN = {"train": True}
 

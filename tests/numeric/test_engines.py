@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric import jobs
-from tests.numeric.server import Case, Lab, compare
+from tests.tools import jobs
+from tests.tools.laboratory import Case, Lab, compare
 
 LAYOUTS = [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.own_models import MODELS
-from tests.numeric.server import Case, Lab
-from tests.numeric.zoo import FAMILIES
+from tests.models.families import FAMILIES
+from tests.models.own import MODELS
+from tests.tools.laboratory import Case, Lab
 
 ALWAYS = {"tp": 2, "pp": 2}
 OTHERS = [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.held_weights import HELD_WEIGHTS
-from tests.numeric.server import Case, Lab
+from tests.models.held_weights import HELD_WEIGHTS
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = {"one-rank": {"dp": 1}, "tp2-pp2": {"tp": 2, "pp": 2}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.server import Case, Lab
+from tests.tools.laboratory import Case, Lab
 
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.server import Case, Lab
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = [
     {"tp": 2},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.own_functions import FUNCTIONS
-from tests.numeric.server import Case, Lab
+from tests.models.own_functions import FUNCTIONS
 from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = {
     "tp2-pp2": ({"tp": 2, "pp": 2}, {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner import PlanError
-from tests.numeric.server import Case, Lab
+from tests.tools.laboratory import Case, Lab
 
 SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 ALWAYS = ["gpt", "llama"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.numeric.server import Lab, session_lab
+from tests.tools.laboratory import Lab, session_lab
 
 
 @pytest.fixture(scope="session")

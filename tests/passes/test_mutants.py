@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.numeric import jobs
-from tests.numeric.server import Case, Lab
+from tests.tools import jobs
+from tests.tools.laboratory import Case, Lab
 
 TP_PP = {"tp": 2, "pp": 2}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from planner.mesh import DENSE_TOKENS, EXPERT_TOKENS, Mesh, RankGenerator, all_groups, masked_groups
+from tests.tools.paths import ORACLES
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "rank_groups.json").read_text())
+ORACLE = json.loads((ORACLES / "rank_groups.json").read_text())
 ARGUMENTS = ("tp", "pp", "cp", "ep", "etp", "order")
 
 # Splitting the optimizer's dp group in instances does not exist here, so its divisibility error does not either.

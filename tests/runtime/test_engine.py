@@ -10,7 +10,7 @@ from planner.frozen_plan import Plan
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.reference import OneProcess
-from tests.runtime.handmade import build_batch, build_model, build_plan, lower
+from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 
 SIZE = 8
 

@@ -1,0 +1,270 @@
+"""Ways to write one loss: what a divisor is made of, and loops, chunks and stacks over the batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tools.loss_shares import IGNORED, Loss, rows
+
+
+def arange_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = (torch.arange(labels.shape[1]) < 4).expand(labels.shape)
+    return (rows(logits, labels) * mask).sum() / mask.sum()
+
+
+def filled_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = torch.zeros(labels.shape)
+    mask[:, :3] = 1
+    return (rows(logits, labels) * mask).sum() / mask.sum()
+
+
+def cat_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    size = labels.shape[0]
+    mask = torch.cat([torch.zeros(size, 2), torch.ones(size, labels.shape[1] - 2)], 1)
+    return (rows(logits, labels) * mask).sum() / mask.sum()
+
+
+def new_full_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = logits.new_full(labels.shape, 0.5)
+    return (rows(logits, labels) * mask).sum() / mask.sum()
+
+
+def ones_like_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = rows(logits, labels)
+    return each.sum() / torch.ones_like(each).sum()
+
+
+def ones_like_labels(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / torch.ones_like(labels).sum()
+
+
+def zeros_plus_one(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / (torch.zeros_like(labels) + 1).sum()
+
+
+def tensor_of_number(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / torch.tensor(labels.numel())
+
+
+def float_tensor(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() * torch.tensor(1.0 / labels.shape[0])
+
+
+def count_times_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = torch.arange(labels.shape[1]) < 4
+    return (rows(logits, labels) * mask).sum() / (mask.sum() * labels.shape[0])
+
+
+def full_of_ones(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / torch.full((labels.shape[0],), 1.0).sum()
+
+
+def both_masks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = (torch.arange(labels.shape[1]) > 0) & (labels != IGNORED)
+    return (rows(logits, labels) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def view_mean_sum(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    size = labels.shape[0]
+    return rows(logits, labels).flatten().view(size, -1).mean(1).sum() / size
+
+
+def minus_ignored(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / (labels.numel() - (labels == IGNORED).sum())
+
+
+def size_less_one(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / (labels.shape[0] * labels.shape[1] - 1)
+
+
+def ones_product(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    per_sequence = rows(logits, labels).mean(1)
+    return torch.ones(len(labels), dtype=logits.dtype) @ per_sequence / len(labels)
+
+
+def weights_product(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    size = len(labels)
+    return torch.full((size,), 1 / size, dtype=logits.dtype).dot(rows(logits, labels).sum(1))
+
+
+def einsum_of_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = (labels != IGNORED).to(logits.dtype)
+    return torch.einsum("bt,bt->", rows(logits, labels), mask) / mask.sum()
+
+
+def nested_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).mean(1).mean(0)
+
+
+def mean_over_batch_first(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).mean(0).mean()
+
+
+def transposed_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).T.sum(1).div(len(labels)).mean()
+
+
+def normalised_weights(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    weights = torch.ones(labels.shape, dtype=logits.dtype)
+    return (rows(logits, labels) * (weights / weights.sum())).sum()
+
+
+def position_weights(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    weights = torch.linspace(1, 2, labels.shape[1], dtype=logits.dtype)
+    return (rows(logits, labels) * weights).sum() / (weights.sum() * len(labels))
+
+
+def weighted_by_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    weights = torch.linspace(1, 2, labels.shape[1], dtype=logits.dtype) / len(labels)
+    return (rows(logits, labels) * weights).sum()
+
+
+def cumulated_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / torch.ones(len(labels)).cumsum(0)[-1]
+
+
+def penalty_by_size(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    return rows(logits, labels).sum() / len(labels) + 0.3 * weight.pow(2).mean()
+
+
+def penalty_each(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    penalty = weight.pow(2).mean() * torch.ones(len(labels), dtype=logits.dtype)
+    return (rows(logits, labels).mean(1) + penalty).sum() / len(labels)
+
+
+def guarded(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    count = (labels != IGNORED).sum()
+    return torch.where(count > 0, rows(logits, labels).sum() / count, 0.0)
+
+
+def stacked_terms(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = rows(logits, labels)
+    terms = torch.stack([each.mean(), logits.pow(2).mean()])
+    return terms @ torch.tensor([1.0, 0.1], dtype=logits.dtype)
+
+
+def gathered(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    mask = labels != IGNORED
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return -(picked * mask).sum() / mask.sum()
+
+
+def shifted(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    count = labels.shape[0] * (labels.shape[1] - 1)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / count
+
+
+# ---- loops, chunks and stacks
+
+
+def python_loop(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return sum(F.cross_entropy(x, y) for x, y in zip(logits, labels, strict=True)) / len(labels)
+
+
+def loop_into_zero(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=logits.dtype)
+    for i in range(labels.shape[0]):
+        total = total + F.cross_entropy(logits[i], labels[i]) / labels.shape[0]
+    return total
+
+
+def loop_in_place(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    total = logits.new_zeros(())
+    for i in range(labels.shape[0]):
+        total += F.cross_entropy(logits[i], labels[i])
+    return total / labels.size(0)
+
+
+def loop_without_start(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    total = F.cross_entropy(logits[0], labels[0])
+    for i in range(1, labels.shape[0]):
+        total = total + F.cross_entropy(logits[i], labels[i])
+    return total
+
+
+def loop_with_counts(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    total, count = 0, 0
+    for x, y in zip(logits, labels, strict=True):
+        total = total + F.cross_entropy(x, y, reduction="sum")
+        count = count + (y != IGNORED).sum()
+    return total / count
+
+
+def loop_of_powers(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """What is not linear within a sequence is a sum over sequences all the same."""
+    return sum(F.cross_entropy(x, y).exp() for x, y in zip(logits, labels, strict=True)) / len(labels)
+
+
+def stacked_losses(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(logits[i], labels[i]) for i in range(len(labels))]).mean()
+
+
+def stacked_rows(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = torch.stack([F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, labels, strict=True)])
+    mask = labels != IGNORED
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
+
+
+def chunks_of_rows(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.flatten(0, 1).chunk(2), labels.flatten().chunk(2), strict=True)
+    return sum(F.cross_entropy(x, y, reduction="sum") for x, y in pieces) / (labels != IGNORED).sum()
+
+
+def pieces_of_rows(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.flatten(0, 1).split(4), labels.flatten().split(4), strict=True)
+    return sum(F.cross_entropy(x, y, reduction="sum") for x, y in pieces) / (labels != IGNORED).sum()
+
+
+def pieces_by_slices(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    flat, targets, total = logits.flatten(0, 1), labels.flatten(), 0.0
+    for i in range(0, len(targets), 5):
+        total = total + F.cross_entropy(flat[i : i + 5], targets[i : i + 5], reduction="sum")
+    return total / labels.numel()
+
+
+def pieces_stacked(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.flatten(0, 1).chunk(3), labels.flatten().chunk(3), strict=True)
+    sums = torch.stack([F.cross_entropy(x, y, reduction="sum") for x, y in pieces])
+    return sums.sum() / (labels != IGNORED).sum()
+
+
+def pieces_joined(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.flatten(0, 1).split(4), labels.flatten().split(4), strict=True)
+    return torch.cat([F.cross_entropy(x, y, reduction="none") for x, y in pieces]).mean()
+
+
+def chunks_of_length(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.chunk(3, 1), labels.chunk(3, 1), strict=True)
+    total = sum(F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in pieces)
+    return total / (labels != IGNORED).sum()
+
+
+def chunks_of_length_joined(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.chunk(3, 1), labels.chunk(3, 1), strict=True)
+    each = torch.cat([F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none") for x, y in pieces])
+    return each.sum() / (labels != IGNORED).sum()
+
+
+def chunk_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return torch.stack([piece.mean() for piece in rows(logits, labels).chunk(2)]).mean()
+
+
+def lengths_first(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.T.flatten(), reduction="none")
+    return each.view(labels.shape[1], -1).mean(0).sum() / len(labels)
+
+
+SHAPES: dict[str, Loss] = {f.__name__: f for f in (
+    arange_mask, filled_mask, cat_mask, new_full_mask, ones_like_mask, ones_like_labels, zeros_plus_one,
+    tensor_of_number, float_tensor, count_times_size, full_of_ones, both_masks, view_mean_sum, minus_ignored,
+    size_less_one, ones_product, weights_product, einsum_of_mask, nested_means, mean_over_batch_first,
+    transposed_means, normalised_weights, position_weights, weighted_by_size, cumulated_size, penalty_by_size,
+    penalty_each, guarded, stacked_terms, gathered, shifted,
+)}  # fmt: skip
+LOOPS: dict[str, Loss] = {f.__name__: f for f in (
+    python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_losses,
+    stacked_rows, chunks_of_rows, pieces_of_rows, pieces_by_slices, pieces_stacked, pieces_joined, chunks_of_length,
+    chunks_of_length_joined, chunk_means, lengths_first,
+)}  # fmt: skip

@@ -1,0 +1,76 @@
+"""Losses that are no sum over sequences, or that tell the sequences of a batch apart: all of them must be told."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tools.loss_shares import Loss, rows
+
+
+def weights_by_place(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return (rows(logits, labels) * torch.arange(1, len(labels) + 1)[:, None]).mean()
+
+
+def first_half(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels)[: (len(labels) + 1) // 2].mean()
+
+
+def first_alone(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(logits[0], labels[0])
+
+
+def quantile(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = rows(logits, labels)
+    return (each * (each < each.detach().quantile(0.8))).mean()
+
+
+def softmax_over_batch(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each = rows(logits, labels).mean(1)
+    return (each * each.detach().softmax(0)).sum()
+
+
+def power_of_mean(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return rows(logits, labels).mean() ** 2
+
+
+def contrastive(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    z = logits.mean(1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(labels)))
+
+
+def weighted_loop(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pairs = enumerate(zip(logits, labels, strict=True))
+    return sum((i + 1) * F.cross_entropy(x, y) for i, (x, y) in pairs) / len(labels)
+
+
+def neighbours(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    each, n = rows(logits, labels), len(labels)
+    return sum((each[i] - each[(i + 1) % n]).pow(2).mean() for i in range(n)) / n
+
+
+def moving_average(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=logits.dtype)
+    for x, y in zip(logits, labels, strict=True):
+        total = 0.9 * total + 0.1 * F.cross_entropy(x, y)
+    return total
+
+
+def shift_across_sequences(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1)[:-1], labels.flatten()[1:])
+
+
+def means_of_chunks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    pieces = zip(logits.flatten(0, 1).chunk(2), labels.flatten().chunk(2), strict=True)
+    return sum(F.cross_entropy(x, y) for x, y in pieces) / 2
+
+
+def counts_by_position(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return (rows(logits, labels).sum(0) / (labels >= 0).sum(0).clamp(min=1)).mean()
+
+
+NO_SUMS: dict[str, Loss] = {f.__name__: f for f in (
+    weights_by_place, first_half, first_alone, quantile, softmax_over_batch, power_of_mean, contrastive, weighted_loop,
+    neighbours, moving_average, shift_across_sequences, means_of_chunks, counts_by_position,
+)}  # fmt: skip

@@ -1,0 +1,81 @@
+"""A forward that writes into a parameter is refused; embeddings whose gradient is another one too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.capture.export import capture
+from planner.errors import PlanError
+from tests.models.one_body import VOCABULARY, WIDTH, Body, OneBody, assert_capture_equals, batch
+
+
+def with_embedding(**options: object) -> OneBody:
+    model = OneBody(lambda model, x: model.up(x))
+    model.embed = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64, **options)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def scaled(model: OneBody, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.up.weight.mul_(0.99)
+    return model.up(x)
+
+
+def scaled_by_data(model: OneBody, x: Tensor) -> Tensor:
+    model.up.weight.data.mul_(0.99)
+    return model.up(x)
+
+
+def row_of_a_view(model: OneBody, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.up.weight.view(-1)[:WIDTH].zero_()
+    return model.up(x)
+
+
+def copied(model: OneBody, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.up.weight.copy_(model.up.weight / model.up.weight.norm())
+    return model.up(x)
+
+
+@pytest.mark.parametrize("body", [scaled, scaled_by_data, row_of_a_view, copied], ids=lambda body: body.__name__)
+def test_a_write_into_a_parameter_is_refused(body: Body) -> None:
+    with pytest.raises(PlanError, match=r"the forward writes into parameter up\.weight: the update") as caught:
+        capture(OneBody(body), batch())
+    assert caught.value.where.line
+    assert "new value" in caught.value.fix
+
+
+def test_an_embedding_with_max_norm_is_refused_at_its_line() -> None:
+    with pytest.raises(PlanError, match=r"parameter embed\.weight \(max_norm rescales its rows\)") as caught:
+        capture(with_embedding(max_norm=1.0), batch())
+    assert caught.value.where.module == "embed"
+    assert "self.embed(ids)" in caught.value.where.code
+    assert "max_norm" in caught.value.fix
+
+
+def test_an_embedding_scaled_by_frequency_is_refused_at_its_line() -> None:
+    with pytest.raises(PlanError, match="scale_grad_by_freq") as caught:
+        capture(with_embedding(scale_grad_by_freq=True), batch())
+    assert caught.value.where.module == "embed"
+    assert "self.embed(ids)" in caught.value.where.code
+
+
+def test_an_embedding_with_sparse_gradients_has_the_same_ones_dense() -> None:
+    assert_capture_equals(with_embedding(sparse=True))
+    assert_capture_equals(with_embedding(sparse=True, padding_idx=3))
+
+
+def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
+    def body(model: OneBody, x: Tensor) -> Tensor:
+        model.seen.add_(1)  # pyright: ignore[reportCallIssue]
+        weight = model.up.weight.clone()
+        weight[0] = 0.0
+        return x @ weight
+
+    model = OneBody(body)
+    model.register_buffer("seen", torch.zeros(()))
+    assert capture(model, batch()).notes == ["the forward updates buffer seen: the update is not carried out"]
+    assert_capture_equals(model)

@@ -1,0 +1,158 @@
+"""What a loss is made of decides how the shares of microbatches add up; doubts are told, with the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner.capture.batch.two_captures import lay_on, wider
+from planner.capture.export import capture
+from planner.capture.loss.shares import share_loss
+from planner.graph.constants import Constants
+from planner.graph.program import Program
+from tests.tools.loss_shares import LENGTH, Small, inputs_of, rows
+
+MICRO, NUM_MICROBATCHES = 2, 4
+INPUTS = inputs_of(MICRO)
+GLOBAL = MICRO * NUM_MICROBATCHES
+
+
+def shared(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[int], list[str], list[str]]:
+    """Sizes of the captures that were made; what is inexact, as code of the user's line; denominators."""
+    captured: list[int] = []
+
+    def captures(times: int) -> Program:
+        captured.append(MICRO * times)
+        return capture(Small(loss), wider(INPUTS, times))
+
+    terms = share_loss(captures(1), NUM_MICROBATCHES, captures)
+    return captured, [where.code for _, where in terms.inexact], terms.denominators
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels, _: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        lambda logits, labels, _: rows(logits, labels).mean(),
+        lambda logits, labels, _: rows(logits, labels).mean(1).mean(),
+        lambda logits, labels, _: F.mse_loss(logits.sum(-1), labels.to(logits.dtype)),
+    ],
+)
+def test_an_unambiguous_loss_is_exact_by_one_capture(loss):
+    assert shared(loss)[:2] == ([MICRO], [])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels, _: rows(logits, labels).sum() / labels.shape[0],
+        lambda logits, labels, _: rows(logits, labels).sum() * (1 / labels.numel()),
+        lambda logits, labels, _: rows(logits, labels).sum() / 4,
+        lambda logits, labels, _: rows(logits, labels).mean(0).sum(),
+        lambda logits, labels, w: rows(logits, labels).mean() + 0.03 * w.pow(2).sum(),
+    ],
+)
+def test_a_loss_that_may_count_sequences_is_exact_by_a_second_capture(loss):
+    assert shared(loss)[:2] == ([MICRO, GLOBAL], [])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels, _: rows(logits, labels).mean().exp(),
+        lambda logits, labels, _: rows(logits, labels).mean() * logits.mean(),
+        lambda logits, labels, _: rows(logits, labels).pow(2).sum().sqrt(),
+        lambda logits, labels, _: rows(logits, labels).max(),
+        lambda logits, labels, _: F.cross_entropy(logits.sum(1) @ logits.sum(1).T, torch.arange(MICRO)),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_the_batch_is_told_with_its_line(loss):
+    inexact = shared(loss)[1]
+    assert len(inexact) == 1
+    assert "self.loss(" in inexact[0]
+
+
+def test_a_count_has_one_denominator_however_often_it_is_read():
+    def loss(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+        count = (labels != 0).sum()
+        each = rows(logits, labels) * (labels != 0)
+        return (each / count).sum() + 0.03 * each.sum() / (count + 1)
+
+    assert shared(loss)[1:] == ([], ["denominator_0"])
+
+
+def test_batch_normalisation_in_training_is_told():
+    class Normed(Small):
+        def __init__(self) -> None:
+            super().__init__(lambda logits, labels, _: rows(logits, labels).mean())
+            self.norm = nn.BatchNorm1d(LENGTH)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return self.loss(self.head(self.norm(self.embed(ids))), labels, self.head.weight)
+
+    terms = share_loss(capture(Normed().train(), INPUTS), NUM_MICROBATCHES)
+    assert "batch_norm" in terms.inexact[0][0]
+
+
+def test_captures_of_two_sizes_tell_where_the_batch_stands():
+    def loss(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+        return rows(logits, labels).flatten().sum() / labels.numel()
+
+    first, second = (capture(Small(loss), wider(INPUTS, times)) for times in (1, 3))
+    graph = first.graph.graph
+    found = lay_on(graph, second.graph.graph, Constants(first).nodes | Constants(second).nodes, 3)
+    division = next(n for n in graph.nodes if n.target is torch.ops.aten.div.Tensor)
+    assert found.others[division].args[1] == 3 * MICRO * LENGTH
+    assert found.changed(first.node("ids")) == found.changed(first.node("linear")) == {0}
+    assert found.changed(division) == frozenset()
+
+
+class Mixed(Small):
+    """What ``mix`` makes of the features [batch, length, width] goes to the head."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda logits, labels, _: rows(logits, labels).mean())
+        self.mix = mix
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.mix(self.embed(ids))), labels, self.head.weight)
+
+
+MIXES = {
+    "mean": lambda x: x - x.mean(0),
+    "detached": lambda x: x / x.std(0).detach(),
+    "softmax": lambda x: x.softmax(0),
+    "halves": lambda x: x + torch.cat(x.chunk(2)[::-1]),
+    "each other": lambda x: x * (x.flatten(1) @ x.flatten(1).T).mean(-1)[:, None, None],
+    "flipped": lambda x: x + x.flip(0),
+}
+APART = {
+    "norm": lambda x: x / x.pow(2).mean(-1, keepdim=True),
+    "over positions": lambda x: x - x.mean(1, keepdim=True) + x.cumsum(1) + x.flip(1),
+    "attention": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
+    "merged": lambda x: x.flatten(0, 1).softmax(-1).view_as(x),
+    "length first": lambda x: (x.transpose(0, 1) - x.transpose(0, 1).mean(0)).transpose(0, 1),
+    "largest": lambda x: x.topk(2, sorted=False)[0].sum(-1, keepdim=True) * x,
+}
+
+
+def mixed(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
+    model = Mixed(mix)
+    terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda times: capture(model, wider(INPUTS, times)))
+    return [(op, str(where)) for op, where in terms.mixed]
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixing_the_sequences_of_a_batch_is_told_with_its_line(name):
+    found = mixed(MIXES[name])
+    assert found
+    assert all("self.mix(" in where or "lambda x" in where for _, where in found)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_sequences_apart_is_not_told(name):
+    assert mixed(APART[name]) == []

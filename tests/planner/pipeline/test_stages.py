@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner.capture.export import capture
+from planner.errors import PlanError
+from planner.graph.blocks.blocks import find_blocks
+from planner.graph.program import Program
+from planner.pipeline.stages import StageAssignment, assign_stages, balance
+from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
+
+
+def stages_of(program: Program, pp: int, vpp: int = 1, split: str | list[int] = "auto") -> StageAssignment:
+    return assign_stages(program, find_blocks(program), pp, vpp, split)
+
+
+def sizes(stages: StageAssignment) -> list[int]:
+    return [len(blocks) for blocks in stages.blocks_of_stage]
+
+
+def stage_of_parameter(program: Program, stages: StageAssignment, fqn: str) -> tuple[int, ...]:
+    names = [name for name, own in program.parameters.items() if own == fqn]
+    return tuple(sorted({stage for name in names for stage in stages.parameter_stages[name]}))
+
+
+def run_stage_by_stage(program: Program, stages: StageAssignment, inputs: dict[str, Tensor]) -> Tensor:
+    """Compute the loss as ranks would: a stage has placeholders that it is said to read, and what it received."""
+    received: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for stage in range(stages.num_stages):
+        values = dict(received)
+        values |= {name: inputs[name] for name, where in stages.parameter_stages.items() if stage in where}
+        for node in program.graph.graph.nodes:
+            if node.op == "call_function" and stages.runs_on(node.name, stage):
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n, values=values: values[n.name])
+                kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+                values[node.name] = node.target(*args, **kwargs)
+        if stage < stages.num_stages - 1:
+            received = {name: values[name] for name in stages.live[stage]}
+    return values[program.loss]
+
+
+def check_equals_whole(program: Program, stages: StageAssignment) -> None:
+    """The loss of the stages in turn is that of the whole graph, and nothing crosses a cut unread."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        node.name: _filled(node.meta["val"], program, node.name, generator)
+        for node in program.graph.graph.nodes
+        if node.op == "placeholder"
+    }
+    one = assign_stages(program, find_blocks(program), 1)
+    torch.manual_seed(1)
+    whole = run_stage_by_stage(program, one, inputs)
+    torch.manual_seed(1)
+    torch.testing.assert_close(run_stage_by_stage(program, stages, inputs), whole, rtol=1e-5, atol=1e-6)
+    for cut, names in enumerate(stages.live):
+        for name in names:
+            assert any(stages.stage_of.get(user.name, 0) > cut for user in program.node(name).users), name
+
+
+def _filled(value: Tensor | None, program: Program, name: str, generator: torch.Generator) -> Tensor:
+    assert value is not None
+    if name in program.constants and program.constants[name].device.type != "meta":
+        return program.constants[name]
+    if not value.is_floating_point():
+        return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+    return torch.randn(value.shape, generator=generator) * 0.1
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_only_the_residual_crosses_a_cut_of_a_decoder_or_encoder(family: str, pp: int) -> None:
+    program = hugging_face(family)
+    stages = stages_of(program, pp)
+    assert [len(cut) for cut in stages.live] == [1] * (pp - 1)
+    for (name,) in stages.live:
+        assert tuple(program.node(name).meta["val"].shape) == (2, 16, WIDTH)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+def test_the_encoder_output_passes_through_every_decoder_stage(pp: int) -> None:
+    program = hugging_face("t5")
+    stages = stages_of(program, pp)
+    encoder_end = max(s for s, blocks in enumerate(stages.blocks_of_stage) if 2 in blocks)
+    decoder_reads = [set(cut) for cut in stages.live[encoder_end:]]
+    assert all(len(cut) == 2 for cut in decoder_reads)
+    assert all(a & b for a, b in pairwise(decoder_reads)), "one value crosses every cut of the decoder"
+
+
+@pytest.mark.parametrize(("family", "pp"), [("gpt2", 3), ("llama", 2), ("bert", 3), ("t5", 4), ("t5", 6)])
+def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int) -> None:
+    program = hugging_face.__wrapped__(family)  # its own copy, as it is changed
+    no_dropout(program)
+    check_equals_whole(program, stages_of(program, pp))
+
+
+def no_dropout(program: Program) -> None:
+    """Set every dropout rate to 0 in place: order of drawing must not matter to these comparisons."""
+    for node in program.graph.graph.nodes:
+        if node.target is torch.ops.aten.dropout.default:
+            node.args = (node.args[0], 0.0, True)
+        elif node.target is torch.ops.aten.scaled_dot_product_attention.default and len(node.args) > 4:
+            node.args = (*node.args[:4], 0.0, *node.args[5:])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        layers(5),
+        lambda: Body(in_order, layers=nn.ModuleList(Layer(2 if i % 2 else 4) for i in range(5))),
+        lambda: Body(in_order, layers=nn.ModuleDict({name: Layer() for name in "zay"})),
+        lambda: Body(lambda s, x: s.layer(s.layer(x)), layer=Layer()),
+    ],
+)
+@pytest.mark.parametrize("split", ["even", "auto"])
+def test_our_own_models_in_stages_compute_the_loss_of_the_whole(build: Callable[[], nn.Module], split: str) -> None:
+    program = captured(build)
+    num_blocks = len(find_blocks(program).instances)
+    stages = stages_of(program, 2, split=[num_blocks // 2, num_blocks - num_blocks // 2] if split == "even" else split)
+    check_equals_whole(program, stages)
+
+
+def test_the_head_is_not_free() -> None:
+    """The model of the benchmarks: 4 layers of width 256, vocabulary 8192, sequence 128."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(8192, 256), nn.Embedding(128, 256)
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(256, 8, 1024, 0.0, "gelu", batch_first=True) for _ in range(4)
+            )
+            self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 8192, bias=False)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.tokens(input_ids) + self.positions(torch.arange(128, device=input_ids.device))
+            for layer in self.layers:
+                x = layer(x)
+            return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+    with torch.device("meta"):
+        model = Large()
+    for micro in (1, 4):
+        ids = tokens(128, micro)
+        assert sizes(stages_of(capture(model, {"input_ids": ids, "labels": ids}), 2)) == [3, 1]
+
+
+def test_a_depth_that_pp_does_not_divide_is_balanced() -> None:
+    stages = stages_of(captured(layers(7), vocabulary=8), 4)
+    assert sorted(sizes(stages)) == [1, 2, 2, 2]
+    assert sum(sizes(stages)) == 7
+
+
+def test_a_given_split_is_honoured() -> None:
+    stages = stages_of(hugging_face("gpt2"), 2, split=[1, 2])
+    assert stages.blocks_of_stage == ((0,), (1, 2))
+
+
+def test_chunks_of_an_interleaved_pipeline_are_stages_in_model_order() -> None:
+    stages = stages_of(captured(layers(4)), 2, 2)
+    assert stages.num_stages == 4
+    assert stages.blocks_of_stage == ((0,), (1,), (2,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("split", "what"),
+    [([3], "1 entries"), ([4, -1], "without blocks"), ([1, 1], "adds up to 2"), ([3, 0], "without blocks")],
+)
+def test_a_split_that_does_not_fit_is_refused(split: list[int], what: str) -> None:
+    with pytest.raises(PlanError, match=what) as error:
+        stages_of(hugging_face("gpt2"), 2, split=split)
+    assert "add up to 3" in error.value.fix
+
+
+def test_more_stages_than_blocks_is_refused_with_the_largest_number_that_fits() -> None:
+    program = hugging_face("gpt2")
+    with pytest.raises(PlanError, match="pp 4 stages, but the model has only 3 blocks") as error:
+        assign_stages(program, find_blocks(program), 4, where="spec.yaml:2")
+    assert error.value.fix == "choose pp · vpp ≤ 3"
+    assert error.value.where == "spec.yaml:2"
+
+
+def test_a_model_without_blocks_is_one_stage() -> None:
+    program = captured(nn.Identity)
+    assert stages_of(program, 1).live == ()
+    with pytest.raises(PlanError, match="only 0 blocks"):
+        stages_of(program, 2)
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
+    program = hugging_face("gpt2")
+    assert stage_of_parameter(program, stages_of(program, 3), "transformer.wte.weight") == (0, 2)
+
+
+def test_masks_and_rotary_tables_are_recomputed_where_they_are_read() -> None:
+    program = hugging_face("llama")
+    stages = stages_of(program, 3)
+    rotary = [n for n in stages.recomputed if program.node(n).target is torch.ops.aten.cos.default]
+    assert [stages.copies[n] for n in rotary] == [(0, 1, 2)]
+    assert not any(name in stages.recomputed for cut in stages.live for name in cut)
+
+
+def test_labels_are_read_by_the_last_stage_alone() -> None:
+    program = hugging_face("gpt2")
+    assert stages_of(program, 3).parameter_stages["labels"] == (2,)
+
+
+def test_a_position_bias_is_recomputed_and_its_parameter_is_on_every_stage_of_its_side() -> None:
+    program = hugging_face("t5")
+    stages = stages_of(program, 6)
+    name = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert stage_of_parameter(program, stages, name.format("encoder")) == (0, 1, 2)
+    assert stage_of_parameter(program, stages, name.format("decoder")) == (3, 4, 5)
+
+
+def test_recomputed_values_are_never_random() -> None:
+    for family in ("gpt2", "bert", "t5"):
+        program = hugging_face(family)
+        targets = {program.node(n).target for n in stages_of(program, 3).recomputed}
+        assert torch.ops.aten.dropout.default not in targets
+
+
+def test_a_product_of_parameters_is_sent_and_a_scaled_parameter_is_not() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+            self.scale = nn.Parameter(torch.empty(WIDTH))
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            product, scaled = self.a @ self.b, self.scale * 2
+            for layer in self.layers:
+                x = layer(x @ product) * scaled
+            return x
+
+    program = captured(Mixed)
+    stages = stages_of(program, 2, split=[2, 2])
+    assert stage_of_parameter(program, stages, "body.scale") == (0, 1)
+    assert stage_of_parameter(program, stages, "body.a") == (0,)
+    assert len(stages.live[0]) == 2
+    check_equals_whole(program, stages)
+
+
+def test_a_tuple_is_sent_as_its_pieces() -> None:
+    def run(body: Body, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=1)
+        for layer in body.layers:
+            left = layer(left)
+        return torch.cat([left, right], dim=1)
+
+    program = captured(lambda: Body(run, layers=nn.ModuleList(Layer() for _ in range(4))))
+    stages = stages_of(program, 4)
+    assert all(isinstance(program.node(name).meta["val"], Tensor) for cut in stages.live for name in cut)
+    assert [len(cut) for cut in stages.live] == [2, 2, 2]
+    check_equals_whole(program, stages)
+
+
+class Whisperer(nn.Module):
+    """Encoder and decoder with embeddings of their own; the decoder's is tied to the head."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.sounds, self.words = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        if shared:
+            self.sounds = self.words
+        self.encoder, self.decoder = (nn.ModuleList(Layer() for _ in range(3)) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, y = self.sounds(input_ids), self.words(labels)
+        for layer in self.encoder:
+            x = layer(x)
+        for layer in self.decoder:
+            y = layer(y) + x
+        return F.cross_entropy((y @ self.words.weight.T).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decoder_embedding_waits_for_the_decoder_unless_its_weight_is_read_sooner(shared: bool) -> None:
+    with torch.device("meta"):
+        model = Whisperer(shared)
+    program = capture(model, {"input_ids": tokens(), "labels": tokens()})
+    stages = stages_of(program, 6)
+    assert len(stages.live[0]) == (2 if shared else 1)
+    fqn, expected = ("sounds.weight", (0, 5)) if shared else ("words.weight", (3, 5))
+    assert stage_of_parameter(program, stages, fqn) == expected
+    check_equals_whole(program, stages)
+
+
+def test_costs_of_stages_add_up_whatever_the_split() -> None:
+    program = hugging_face("t5")
+    totals = {sum(stages_of(program, pp).cost_of_stage) for pp in (1, 2, 3, 6)}
+    assert len(totals) == 1
+
+
+def exhaustive(costs: list[int], num_stages: int) -> list[int]:
+    def key(cuts: tuple[int, ...]) -> tuple[int, int, list[int]]:
+        ends = [0, *cuts, len(costs)]
+        sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        return max(sums), sum(s * s for s in sums), [b - a for a, b in pairwise(ends)]
+
+    return min(key(cuts) for cuts in combinations(range(1, len(costs)), num_stages - 1))[2]
+
+
+def test_balance_is_that_of_an_exhaustive_search() -> None:
+    source = random.Random(0)
+    for _ in range(200):
+        costs = [source.randint(0, 9) for _ in range(source.randint(1, 9))]
+        num_stages = source.randint(1, len(costs))
+        assert balance(costs, num_stages) == exhaustive(costs, num_stages)
+
+
+def test_of_equal_splits_the_one_with_fewer_early_blocks_is_taken() -> None:
+    assert balance([1] * 7, 2) == [3, 4]

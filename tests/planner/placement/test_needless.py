@@ -1,0 +1,166 @@
+"""Nothing is computed whole that can be cut: the share of FLOPs, the exchanges, and numbers equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner import Plan, PlanError
+from tests.models.needless import (
+    ATTENTION,
+    LOOPS,
+    LOSSES,
+    NO_ATTENTION,
+    ConvolutionModule,
+    HeadModules,
+    JoinedBiases,
+    JoinedBiasesOfFive,
+    Layered,
+    Mixing,
+    Mlp,
+    batch,
+)
+from tests.tools.simulated_model import assert_equals_one_process, num_collectives, planned
+
+OUTSIDE = 4  # a lookup, the head's f, the loss's maximum and its sums
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "biases and new zeros": lambda: JoinedBiases(torch.zeros_like),
+    "biases and a buffer": lambda: JoinedBiasesOfFive(lambda held: held),
+    "convolutions, batch norm in training": lambda: ConvolutionModule(frozen=False),
+    "convolutions, batch norm in evaluation": lambda: ConvolutionModule(frozen=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_cut_with_one_exchange_each_way(name):
+    made = assert_equals_one_process(lambda: Layered(LAYERS[name]), batch(), 2)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert num_collectives(made) == OUTSIDE + 2 * 2
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_classes_leaves_the_head_cut(name):
+    made = assert_equals_one_process(lambda: Layered(Mlp, LOSSES[name]()), batch(), 2)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert num_collectives(made) == OUTSIDE + 2 * 2
+    assert [p.style for p in made.parameters if p.name == "head.weight"] == ["vocab"]
+
+
+# A projection's f and g; the exchange of a stack, both ways; what is gathered of the gradients of stacked biases.
+EXCHANGES = {"stacked weights": 2, "sliced": 2, "summed": 6, "modules with biases": 5}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_heads_in_a_loop_go_to_ranks(name):
+    made = assert_equals_one_process(lambda: Layered(LOOPS[name]), batch(48), 2)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert made.summary.parameters_sharded_fraction > 0.94
+    assert num_collectives(made) == OUTSIDE + 2 * EXCHANGES.get(name, 4)
+    assert warnings_of(made) == ""
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_few_tokens_exchange_scores_once_for_all_heads_rather_than_weights(tp):
+    made = assert_equals_one_process(lambda: Layered(LOOPS["modules"]), batch(), tp)
+    assert made.summary.flops_sharded_fraction == 1.0
+    assert num_collectives(made) == OUTSIDE + 2 * 4
+    assert not any(c.kind == "all_to_all" for c in made.collectives)
+
+
+class Dropped(HeadModules):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([F.dropout(head(x), 0.1) for head in self.heads], dim=-1))
+
+
+class Unequal(HeadModules):
+    """Its second head looks at half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = x * (torch.arange(x.shape[-1]) < 8)
+        return self.out(torch.cat([head(masked if i == 1 else x * 1.0) for i, head in enumerate(self.heads)], dim=-1))
+
+
+class ReadOutside(HeadModules):
+    """The weights of its first head are read beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [head(x) for head in self.heads]
+        return self.out(torch.cat(parts, dim=-1)) + self.heads[0].query(x).sum(-1, keepdim=True)  # pyright: ignore
+
+
+def num_softmaxes(made: Plan) -> int:
+    return sum("softmax" in str(node.target) for node in made.source.program.graph.graph.nodes)  # pyright: ignore
+
+
+def test_dropped_heads_are_joined_too():
+    assert num_softmaxes(planned(lambda: Layered(Dropped), batch(48), 2)) == 2
+
+
+def test_heads_that_differ_stay_apart():
+    assert num_softmaxes(assert_equals_one_process(lambda: Layered(Unequal), batch(), 2)) == 2 * 4
+
+
+def test_weights_that_are_read_beside_the_loop_may_be_joined():
+    assert num_softmaxes(assert_equals_one_process(lambda: Layered(ReadOutside), batch(), 2)) == 2
+
+
+def warnings_of(made: Plan) -> str:
+    return "; ".join(d.what for d in made.diagnostics if d.level == "warning")
+
+
+class Three(nn.Module):
+    """What ``way`` makes beside an MLP that tp 3 divides; its own 4 heads it does not."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.mixing, self.up, self.down = Mixing(way), nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x + self.mixing(x))))
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_products_of_activations_without_scores_are_not_called_attention(name):
+    assert "attention" not in warnings_of(planned(lambda: Layered(lambda: Three(NO_ATTENTION[name])), batch(), 3))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_heads_around_a_softmax_are(name):
+    with pytest.raises(PlanError, match="attention: 4 query heads not divisible by tp = 3"):
+        planned(lambda: Layered(lambda: Three(ATTENTION[name])), batch(), 3)
+
+
+class Vectors(nn.Module):
+    """No matrix at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return ((ids.double().unsqueeze(-1) * self.scale).sum(-1) - labels).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "fix"),
+    [
+        (lambda: Layered(Mlp), 1_000_000_007, "choose tp from {1, 64}"),
+        (lambda: Layered(Mlp), 3, "choose tp from {1, 2, 4}"),
+        (Vectors, 2, "set mesh.tp: 1"),
+    ],
+)
+def test_a_tp_that_cuts_nothing_is_an_error_with_one_that_does(make, tp, fix):
+    with pytest.raises(PlanError, match=f"tp = {tp} cuts nothing") as caught:
+        planned(make, batch(), tp)
+    assert str(caught.value).endswith(f"fix: {fix}")
+    assert "at:  mesh.tp" in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "tp"), [(lambda: Layered(Mlp), 3), (Vectors, 2)])
+def test_overrides_may_ask_for_just_that(make, tp):
+    assert {p.style for p in planned(make, batch(), tp, {"*": "replicate"}).parameters} == {"replicate"}

@@ -1,0 +1,138 @@
+"""Collectives, buffers, memory, diagnostics and JSON of whole plans."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+import pytest
+import torch
+
+from planner import Plan, plan
+from planner.cli import PlanFormat, format_plan
+from planner.placement.divisibility import divisors, nearest_tp
+from planner.placement.types import Placement, Segment
+from planner.sharding.buffers import Held, whole_elements
+from planner.tables.diagnostics import ops_without_rule
+from tests.models.plannable import build, spec_of
+
+
+def planned(model: str, **changes) -> Plan:
+    return plan(build(model), spec_of(model, **changes))
+
+
+def test_divisors_and_the_nearest_valid_tp():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert nearest_tp([33], 2) == [1, 3]
+    assert nearest_tp([12, 18], 4) == [3, 6]
+    assert nearest_tp([5], 8) == [5]
+    assert nearest_tp([8], 4) == [4]
+
+
+def test_a_boundary_is_sent_and_received_with_its_gradient_the_other_way():
+    made = planned("gpt", mesh={"pp": 2})
+    rows = [(r.kind, r.phase, r.stage, r.bytes) for r in made.collectives if r.axis == "pp"]
+    size = made.stages[0].sends[0].bytes
+    assert sorted(rows) == [
+        ("recv", "backward", 0, size),
+        ("recv", "forward", 1, size),
+        ("send", "backward", 1, size),
+        ("send", "forward", 0, size),
+    ]
+
+
+def test_zero1_reduces_and_gathers_every_bucket_and_zero0_sums_it():
+    rows = [r for r in planned("gpt", mesh={"dp": 2}, optimizer={"bucket_size": 20000}).collectives if r.axis == "dp"]
+    assert {(r.kind, r.phase, r.per) for r in rows} == {
+        ("reduce_scatter", "step", "step"),
+        ("all_gather", "step", "step"),
+    }
+    assert len(rows) > 2
+    rows = [r for r in planned("gpt", mesh={"dp": 2}, optimizer={"zero": 0}).collectives if r.axis == "dp"]
+    assert [r.kind for r in rows] == ["all_reduce"]
+
+
+def test_one_rank_alone_exchanges_nothing():
+    assert planned("gpt", mesh={"tp": 1}).collectives == ()
+
+
+def test_every_trainable_parameter_of_a_stage_has_one_place_in_the_buffers_of_its_rank():
+    made = planned("gpt", mesh={"tp": 2, "pp": 2, "dp": 2})
+    for rank in range(2):
+        buckets = [bucket for b in made.optimizer.buffers if b.pp_rank == rank for bucket in b.buckets]
+        names = [name for bucket in buckets for name in bucket.parameters]
+        assert sorted(names) == sorted(p.name for p in made.parameters if rank in p.stages)
+
+
+def test_memory_is_that_of_the_buffers_with_their_padding():
+    made = planned("gpt", mesh={"pp": 2, "dp": 2}, precision={"parameters": "bfloat16", "gradients": "float32"})
+    for row in made.memory:
+        elements = sum(b.num_elements for b in made.optimizer.buffers if b.pp_rank == row.pp_rank)
+        held = sum(prod(p.shape) for p in made.parameters if row.pp_rank in p.stages)
+        assert held <= elements < held + 4000
+        assert (row.parameters, row.gradients, row.optimizer) == (2 * elements, 4 * elements, 12 * elements // 2)
+
+
+def test_whole_elements_are_counted_without_making_a_mask():
+    placement = Placement("V", 1, (Segment(4), Segment(3, sharded=False), Segment(2)))
+    held = Held("w", torch.float32, placement, (5, 6), ("tp",), ())
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0]] * 5).flatten()
+    assert [whole_elements(held, 2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
+
+
+def test_ops_without_a_rule_are_named_with_line_and_share():
+    made = planned("no rule", mesh={"tp": 2})
+    rows = ops_without_rule(made.source.program)  # type: ignore[attr-defined]
+    assert rows
+    assert all(r.where.file.endswith("plannable.py") and 0 < r.work_fraction < 1 for r in rows)
+    told = [d for d in made.diagnostics if "has no rule" in d.what]
+    assert len(told) == len(rows)
+    assert all(d.level == "warning" and "of the estimated work" in d.what for d in told)
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
+def test_the_four_families_use_no_op_without_a_rule(model):
+    assert ops_without_rule(planned(model, mesh={"tp": 2}).source.program) == ()  # type: ignore[attr-defined]
+
+
+def test_each_linear_embedding_and_loss_is_listed():
+    made = planned("gpt", mesh={"tp": 2})
+    listed = [(d.where.split(" ")[0], d.what.split(":")[0]) for d in made.diagnostics if d.level == "info"]
+    assert ("blocks.3.mlp.down", "linear [32, 128] is sharded (row)") in listed
+    assert ("tokens", "embedding [64, 32] is sharded (vocab)") in listed
+    assert ("head", "linear [64, 32] is sharded (vocab)") in listed
+    assert any(what == "cross_entropy_loss over 64 classes is sharded (vocab)" for _, what in listed)
+    assert sum(what.startswith("linear") for _, what in listed) == 4 * 4 + 1
+
+
+def test_repeated_layers_print_as_one_line():
+    lines = planned("gpt", mesh={"tp": 2}).describe().splitlines()
+    assert sum("is sharded (row)" in line for line in lines) == 2
+
+
+def test_the_summary_counts_what_is_cut():
+    whole, cut = planned("gpt", mesh={"tp": 1}).summary, planned("gpt", mesh={"tp": 2}).summary
+    assert (whole.flops_sharded_fraction, whole.parameters_sharded_fraction) == (0.0, 0.0)
+    assert cut.flops_sharded_fraction == 1.0
+    assert 0.9 < cut.parameters_sharded_fraction < 1.0
+    assert cut.num_parameters == sum(p.numel() for p in build("gpt").parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("gpt", {"tp": 2, "pp": 2, "dp": 2}), ("fused, one key head", {"tp": 2}), ("inner 33", {"tp": 2, "pp": 2})],
+)
+def test_json_and_files_give_the_same_plan_back(tmp_path, model, mesh):
+    made = planned(model, mesh=mesh)
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert Plan.load(path) == made
+    path.write_text(format_plan(made, PlanFormat.json))
+    assert Plan.load(path) == made
+    assert Plan.load(path).hash() == made.hash()
+    assert json.loads(path.read_text())["cost"] is None
+
+
+def test_two_plans_of_one_model_are_equal():
+    first, second = (planned("gpt", mesh={"tp": 2, "pp": 2}) for _ in range(2))
+    assert first == second

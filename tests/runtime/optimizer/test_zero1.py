@@ -1,0 +1,338 @@
+"""ZeRO-1 on four gloo ranks against torch's AdamW and clipping in one process; hooks and bytes in this process."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from passes.stage_module import LocalParameter
+from planner.errors import PlanError
+from planner.placement.types import I
+from runtime.optimizer.buffers import DataParallel, GradientBuffers
+from runtime.optimizer.zero1 import DistributedOptimizer, make_optimizer, squared_norm
+from tests.tools.paths import ROOT
+
+SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
+SPEC = importlib.util.spec_from_file_location("zero1_ranks", SCRIPT)
+ranks = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(ranks)
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2}
+FULL_BYTES = {("float32", "float32"): (8, 8), ("bfloat16", "float32"): (6, 12), ("bfloat16", "bfloat16"): (4, 16)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """results[rank][case] of one launch of four processes."""
+    directory = tmp_path_factory.mktemp("zero1")
+    root = str(ROOT)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::FutureWarning", str(SCRIPT)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks.WORLD)
+    ]
+    try:
+        errors = [process.communicate(timeout=180)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
+
+
+def one_process(dtype):
+    """Gradients, norms and parameters of each step, from torch's own optimizer on the whole batch."""
+    model = ranks.make_model(dtype)
+    model.unused.grad = torch.zeros_like(model.unused)  # weight decay moves it there as well
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    steps = []
+    for step in range(ranks.STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        model(ranks.make_batch(step, dtype)).backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.7).item()
+        optimizer.param_groups[0]["lr"] = ranks.rate(step)
+        optimizer.step()
+        steps.append((gradients, norm, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    return steps
+
+
+def one_process_low_precision(dtype, gradient_dtype, dp):
+    """As ``one_process`` with float32 main parameters and gradients summed in ``gradient_dtype``."""
+    model = ranks.make_model(dtype)
+    mains = {n: p.detach().float() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(mains.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    steps = []
+    for step in range(ranks.STEPS):
+        per_rank = [defaultdict(float) for _ in range(dp)]
+        for sums, share in zip(per_rank, ranks.make_batch(step, dtype).chunk(dp), strict=True):
+            for rows in share.chunk(ranks.MICROBATCHES):
+                model(rows).backward()
+                for name, parameter in model.named_parameters():
+                    grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                    sums[name] = (sums[name] + grad.to(gradient_dtype)).to(gradient_dtype)
+                model.zero_grad()
+        gradients = {n: sum(sums[n] for sums in per_rank).float() for n in mains}
+        for name, main in mains.items():
+            main.grad = gradients[name].clone()
+        norm = nn.utils.clip_grad_norm_(mains.values(), 0.7).item()
+        optimizer.param_groups[0]["lr"] = ranks.rate(step)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(mains[name])
+        steps.append((gradients, norm, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    return steps
+
+
+def reference(precision, dp):
+    dtype, gradient_dtype = (getattr(torch, name) for name in precision)
+    return one_process_low_precision(dtype, gradient_dtype, dp) if dtype == torch.bfloat16 else one_process(dtype)
+
+
+def assert_near(actual, expected, tolerance):
+    assert actual.shape == expected.shape
+    assert (actual.double() - expected.double()).abs().max() <= tolerance * (1 + expected.double().abs().max())
+
+
+def name_of(case):
+    (parameters, gradients), dp, zero, alignment, bucket_size = case
+    return f"{parameters}-{gradients}-dp{dp}-zero{zero}-{alignment}-{bucket_size or 'one'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
+def test_every_rank_equals_one_process(results, case):
+    precision, dp, *_ = case
+    tolerance = TOLERANCE[precision[0]]
+    for step, (gradients, norm, parameters) in enumerate(reference(precision, dp)):
+        for rank in range(ranks.WORLD):
+            actual = results[rank][case]["steps"][step]
+            assert actual["norm"] == pytest.approx(norm, rel=tolerance)
+            assert actual["sums"] == (dp, sum(range(dp)))
+            for name, expected in gradients.items():
+                assert_near(actual["gradients"][name], expected, tolerance)
+            for name, expected in parameters.items():
+                assert_near(actual["parameters"][name], expected, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
+def test_reductions_start_while_the_backward_runs_and_in_one_order(results, case):
+    *_, bucket_size = case
+    for step in range(ranks.STEPS):
+        of_ranks = [results[rank][case]["steps"][step] for rank in range(ranks.WORLD)]
+        launches = of_ranks[0]["launches"]
+        num_buckets = sum(len(layout.buckets) for layout in results[0][case]["layouts"])
+        assert launches == [(0, i) for i in range(num_buckets)]
+        for actual in of_ranks:
+            assert actual["launches"] == launches
+            # when the backward is at the first linear, ``twice`` is complete; the unused parameter comes last
+            assert actual["launched_before_first"] == ([(0, 0)] if bucket_size else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in ranks.CASES if c[0] in FULL_BYTES], ids=name_of)
+def test_live_bytes_equal_the_table_up_to_padding(results, case):
+    precision, dp, zero, *_ = case
+    full, shared = FULL_BYTES[precision]
+    owners = dp if zero else 1
+    for rank in range(ranks.WORLD):
+        (layout,) = results[rank][case]["layouts"]
+        measured = sum(results[rank][case]["bytes"].values())
+        assert measured == layout.num_elements * full + layout.shard_elements() * shared
+        num_parameters = layout.num_elements - layout.num_padding
+        table = num_parameters * (full + shared / owners)
+        assert 0 <= measured - table <= layout.num_padding * (full + shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ranks.TP_CASES)
+def test_partial_tied_and_fused_parameters_sum_and_count_once(results, case):
+    locals_ = ranks.tp_locals(0)
+    mains = {local.fqn: ranks.tp_start(local, 0)[0] for local in locals_}
+    optimizer = torch.optim.AdamW(mains.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(ranks.STEPS):
+        for local in locals_:
+            mains[local.fqn].grad = global_gradient(local, step)
+        expected = {n: p.grad.clone() for n, p in mains.items()}
+        norm = nn.utils.clip_grad_norm_(mains.values(), 0.7).item()
+        optimizer.param_groups[0]["lr"] = ranks.rate(step)
+        optimizer.step()
+        for rank in range(ranks.WORLD):
+            actual = results[rank][case][step]
+            assert actual["norm"] == pytest.approx(norm, rel=1e-12)
+            for local in locals_:
+                part = ranks.cut(expected[local.fqn], local.placement, rank // 2)
+                assert_near(actual["gradients"][local.fqn], part, 1e-12)
+                part = ranks.cut(mains[local.fqn], local.placement, rank // 2)
+                assert_near(actual["parameters"][local.fqn], part, 1e-12)
+
+
+def global_gradient(local, step):
+    """Of the whole parameter: parts put in their places, and partial gradients added up."""
+    total = torch.zeros(local.global_shape, dtype=torch.float64)
+    for dp_rank in range(2):
+        for tp_rank in range(2):
+            grad = ranks.tp_gradient(local, tp_rank, dp_rank, step)
+            if local.fqn == "same" and tp_rank == 1:
+                continue
+            if not local.placement.is_sharded:
+                total += grad
+                continue
+            start = 0
+            for first, stop in local.placement.slices(2, tp_rank):
+                piece = grad.narrow(local.placement.dim, start, stop - first)
+                total.narrow(local.placement.dim, first, stop - first).add_(piece)
+                start += stop - first
+    return total
+
+
+@pytest.mark.slow
+def test_infinite_gradient_on_one_rank_skips_the_update_on_all(results):
+    assert [results[rank]["not_finite"] for rank in range(4)] == [{"skipped": True, "unchanged": True}] * 4
+
+
+# ---- one process, no group
+
+
+def entries(**parameters):
+    return [
+        (LocalParameter(n.split("__")[0], tuple(p.shape), p.dtype, I, tuple(p.shape)), p) for n, p in parameters.items()
+    ]
+
+
+@pytest.mark.parametrize(("precision", "bytes_a_parameter"), [(p, sum(b)) for p, b in FULL_BYTES.items()])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_rank_needs_no_group_and_has_the_bytes_of_the_table(precision, bytes_a_parameter, zero):
+    weight = nn.Parameter(torch.randn(64, 2, dtype=getattr(torch, precision[0])))
+    options = ranks.settings(zero=zero, alignment="nccl")
+    optimizer = DistributedOptimizer(entries(weight=weight), options, gradient_dtype=precision[1])
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    assert not optimizer.step(0.1).skipped
+    assert sum(optimizer.measured_bytes().values()) == 128 * bytes_a_parameter
+    assert not torch.equal(weight, before)
+
+
+def test_parameter_used_three_times_in_one_backward_fires_once_with_the_sum():
+    weight = nn.Parameter(torch.tensor([2.0]))
+    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    buffers.last_microbatch = True
+    (weight * 3 + weight * weight).backward()
+    assert buffers.launches == [(0, 0)]
+    assert weight.main_grad.item() == 7.0
+    assert weight.grad is None
+
+
+def test_microbatches_add_up_and_the_next_step_starts_afresh():
+    weight = nn.Parameter(torch.tensor([2.0]))
+    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    for factor in (1.0, 10.0):
+        (weight * factor).backward()
+    assert buffers.launches == []
+    buffers.last_microbatch = True
+    (weight * 100.0).backward()
+    buffers.finish_grad_sync()
+    assert weight.main_grad.item() == 111.0
+    (weight * 5.0).backward()
+    assert weight.main_grad.item() == 5.0
+
+
+def test_parameter_without_gradient_in_a_step_is_zero_not_stale():
+    used, rare = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    buffers = GradientBuffers(entries(used=used, rare=rare), DataParallel())
+    (used.sum() + rare.sum()).backward()
+    buffers.finish_grad_sync()
+    assert rare.main_grad.tolist() == [1.0, 1.0, 1.0]
+    used.sum().backward()
+    buffers.finish_grad_sync()
+    assert (used.main_grad.tolist(), rare.main_grad.tolist()) == ([1.0, 1.0], [0.0, 0.0, 0.0])
+
+
+def test_tied_copies_in_two_chunks_share_value_and_gradient():
+    first, second = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([2.0]))
+    buffers = GradientBuffers(entries(tied=first, tied__again=second), DataParallel())
+    buffers.last_microbatch = True
+    (second * 3).backward()
+    assert buffers.launches == []
+    (first * 4).backward()
+    assert buffers.launches == [(0, 0)]
+    assert first.main_grad.item() == 7.0
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_gradient_after_the_reduction_of_its_bucket_is_refused():
+    weight = nn.Parameter(torch.ones(1))
+    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    buffers.last_microbatch = True
+    weight.sum().backward()
+    with pytest.raises(AssertionError, match="weight came after the reduction"):
+        weight.sum().backward()
+
+
+def test_meta_parameters_get_storage_and_keep_their_identity():
+    module = nn.Linear(3, 2, device="meta")
+    weight = module.weight
+    DistributedOptimizer(entries(weight=weight, bias=module.bias), ranks.settings())
+    weight.data.fill_(2.0)
+    module.bias.data.fill_(1.0)
+    assert module.weight is weight
+    assert module(torch.ones(3)).tolist() == [7.0, 7.0]
+
+
+def test_main_shards_follow_weights_that_were_loaded_later():
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = DistributedOptimizer(entries(weight=weight), ranks.settings(), gradient_dtype="float32")
+    weight.data.fill_(3.0)
+    optimizer.sync_main_from_parameters()
+    (weight.sum() * 0).backward()
+    optimizer.step(1e-2)
+    assert weight.float().tolist() == pytest.approx([3.0 * (1 - 1e-2 * 0.1)] * 4, rel=2**-8)
+
+
+def test_loss_scale_leaves_norm_gradients_and_update_alone():
+    outcomes = []
+    for scale in (1.0, 1024.0):
+        weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        optimizer = DistributedOptimizer(entries(weight=weight), ranks.settings())
+        (weight.square().sum() * scale).backward()
+        optimizer.reduce_gradients()
+        gradient = optimizer.gather_gradients(grad_scale=scale)["weight"].tolist()
+        outcomes.append((gradient, optimizer.step(1e-2, grad_scale=scale).grad_norm, weight.tolist()))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][:2] == ([2.0, -4.0], pytest.approx(20**0.5))
+
+
+def test_frozen_parameters_stay_out_of_the_buffers():
+    frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+    local = LocalParameter("frozen", (5,), torch.float32, I, (5,), requires_grad=False)
+    optimizer = DistributedOptimizer([(local, frozen)], ranks.settings())
+    assert optimizer.buffers.buffers == []
+    assert optimizer.step(1e-2).grad_norm == 0.0
+
+
+def test_no_clipping_still_reports_the_norm():
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    options = ranks.OptimizerSpec(clip_grad_norm=None)
+    optimizer = DistributedOptimizer(entries(weight=weight), options)
+    (weight.square().sum() / 2).backward()
+    optimizer.reduce_gradients()
+    assert optimizer.step(1e-2).grad_norm == pytest.approx(5.0)
+    assert weight.main_grad.tolist() == [3.0, 4.0]
+
+
+def test_norm_of_many_float32_elements_is_exact():
+    values = torch.full((5_000_001,), 1e-3) + 1e-4 * torch.randn(5_000_001, generator=torch.Generator().manual_seed(0))
+    assert squared_norm(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
+
+
+def test_unknown_optimizer_is_named_with_the_known_ones():
+    with pytest.raises(PlanError, match="unknown optimizer 'lion'") as error:
+        make_optimizer([torch.zeros(1)], ranks.OptimizerSpec(name="lion"))
+    assert "adamw" in error.value.fix

@@ -1,0 +1,189 @@
+"""verify is green for a right plan and red when any exchange is missing from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner import plan
+from runtime.verify.comparison import (
+    Tolerance,
+    compare_gradients,
+    compare_parameters,
+    compare_values,
+    lowest_precision,
+)
+from runtime.verify.run import ignored_labels, random_batch, verify
+from tests.tools.paths import ROOT
+
+MODEL = """
+import sys
+sys.path.insert(0, {root!r})
+from examples.gpt import GPT
+
+def build():
+    return GPT(vocabulary=37, length=8, width=16, num_layers=2, num_heads=2, dropout=0.1).double()
+"""
+SPEC = """
+mesh: {{{mesh}}}
+batch: {{global: 8, micro: 2}}
+inputs: {{input_ids: {{shape: [8], dtype: int64, high: 37}}, targets: {{like: input_ids}}}}
+optimizer: {{lr: 1.0e-3}}
+"""
+
+BFLOAT16 = "precision: {parameters: bfloat16}\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    root = str(ROOT)
+
+    def write(mesh: str) -> tuple[str, str]:
+        (tmp_path / "tiny.py").write_text(MODEL.format(root=root))
+        (tmp_path / "spec.yaml").write_text(SPEC.format(mesh=mesh))
+        return f"{tmp_path / 'tiny.py'}:build", str(tmp_path / "spec.yaml")
+
+    return write
+
+
+@pytest.mark.parametrize("mesh", ["tp: 1", pytest.param("tp: 2, pp: 2", marks=pytest.mark.slow)])
+def test_a_right_plan_is_equal_in_loss_norm_every_gradient_and_every_parameter(files, mesh):
+    report = verify(*files(mesh), steps=3)
+    assert report.passed, str(report)
+    kinds = [row.kind for row in report.rows]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"loss": 3, "norm": 3, "gradient": 29, "parameter": 29}
+    assert "dropout is off" in str(report)
+    assert str(report).endswith("EQUAL to one process")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 3, 8])
+def test_without_one_collective_the_comparison_is_red(files, number):
+    report = verify(*files("tp: 2"), remove_collective=number)
+    assert not report.passed
+    assert report.failed_rows
+    assert str(report).endswith("DIFFERENT from one process")
+
+
+@pytest.mark.parametrize("name", ["blocks.0.mlp.down.weight", "norm.bias"])
+def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
+    report = verify(*files("tp: 1"), freeze_parameter=name)
+    assert not report.passed
+    assert [row.name for row in report.failed_rows if row.kind == "gradient"] == [name]
+    assert ("parameter", name) in [(row.kind, row.name) for row in report.failed_rows]
+    assert f"gradient {name} is missing or not finite" in str(report)
+    assert str(report).endswith("DIFFERENT from one process")
+
+
+def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(files):
+    model, spec = files("tp: 1")
+    Path(spec).write_text(Path(spec).read_text().replace("lr: 1.0e-3", "lr: 1.5e-4") + BFLOAT16)
+    report = verify(model, spec, steps=3)
+    assert report.passed, str(report)
+    assert "tolerances for bfloat16" in str(report)
+    frozen = verify(model, spec, freeze_parameter="blocks.1.attention.qkv.weight")
+    failed = [row.name for row in frozen.failed_rows if row.kind == "gradient"]
+    assert failed == ["blocks.1.attention.qkv.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [None, 0, 5])
+def test_bfloat16_without_one_collective_is_red(files, number):
+    model, spec = files("tp: 2")
+    Path(spec).write_text(Path(spec).read_text() + BFLOAT16)
+    report = verify(model, spec, remove_collective=number)
+    assert report.passed == (number is None), str(report)
+
+
+def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
+    from planner import plan
+    from planner.capture.model.reference import load_model
+    from planner.spec.spec import Spec
+
+    reference, spec = files("tp: 1")
+    decided = plan(load_model(reference), spec)
+    assert ignored_labels(decided) == {"targets": -100}
+    batch = random_batch(Spec.load(spec), decided, 0)
+    assert 0.1 < (batch["targets"] == -100).double().mean() < 0.4
+    assert batch["input_ids"].min() >= 0
+    assert batch["input_ids"].max() < 37
+
+
+def test_the_lowest_precision_inside_a_model_rules_its_tolerance():
+    with lowest_precision() as seen:
+        torch.ones(2, dtype=torch.float64).exp().to(torch.float32).sum()
+    assert seen.dtype == torch.float32
+    assert Tolerance.of(seen.dtype, lr=1e-3).loss == 2e-6
+    with lowest_precision() as seen:
+        torch.ones(2, dtype=torch.float64).exp()
+    assert Tolerance.of(seen.dtype, lr=1e-3).loss == 1e-10
+
+
+def test_a_missing_or_undefined_tensor_is_never_equal():
+    allowed = Tolerance.of(torch.float64, lr=1e-3)
+    truth = {"a": torch.ones(2), "b": torch.ones(2)}
+    rows = compare_gradients({"b": torch.tensor([1.0, torch.nan])}, truth, allowed)
+    assert [row.passed for row in rows] == [False, False]
+    assert str(rows[0]) == "gradient a is missing or not finite (allowed 1.0e-08)"
+    assert not compare_values("loss", [float("nan")], [1.0], 1e-10)[0].passed
+
+
+def test_a_gradient_of_pure_rounding_noise_is_held_against_the_largest_one():
+    allowed = Tolerance.of(torch.float64, lr=1e-3)
+    truth = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([1e-18]).double()}
+    found = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([-3e-18]).double()}
+    assert all(row.passed for row in compare_gradients(found, truth, allowed))
+    wrong = {"weight": torch.tensor([1.0]).double(), "key.bias": torch.tensor([1e-9]).double()}
+    assert not compare_gradients(wrong, truth, allowed)[1].passed
+
+
+def test_a_gradient_that_one_side_alone_has_is_a_difference():
+    allowed = Tolerance.of(torch.float32, lr=1e-3)
+    truth = {"both": torch.ones(2), "lost": torch.ones(2), "unused": None, "invented": None}
+    found = {"both": torch.ones(2), "unused": torch.zeros(2), "invented": torch.ones(2), "foreign": torch.ones(1)}
+    verdicts = {row.name: row.passed for row in compare_gradients(found, truth, allowed)}
+    assert verdicts == {"both": True, "lost": False, "unused": True, "invented": False, "foreign": False}
+
+
+def test_a_parameter_without_an_update_is_equal_in_every_bit():
+    allowed, value = Tolerance.of(torch.float32, lr=1e-3), torch.ones(2)
+    near = {"a": torch.nextafter(value, torch.zeros(2))}
+    assert compare_parameters(near, {"a": value}, allowed)[0].passed
+    assert not compare_parameters(near, {"a": value}, allowed, still={"a"})[0].passed
+    assert not compare_parameters({}, {"a": value}, allowed)[0].passed
+    assert not compare_parameters({"a": torch.tensor([1.0, torch.nan])}, {"a": value}, allowed)[0].passed
+
+
+def test_one_step_of_rounding_is_allowed_to_a_bfloat16_parameter_and_two_are_not():
+    allowed = Tolerance.of(torch.bfloat16, lr=1e-6)
+    truth = torch.tensor([0.01, 0.07, 1.0, 3.0], dtype=torch.bfloat16)
+    bits = truth.view(torch.int16)
+    one, two = (bits + 1).view(torch.bfloat16), (bits + 2).view(torch.bfloat16)
+    assert compare_parameters({"a": one}, {"a": truth}, allowed)[0].passed
+    for place in range(4):
+        wrong = truth.clone()
+        wrong[place] = two[place] if place < 3 else two[place] * 2
+        assert not compare_parameters({"a": wrong}, {"a": truth}, allowed)[0].passed
+
+
+class ShiftedIntoTheEmbedding(nn.Module):
+    """A decoder that reads its labels one place later, as T5 does, and ignores none of them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        shifted = labels.new_zeros(labels.shape)
+        shifted[..., 1:] = labels[..., :-1].clone()
+        return F.cross_entropy((self.table(shifted) @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+
+
+def test_labels_that_are_looked_up_one_place_later_are_not_ignored() -> None:
+    inputs = {"labels": {"shape": [5], "dtype": "int64", "high": 7}}
+    made = plan(ShiftedIntoTheEmbedding(), {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
+    assert ignored_labels(made) == {}

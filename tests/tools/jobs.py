@@ -1,0 +1,170 @@
+"""What ranks run in place of the usual steps; each returns what a test compares, from every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import planner
+from passes.dropout import stream_dropout
+from passes.lower import lower
+from passes.stage_module import RankProgram
+from planner.errors import PlanError
+from runtime import Engine
+from runtime.pipeline.executor import StepError
+from runtime.verify.mutants import num_collectives, without_collective
+from tests.tools.laboratory import Found, steps
+
+Batches = list[dict[str, Tensor]]
+
+
+def gradients_of(plan: Any, batch: dict[str, Tensor], program: RankProgram | None) -> Found:
+    """Loss, norm and gradients of one batch, with the modules of ``program``."""
+    with Engine(plan, program=program, timeout_seconds=60) as engine:
+        loss = engine.forward_backward(batch)
+        gradients = engine.gather_gradients()
+        return Found([loss], [engine.optimizer_step().grad_norm], dict(gradients), {}, loss)
+
+
+def without_each_collective(plan: Any, batches: Batches) -> list[Found]:
+    """The whole program first, then one run without each exchange of the lowered graphs."""
+    rank = torch.distributed.get_rank()
+    programs = [None, *(without_collective(plan, rank, n) for n in range(num_collectives(plan)))]
+    return [gradients_of(plan, batches[0], program) for program in programs]
+
+
+def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
+    """One run for each parameter whose gradient is summed over tp or over stages at a step's end, without that sum."""
+    rank = torch.distributed.get_rank()
+    found = {}
+    for row in plan.parameters:
+        for axis in ("tp", "embedding"):
+            program = lower(plan, rank)
+            changed = _forget_sum(program, row.name, axis)
+            anywhere: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(anywhere, changed)
+            if any(anywhere):
+                found[f"{row.name} over {axis}"] = gradients_of(plan, batches[0], program)
+    return found
+
+
+def _forget_sum(program: RankProgram, fqn: str, axis: str) -> bool:
+    changed = False
+    for stage in program.stages:
+        kept = []
+        for p in stage.parameters:
+            if p.fqn == fqn and axis in p.partial_over:
+                p, changed = dataclasses.replace(p, partial_over=tuple(a for a in p.partial_over if a != axis)), True
+            kept.append(p)
+        stage.parameters = tuple(kept)
+    return changed
+
+
+def dropout_masks(plan: Any, batches: Batches) -> dict[str, tuple[bool, Tensor]]:
+    """For each dropout of this rank, by its captured name: whether it is inside a parallel region, and its mask."""
+    program = lower(plan, torch.distributed.get_rank())
+    program.random.begin(step=1, microbatch=2)
+    found = {}
+    for stage in program.stages:
+        for node in stage.module.graph.nodes:
+            if node.target is stream_dropout:
+                _, p, _, op, sharded = node.args
+                mask = stream_dropout(torch.ones(64), p, program.random, op, sharded)
+                found[node.meta["origin"]] = (sharded, mask)
+    return found
+
+
+def two_engines(plan: Any, batches: Batches) -> list[Found | None]:
+    """Two engines of one plan, one after the other in the same process."""
+    return [steps(plan, batches), steps(plan, batches)]
+
+
+def train_steps(plan: Any, batches: Batches, local: bool) -> Found | None:
+    """train_step alone; ``local``: each dp rank gives its own share, as a DistributedSampler would."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        size = len(batches[0]["input_ids"]) // engine.mesh.dp_size
+        rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size) if local else slice(None)
+        given = [{name: value[rows] for name, value in batch.items()} for batch in batches]
+        reports = [engine.train_step(batch, local=local) for batch in given]
+        evaluated = engine.evaluate(given[0], local=local)
+        parameters = engine.gather_parameters()
+    return (
+        Found([r.loss for r in reports], [r.grad_norm for r in reports], {}, parameters, evaluated)
+        if parameters
+        else None
+    )
+
+
+def losses_without_updates(plan: Any, batches: Batches) -> list[float]:
+    """The loss of one batch three times; with dropout, each step draws its own masks."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        return [engine.train_step(batches[0]).loss for _ in range(3)]
+
+
+def error_of(run: Any) -> str:
+    """The words of the PlanError that ``run`` raises; empty if there is none."""
+    try:
+        run()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def plans_that_differ(plan: Any, batches: Batches) -> str:
+    """The last rank was started with another spec."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        plan = dataclasses.replace(plan, spec={**plan.spec, "seed": 99})
+    return error_of(lambda: Engine(plan, timeout_seconds=60))
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "a key too few": lambda batch: {"input_ids": batch["input_ids"]},
+    "a key too many": lambda batch: batch | {"extra": batch["input_ids"]},
+    "too few sequences": lambda batch: {name: value[:-1] for name, value in batch.items()},
+    "other length": lambda batch: {name: value[:, :-1] for name, value in batch.items()},
+    "other dtype": lambda batch: {name: value.int() for name, value in batch.items()},
+    "no tensor": lambda batch: {name: value.tolist() for name, value in batch.items()},
+    "other tokens": lambda batch: {name: value.roll(1, 0) for name, value in batch.items()},
+}
+
+
+def batch_of_one_rank(plan: Any, batches: Batches, change: str) -> str:
+    """The last rank gives another batch than the others. No step ran: no rank counted a collective."""
+    batch = batches[0]
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        batch = CHANGES[change](batch)
+    with Engine(plan, timeout_seconds=60) as engine:
+        found = error_of(lambda: engine.train_step(batch))
+        assert not any(axis.counts for axis in engine.program.axes.values())
+    return found
+
+
+def bad_batch(plan: Any, batches: Batches, change: str) -> str:
+    """Every rank gives the same bad batch, as its second one; then a good one shows that nothing was left half done."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        engine.train_step(batches[0])
+        found = error_of(lambda: engine.train_step(CHANGES[change](batches[1])))
+        assert engine.train_step(batches[1]).loss > 0
+    return found
+
+
+def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) -> str:
+    """A plan for another number of ranks than were started."""
+    other = planner.plan(plan.source.model, {**plan.spec, "mesh": mesh})
+    return error_of(lambda: Engine(other, timeout_seconds=60))
+
+
+def step_error(plan: Any, batches: Batches, name: str, value: int) -> str:
+    """The words of a step whose batch holds ``value`` once under ``name``."""
+    batch = {**batches[0], name: batches[0][name].clone()}
+    batch[name][0, 0] = value
+    with Engine(plan, timeout_seconds=60) as engine:
+        try:
+            engine.train_step(batch)
+        except StepError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,408 @@
+"""The process behind the numeric tests: it captures each model once and runs cases on forked ranks.
+
+    Lab().check(Case("gpt2", {"tp": 2, "pp": 2}))    -> Report of everything that differs from one process
+
+The truth is written out here in plain torch: the unmodified model, the whole global batch, AdamW, clipping.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import PlanError
+from tests.tools.forks import Child, ForkError, StoreHost, in_fork
+
+NUM_STEPS = 3
+ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
+
+LIMITS = {torch.float64: (1e-10, 1e-8), torch.float32: (2e-6, 5e-5), torch.bfloat16: (1e-2, 5e-2)}  # loss, gradient
+
+
+@dataclass(frozen=True)
+class Case:
+    """``model`` is a name of the zoo; ``mesh`` the sizes of the axes; ``rest`` other parts of the spec.
+
+    ``job(plan, batches)`` is run on every rank in place of the usual steps; it stands at the top of a module.
+    """
+
+    model: str
+    mesh: dict[str, Any]
+    rest: dict[str, Any] = field(default_factory=dict)
+    num_sequences: int = 8
+    micro: int = 2
+    job: Callable[..., Any] | None = None
+    job_arguments: tuple[Any, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
+
+    def __str__(self) -> str:
+        return "-".join([self.model, *(f"{k}{v}" for k, v in self.mesh.items() if k in ("tp", "pp", "dp", "vpp"))])
+
+
+@dataclass
+class Found:
+    """What rank 0 of a run, or the one process, has after NUM_STEPS updates. Gradients are those of the first batch."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    evaluated: float
+    precision: torch.dtype = torch.float64  # the lowest that the model computes in
+
+
+@dataclass
+class Report:
+    """Every difference beyond what is allowed, in words (``of``: those of one kind), and the largest of each kind."""
+
+    wrong: list[str]
+    loss: float
+    gradient: float
+    parameter: float
+
+    def of(self, *kinds: str) -> list[str]:
+        return [words for words in self.wrong if words.startswith(kinds)]
+
+
+class Lab:
+    """The client: one server process for a pytest session."""
+
+    def __init__(self) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        context = multiprocessing.get_context("spawn")
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=False)
+        self._process.start()
+        there.close()
+
+    def check(self, case: Case) -> Report:
+        """Run the case on its ranks and hold it against one process."""
+        return self._ask("check", case)
+
+    def check_each(self, case: Case) -> Any:
+        """The case's job gives on rank 0 several runs, as a list or by name; a Report of each."""
+        return self._ask("check_each", case)
+
+    def run(self, case: Case) -> list[Any]:
+        """The results of the case's job, by rank. Raises PlanError or ForkError."""
+        return self._ask("run", case)
+
+    def plan(self, case: Case) -> Any:
+        """The plan's tables (its source stays where it is)."""
+        return self._ask("plan", case)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.terminate()
+
+    def _ask(self, kind: str, case: Case) -> Any:
+        send(self._connection, (kind, case))
+        answer, error = receive(self._connection)
+        if error is not None:
+            raise error
+        return answer
+
+
+def send(connection: Connection, value: Any) -> None:
+    """By plain pickle: multiprocessing would share a tensor's memory with a process that may be gone by then."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+@cache
+def session_lab() -> Lab:
+    """The one laboratory of this process, closed at its end."""
+    laboratory = Lab()
+    atexit.register(laboratory.close)
+    return laboratory
+
+
+# What every model, plan and rank imports: once here is cheaper than once in each fork.
+PRELOADED = (
+    "planner",
+    "runtime",
+    "runtime.verify.comparison",
+    "torch.export",
+    "torch._dynamo",
+    "tests.tools.jobs",
+    "tests.models.own",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+)
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    # Autograd counts its devices once. Before any export it finds none and starts no thread, so that forks stay free to
+    # run a backward whatever a capture has run here; after one, a torch built for CUDA counts stand-ins for devices.
+    torch.ones(1, requires_grad=True).sum().backward()
+    for name in PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    benches = Benches()
+    while True:
+        try:
+            kind, case = receive(connection)
+        except EOFError:
+            return
+        try:
+            answer = benches.ask(kind, case), None
+        except Exception as error:
+            answer = None, error
+        send(connection, answer)
+
+
+class Benches:
+    """Owns the store of all rendezvous, and the models used last, each captured in a process of its own."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self.host = StoreHost()
+        self.kept: dict[tuple[Any, ...], Bench] = {}
+
+    def ask(self, kind: str, case: Case) -> Any:
+        key = (case.model, case.micro, str(case.rest.get("precision")), case.rest.get("train"))
+        bench = self.kept.pop(key, None) or Bench(self.host, case)
+        self.kept[key] = bench  # last: the one used last
+        if len(self.kept) > self.MOST:
+            self.kept.pop(next(iter(self.kept))).close()
+        try:
+            return bench.ask(kind, case)
+        except EOFError:
+            self.kept.pop(key).close()
+            raise ForkError("the process of this model has ended") from None
+
+
+class Bench:
+    """A fork that holds one model, captured; each question is answered by a fork of it."""
+
+    def __init__(self, host: StoreHost, case: Case) -> None:
+        self._connection, there = multiprocessing.Pipe()
+        self._child = Child(_bench, there, self._connection, host, case)
+        there.close()
+
+    def ask(self, kind: str, case: Case) -> Any:
+        send(self._connection, (kind, case))
+        answer, error = receive(self._connection)
+        if error is not None:
+            raise error
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+        self._child.end()
+
+
+def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
+    import planner.api
+    from runtime.distributed.fingerprint import fingerprint_of_model
+    from tests.models import families as zoo
+
+    other.close()
+    entry = zoo.build(first.model)
+    if first.rest.get("train"):
+        entry.model.train()
+    built = fingerprint_of_model(entry.model)
+    original, captured, truths = planner.api.capture, {}, {}
+
+    def capture_once(model: nn.Module, inputs: Any, **options: Any) -> Any:
+        """The same capture for every mesh: plan() changes the program only in forks of this process."""
+        key = str((options, [tuple(tensor.shape) for tensor in inputs.values()]))
+        if key not in captured:
+            captured[key] = original(model, inputs, **options)
+        return captured[key]
+
+    planner.api.capture = capture_once  # pyright: ignore[reportPrivateImportUsage]
+    warm = {"dtype": None if not first.rest.get("precision") else getattr(torch, first.rest["precision"]["parameters"])}
+    try:
+        inputs = {k: torch.empty((first.micro, *v[0]), dtype=v[1], device="meta") for k, v in entry.inputs.items()}
+        capture_once(entry.model, inputs, loss="auto", **warm)
+    except Exception:
+        captured.clear()  # each fork meets the error by itself
+    while True:
+        try:
+            kind, case = receive(connection)
+        except EOFError:
+            return
+        try:
+            truth = None
+            if kind.startswith("check"):
+                key = (case.num_sequences, str(case.rest.get("optimizer")), str(case.rest.get("precision")))
+                if key not in truths:
+                    truths[key] = in_fork(one_process, entry, case, built)
+                truth = truths[key]
+            answer = in_fork(_answer, kind, entry, host, case, truth, os.urandom(4).hex()), None
+        except Exception as error:
+            if not isinstance(error, PlanError):
+                error.add_note(traceback.format_exc())
+            answer = None, error
+        send(connection, answer)
+
+
+def spec_of(entry: Any, case: Case) -> dict[str, Any]:
+    inputs = {
+        name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")} | ({"high": high} if high else {})
+        for name, (shape, dtype, high) in entry.inputs.items()
+    }
+    # Padding to the default of 128 · tp would leave the small vocabularies to the first rank alone.
+    rest = {"tensor_parallel": {"vocabulary_multiple": 8}} | {k: v for k, v in case.rest.items() if k != "train"}
+    optimizer = {"name": "adamw"} | ADAMW | rest.pop("optimizer", {})
+    batch = {"global": case.num_sequences, "micro": case.micro}
+    return {"mesh": case.mesh, "batch": batch, "inputs": inputs, "optimizer": optimizer, "seed": 7, **rest}
+
+
+def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | None, token: str) -> Any:
+    from planner import plan
+
+    decided = plan(entry.model, spec_of(entry, case))
+    if kind == "plan":
+        object.__setattr__(decided, "source", None)
+        return decided
+    batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
+    host._num_cases = int(token, 16)
+    results = host.run_ranks(case.world_size, case.job or steps, decided, batches, *case.job_arguments)
+    if kind == "run":
+        return results
+    assert truth is not None
+    if kind == "check":
+        return compare(results[0], truth)
+    found = results[0]
+    return (
+        {n: compare(f, truth) for n, f in found.items()}
+        if isinstance(found, dict)
+        else [compare(f, truth) for f in found]
+    )
+
+
+def steps(decided: Any, batches: list[dict[str, Tensor]]) -> Found | None:
+    """What a user does: gradients of the first batch, then one update for each batch."""
+    from runtime import Engine
+
+    with Engine(decided, timeout_seconds=60) as engine:
+        first = engine.forward_backward(batches[0])
+        gradients = engine.gather_gradients()
+        reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]
+        parameters = engine.gather_parameters()
+        evaluated = engine.evaluate(batches[0])
+    losses, norms = [first, *(r.loss for r in reports[1:])], [r.grad_norm for r in reports]
+    return Found(losses, norms, dict(gradients), parameters, evaluated) if parameters else None
+
+
+def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
+    """The unmodified model on the whole global batch: the object itself, which this fork alone trains.
+
+    The bench captured it before; that it left it as it was built is checked. A copy would be another model where a
+    closure or a hook holds weights.
+    """
+    from runtime.distributed.fingerprint import fingerprint_of_model
+    from runtime.verify.comparison import lowest_precision
+
+    model = entry.model
+    assert fingerprint_of_model(model) == built, "planning has changed the model"
+    given = case.rest.get("precision") or {}
+    if given.get("parameters"):
+        model.to(getattr(torch, given["parameters"]))
+    options = ADAMW | case.rest.get("optimizer", {})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    update = torch.optim.AdamW(trained, options["lr"], options["betas"], weight_decay=options["weight_decay"])
+    losses, norms, gradients = [], [], {}
+    batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
+    with lowest_precision() as seen:
+        entry.loss(model(**batches[0]))
+    for batch in batches:
+        update.zero_grad()
+        loss = entry.loss(model(**batch))
+        loss.backward()
+        losses.append(loss.item())
+        if not gradients:
+            gradients = {n: p.grad if p.grad is None else p.grad.clone() for n, p in _named(model)}
+        norms.append(nn.utils.clip_grad_norm_(trained, options["clip_grad_norm"] or float("inf")).item())
+        update.step()
+    with torch.no_grad():
+        evaluated = entry.loss(model(**batches[0])).item()
+    parameters = {n: p.detach() for n, p in _named(model)}
+    return Found(losses, norms, gradients, parameters, evaluated, seen.dtype)
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def compare(found: Found, truth: Found) -> Report:
+    """Hold a run against the truth; tolerances are those of the product's promise."""
+    loss_limit, gradient_limit = LIMITS[truth.precision]
+    wrong: list[str] = []
+    loss = _values("loss", [*found.losses[:1]], truth.losses[:1], loss_limit, wrong)
+    # Later losses follow updates, where Adam turns a tiny gradient's rounding into a step of its own size.
+    later, expected_later = [*found.losses[1:], found.evaluated], [*truth.losses[1:], truth.evaluated]
+    _values("later loss", later, expected_later, max(1e-4, loss_limit), wrong)
+    _values("gradient norm", found.norms[:1], truth.norms[:1], gradient_limit, wrong)
+    gradient = _gradients(found, truth, gradient_limit, wrong)
+    parameter = 0.0
+    for name, expected in truth.parameters.items():
+        value = found.parameters.get(name)
+        if value is None or value.shape != expected.shape:
+            wrong.append(f"parameter {name}: {'missing' if value is None else list(value.shape)}")
+            continue
+        difference = (value.double() - expected.double()).abs().max().item() if value.numel() else 0.0
+        parameter = max(parameter, difference)
+        if not difference <= 2e-4:
+            wrong.append(f"parameter {name} after {NUM_STEPS} steps: {difference:.1e}")
+    wrong += [f"parameter {name}: the model has no such" for name in found.parameters.keys() - truth.parameters.keys()]
+    return Report(wrong, loss, gradient, parameter)
+
+
+def _values(kind: str, found: list[float], truth: list[float], limit: float, wrong: list[str]) -> float:
+    if len(found) != len(truth):
+        wrong.append(f"{kind}: {len(found)} of {len(truth)}")
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, truth, strict=False)]
+    wrong += [
+        f"{kind} {a!r}, one process {b!r}" for a, b, d in zip(found, truth, differences, strict=False) if not d <= limit
+    ]
+    return max(differences, default=0.0)
+
+
+def _gradients(found: Found, truth: Found, limit: float, wrong: list[str]) -> float:
+    """Each gradient relative to its own size; one that is rounding noise of the largest is measured by that."""
+    largest = max(g.abs().max().item() for g in truth.gradients.values() if g is not None)
+    noise = largest * (1e-7 if truth.precision is torch.float64 else 1e-3)
+    worst = 0.0
+    for name, expected in truth.gradients.items():
+        value = found.gradients.get(name)
+        if expected is None:
+            if value is not None and value.abs().max() > 0:
+                wrong.append(f"gradient {name}: one process has none")
+            continue
+        if value is None or value.shape != expected.shape:
+            wrong.append(f"gradient {name}: {'missing' if value is None else list(value.shape)}")
+            continue
+        size = max(expected.abs().max().item(), noise)
+        difference = (value.double() - expected.double()).abs().max().item() / size
+        worst = max(worst, difference)
+        if not difference <= limit:
+            wrong.append(f"gradient {name}: {difference:.1e} of {size:.1e}")
+    wrong += [f"gradient {name}: the model has no such" for name in found.gradients.keys() - truth.gradients.keys()]
+    return worst
