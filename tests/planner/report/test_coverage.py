@@ -44,7 +44,7 @@ def test_an_op_without_a_rule_is_listed_with_its_line():
     coverage.add(capture(Odd(), {"x": torch.ones(4, 4)}))
     ((op, places),) = coverage.missing.items()
     assert "linalg_inv" in op
-    assert "test_rules_coverage.py" in places[0]
+    assert "test_coverage.py" in places[0]
 
 
 def test_a_model_that_is_not_there_is_an_error_and_exit_1(capsys):
