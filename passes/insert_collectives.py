@@ -13,7 +13,7 @@ from torch.fx.graph import _register_custom_builtin
 
 from passes.extract import StageGraph
 from passes.ops import collectives
-from passes.stage_module import AxisHandle
+from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement, Segment
 from planner.sharding.type_changes import TypeChange
 

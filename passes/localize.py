@@ -25,10 +25,10 @@ from torch import fx
 from passes.extract import StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops.attention import attention_arguments, shared_key_attention
+from passes.ops.axis import AxisHandle
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from passes.stage_module import AxisHandle
 from planner.capture.canonical.emit import named
 from planner.placement.decide import Placements
 from planner.placement.rules.layout import pieces_of

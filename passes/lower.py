@@ -18,8 +18,10 @@ from passes.dropout import name_streams
 from passes.extract import StageGraph, extract_stage
 from passes.insert_collectives import insert_collectives
 from passes.localize import localize
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
 from passes.peephole import fuse_bias, place_devices
-from passes.stage_module import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
+from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import PlanSource
 from planner.frozen_plan import Plan

@@ -7,55 +7,14 @@ a tuple: the boundary values it sends (``sends``), and last the loss where the s
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
 
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
 from planner.placement.types import Placement
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in float32 where it is of half precision: sums over ranks are taken in no less."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-class AxisHandle:
-    """One mesh axis as a lowered graph sees it: size and rank are known, the runtime binds the process group.
-
-    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan.
-    """
-
-    def __init__(self, name: str, size: int, rank: int) -> None:
-        self.name = name
-        self.size = size
-        self.rank = rank
-        self.group: Any = None
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
-
-    def __repr__(self) -> str:
-        return f"{self.name}[{self.rank}/{self.size}]"
-
-
-@dataclass
-class RandomState:
-    """Which random stream the next forward draws from: set by the executor before each forward (and recompute).
-
-    Dropout acts while ``training``; in an evaluation it is the identity.
-    """
-
-    seed: int
-    tp_rank: int
-    step: int = 0
-    microbatch: int = 0  # global index of the microbatch over all dp ranks
-    training: bool = True
-
-    def begin(self, step: int, microbatch: int) -> None:
-        self.step = step
-        self.microbatch = microbatch
 
 
 @dataclass(frozen=True)

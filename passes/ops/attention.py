@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from passes.stage_module import AxisHandle
+from passes.ops.axis import AxisHandle
 
 Tensor = torch.Tensor
 

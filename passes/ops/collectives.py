@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes.stage_module import AxisHandle
+from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement
 
 Tensor = torch.Tensor

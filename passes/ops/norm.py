@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from passes.ops.axis import AxisHandle, widened
 from passes.ops.collectives import g_f
-from passes.stage_module import AxisHandle, widened
 
 Tensor = torch.Tensor
 

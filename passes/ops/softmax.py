@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from passes.ops.axis import AxisHandle, widened
 from passes.ops.collectives import all_reduce, f
-from passes.stage_module import AxisHandle, widened
 
 Tensor = torch.Tensor
 

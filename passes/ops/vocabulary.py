@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from passes.ops.axis import AxisHandle, widened
 from passes.ops.collectives import all_reduce
-from passes.stage_module import AxisHandle, widened
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from passes.stage_module import RandomState, StageModule
+from passes.ops.random_state import RandomState
+from passes.stage_module import StageModule
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action
 from runtime.pipeline.p2p import Message, Transport

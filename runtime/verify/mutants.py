@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from passes.lower import lower
 from passes.ops import collectives
+from passes.ops.axis import AxisHandle
 from passes.ops.vocabulary import vocabulary_cross_entropy
-from passes.stage_module import AxisHandle, RankProgram, StageModule
+from passes.stage_module import RankProgram, StageModule
 from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.dropout import name_streams
-from passes.stage_module import RandomState
+from passes.ops.random_state import RandomState
 from planner.placement.types import I, Placement, V
 
 aten = torch.ops.aten

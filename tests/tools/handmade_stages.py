@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, fx, nn
 
-from passes.stage_module import AxisHandle, Boundary, LocalParameter, RandomState, RankProgram, StageModule
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
+from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
 from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule

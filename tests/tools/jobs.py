@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import planner
-from passes.dropout import stream_dropout
 from passes.lower import lower
+from passes.ops.dropout import stream_dropout
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from runtime import Engine

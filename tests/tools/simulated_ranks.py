@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from passes.extract import StageGraph
 from passes.localize import localize
-from passes.stage_module import AxisHandle
+from passes.ops.axis import AxisHandle
 from planner.placement.decide import Placements
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from passes.ops import collectives
-from passes.stage_module import AxisHandle
+from passes.ops.axis import AxisHandle
 from planner.placement.conversions import TABLE, conversion
 from planner.placement.types import I, P, Placement, R, Segment, V
 from tests.tools.paths import ORACLES

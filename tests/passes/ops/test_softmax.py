@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from passes.ops.axis import AxisHandle
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
-from passes.stage_module import AxisHandle
 from tests.tools.simulated_ranks import on_threads
 
 BATCH, LENGTH = 2, 3

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.ops.axis import AxisHandle
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from passes.stage_module import AxisHandle
 from tests.tools.paths import ORACLES
 from tests.tools.simulated_ranks import on_threads
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.stage_module import Boundary, RandomState, StageModule
+from passes.ops.random_state import RandomState
+from passes.stage_module import Boundary, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
 from planner.placement.types import I

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from passes.stage_module import Boundary, RandomState, StageModule
+from passes.ops.random_state import RandomState
+from passes.stage_module import Boundary, StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I

@@ -1,0 +1,31 @@
+"""The tensor-parallel axis as a collective in a graph sees it, and the precision in which ranks sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in float32 where it is of half precision: sums over ranks are taken in no less."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class AxisHandle:
+    """One mesh axis as a lowered graph sees it: size and rank are known, the runtime binds the process group.
+
+    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan.
+    """
+
+    def __init__(self, name: str, size: int, rank: int) -> None:
+        self.name = name
+        self.size = size
+        self.rank = rank
+        self.group: Any = None
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.rank}/{self.size}]"
