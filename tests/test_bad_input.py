@@ -16,7 +16,7 @@ from torch import nn
 
 from examples.gpt import GPT
 from planner import PlanError, plan
-from tests.models import refused as bad_models
+from tests.models import refused
 from tests.tools import jobs
 from tests.tools.laboratory import Case, Lab, session_lab
 
@@ -99,24 +99,24 @@ def test_a_bad_spec_is_one_error_at_its_line(
 @pytest.mark.parametrize(
     ("model", "module", "what", "fix"),
     [
-        (bad_models.Branch, "layers.1", "data-dependent", "torch.where"),
-        (bad_models.MaskedRows, "", "depends on data", "no x[mask]"),
-        (bad_models.NumberInPython, "", "a number read out of a tensor", "without .item()"),
-        (bad_models.Numpy, "", "numpy", "no numpy"),
-        (bad_models.TensorHook, "layers.1", "a hook on a gradient would be lost", "remove the hook"),
-        (bad_models.ParameterHook, "head", "a hook on the gradients of parameter head.weight", "remove the hook"),
-        (bad_models.ModuleHook, "layers.1", "a hook on the gradients of module layers.1", "remove the hook"),
-        (bad_models.MaxNorm, "embed", "writes into parameter embed.weight", "max_norm"),
-        (bad_models.ScaledByFrequency, "embed", "counts within the batch", "leave out scale_grad_by_freq"),
+        (refused.Branch, "layers.1", "data-dependent", "torch.where"),
+        (refused.MaskedRows, "", "depends on data", "no x[mask]"),
+        (refused.NumberInPython, "", "a number read out of a tensor", "without .item()"),
+        (refused.Numpy, "", "numpy", "no numpy"),
+        (refused.TensorHook, "layers.1", "a hook on a gradient would be lost", "remove the hook"),
+        (refused.ParameterHook, "head", "a hook on the gradients of parameter head.weight", "remove the hook"),
+        (refused.ModuleHook, "layers.1", "a hook on the gradients of module layers.1", "remove the hook"),
+        (refused.MaxNorm, "embed", "writes into parameter embed.weight", "max_norm"),
+        (refused.ScaledByFrequency, "embed", "counts within the batch", "leave out scale_grad_by_freq"),
     ],
 )
 def test_a_model_that_cannot_be_captured_names_its_line(
     tmp_path: Path, model: Callable[[], nn.Module], module: str, what: str, fix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     error = error_of(tmp_path, model(), SPEC)
-    lines = Path(bad_models.__file__).read_text().splitlines()
+    lines = Path(refused.__file__).read_text().splitlines()
     assert error.where.line in [number for number, line in enumerate(lines, 1) if "# here" in line]
-    assert error.where.file == bad_models.__file__
+    assert error.where.file == refused.__file__
     assert error.where.module == module
     assert what in error.what
     assert fix in error.fix
@@ -126,9 +126,9 @@ def test_a_model_that_cannot_be_captured_names_its_line(
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (bad_models.NoLoss, "no output of the model is a loss (outputs: logits [16, 256])"),
-        (bad_models.TwoLosses, "several outputs could be the loss: main, size"),
-        (bad_models.NoParameters, "no output of the model is a loss"),
+        (refused.NoLoss, "no output of the model is a loss (outputs: logits [16, 256])"),
+        (refused.TwoLosses, "several outputs could be the loss: main, size"),
+        (refused.NoParameters, "no output of the model is a loss"),
     ],
 )
 def test_a_model_without_one_loss_lists_its_outputs(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
@@ -229,9 +229,9 @@ BAD = "tests/models/refused.py"
 @pytest.mark.parametrize(
     ("arguments", "old", "new", "words"),
     [
-        (["plan", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
-        (["verify", f"{BAD}:Branch"], "", "", ["data-dependent", "bad_models.py:", "if input.sum() > 0:"]),
-        (["plan", f"{BAD}:TensorHook"], "", "", ["a hook on a gradient would be lost", "layers.1", "bad_models.py:"]),
+        (["plan", f"{BAD}:Branch"], "", "", ["data-dependent", "refused.py:", "if input.sum() > 0:"]),
+        (["verify", f"{BAD}:Branch"], "", "", ["data-dependent", "refused.py:", "if input.sum() > 0:"]),
+        (["plan", f"{BAD}:TensorHook"], "", "", ["a hook on a gradient would be lost", "layers.1", "refused.py:"]),
         (["train", f"{BAD}:NoLoss", "--data", "stdlib"], "", "", ["no output of the model is a loss", "at:"]),
         (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "takes 4 processes"]),
         (["verify", f"{BAD}:Base"], "pp: 2", "pp: 3", ["only 2 blocks", "spec.yaml:1"]),

@@ -61,11 +61,10 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted as counted_models
-    from tests.models import held_weights, own_functions, own_models
+    from tests.models import counted, held_weights, own, own_functions
 
     torch.manual_seed(11)
-    models = FAMILIES | own_models.MODELS | own_functions.FUNCTIONS | counted_models.MODELS | held_weights.HELD_WEIGHTS
+    models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS | held_weights.HELD_WEIGHTS
     entry = models[name]()
     with torch.no_grad():
         for parameter in entry.model.parameters():

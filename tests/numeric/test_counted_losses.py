@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.models import families as zoo
+from tests.models import families
 from tests.models.counted import MODELS, with_no_label
 from tests.tools.laboratory import Case, Lab
 
@@ -29,10 +29,10 @@ def test_a_divisor_made_of_shapes_counts_the_global_batch(lab: Lab, model: str, 
 def test_microbatches_without_a_label_give_what_one_process_gives(lab: Lab, kept: int, layout: dict[str, int]) -> None:
     case = Case("matmul", layout, job=with_no_label, job_arguments=(kept,))
     loss, gradients = lab.run(case)[0]
-    entry = zoo.build("matmul")
+    entry = families.build("matmul")
     batch = entry.batch(case.num_sequences, 0)
     batch["labels"] = batch["input_ids"].clone()
-    batch["labels"][kept:] = zoo.IGNORED
+    batch["labels"][kept:] = families.IGNORED
     expected = entry.loss(entry.model(**batch))
     expected.backward()
     assert math.isnan(loss) if kept == 0 else math.isclose(loss, expected.item(), rel_tol=1e-10)

@@ -219,10 +219,10 @@ class Bench:
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
     import planner.api
     from runtime.distributed.fingerprint import fingerprint_of_model
-    from tests.models import families as zoo
+    from tests.models import families
 
     other.close()
-    entry = zoo.build(first.model)
+    entry = families.build(first.model)
     if first.rest.get("train"):
         entry.model.train()
     built = fingerprint_of_model(entry.model)
