@@ -116,8 +116,7 @@ def _mesh(spec: Spec) -> Mesh:
             raise PlanError(
                 f"mesh.{axis} = {getattr(m, axis)} is not available yet", where=f"mesh.{axis}", fix=f"set {axis}: 1"
             )
-    assert m.etp is not None, "MeshSpec fills it in"
-    return Mesh(tp=int(m.tp), pp=int(m.pp), dp=int(m.dp), vpp=int(m.vpp), etp=int(m.etp), order=m.order)
+    return m.to_mesh()
 
 
 def _checked_inputs(spec: Spec, example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -47,5 +47,11 @@ class PlanError(ValueError):
         return "\n".join(lines)
 
 
+def require(ok: bool, what: str) -> None:
+    """Raise a PlanError unless ``ok``: a row that contradicts itself, mostly from a file that was changed by hand."""
+    if not ok:
+        raise PlanError(f"the plan contradicts itself: {what}", fix="make the plan again from the model and the spec")
+
+
 class SpecError(PlanError):
     """Bad input in the spec: ``where`` names its file and line."""

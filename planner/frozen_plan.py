@@ -9,7 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError
+from planner.errors import PlanError, require
+from planner.mesh import Mesh
 from planner.tables.codec import decode, encode, to_text, write_atomic
 from planner.tables.rows import (
     BoundaryPlan,
@@ -20,13 +21,11 @@ from planner.tables.rows import (
     Diagnostic,
     GraphRegion,
     MemoryRow,
-    MeshPlan,
     OptimizerPlan,
     ParameterPlan,
     SchedulePlan,
     StagePlan,
     Summary,
-    require,
 )
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "Diagnostic",
     "GraphRegion",
     "MemoryRow",
-    "MeshPlan",
     "OptimizerPlan",
     "ParameterPlan",
     "Plan",
@@ -60,7 +58,7 @@ class Plan:
     """
 
     spec: dict[str, Any]
-    mesh: MeshPlan
+    mesh: Mesh
     parameters: tuple[ParameterPlan, ...]
     collectives: tuple[CollectivePlan, ...]
     stages: tuple[StagePlan, ...]

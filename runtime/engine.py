@@ -82,8 +82,8 @@ class Engine:
             "what the model holds (names, shapes, dtypes)": identity_of(self.plan),
         }
         tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
-        self.groups = open_groups(_mesh(self.plan), common, tied, device=device, timeout_seconds=timeout_seconds)
-        self.mesh = _mesh(self.plan, self.groups.rank)
+        self.groups = open_groups(self.plan.mesh, common, tied, device=device, timeout_seconds=timeout_seconds)
+        self.mesh = RankMesh.of(self.plan.mesh, self.groups.rank)
         warn_of(self.plan, self.groups.rank)
         store = default_store()
         self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
@@ -337,11 +337,6 @@ class Engine:
             if row.name in tensors:
                 named.update({name: tensors[row.name] for name in (row.name, *row.aliases)})
         return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
-
-
-def _mesh(plan: Plan, rank: int = 0) -> RankMesh:
-    m = plan.mesh
-    return RankMesh(m.tp, m.pp, m.dp, m.vpp, m.cp, m.ep, m.etp, m.order, rank)
 
 
 def _captured_inputs(plan: Plan) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from planner.mesh import DEFAULT_ORDER
+from planner.mesh import Mesh
+from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
     Cursor,
@@ -25,8 +26,8 @@ from planner.spec.fields import (
     text,
 )
 from planner.spec.lines import join
-from planner.tables.rows import STYLES
 
+STYLES = ("column", "row", "vocab", "expert", "replicate")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool", *FLOATS)
@@ -55,6 +56,10 @@ class MeshSpec:
     def has_auto(self) -> bool:
         """Whether some size is left to the search."""
         return any(getattr(self, f.name) == AUTO for f in fields(self))
+
+    def to_mesh(self) -> Mesh:
+        """The mesh of these sizes, none of which is auto. Raises PlanError where they make none."""
+        return Mesh(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from planner.errors import PlanError, SpecError, Where
-from planner.mesh import Mesh
 from planner.spec.cluster import find_cluster
 from planner.spec.fields import (
     AUTO,
@@ -148,7 +147,7 @@ def _check_mesh(spec: Spec) -> None:
     if spec.mesh.has_auto:
         return
     try:
-        Mesh(**{f.name: getattr(spec.mesh, f.name) for f in fields(spec.mesh)})
+        spec.mesh.to_mesh()
     except PlanError as error:
         raise spec.locate(error) from None
 

@@ -18,7 +18,7 @@ from planner.tables.collectives import collective_rows
 from planner.tables.diagnostics import diagnostic_rows, summary_row
 from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
-from planner.tables.rows import BoundaryPlan, Diagnostic, MemoryRow, MeshPlan, SchedulePlan, StagePlan
+from planner.tables.rows import BoundaryPlan, Diagnostic, MemoryRow, SchedulePlan, StagePlan
 from planner.tables.uncut import check_something_is_cut
 
 
@@ -31,10 +31,10 @@ def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
     run = simulate(schedule)
     orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)
     parameters = parameter_rows(spec, source, reasons, places)
-    m, peaks = source.mesh, tuple(run.peak_in_flight)
+    peaks = tuple(run.peak_in_flight)
     return Plan(
         spec=spec.to_dict(),
-        mesh=MeshPlan(m.tp, m.pp, m.vpp, m.dp, m.cp, m.ep, m.etp, m.edp, m.world_size, m.order),
+        mesh=source.mesh,
         parameters=parameters,
         collectives=(*collective_rows(source, places), *step_rows(spec, source, buffers)),
         stages=stage_rows(source),

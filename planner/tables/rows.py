@@ -9,42 +9,13 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
-from planner.errors import PlanError
+from planner.errors import require
 from planner.placement.types import Placement
+from planner.spec.sections import STYLES
 
-STYLES = ("column", "row", "vocab", "expert", "replicate")
 PHASES = ("forward", "backward", "step")
 PERIODS = ("microbatch", "step")
 LEVELS = ("info", "warning", "error")
-
-
-def require(ok: bool, what: str) -> None:
-    """Raise a PlanError unless ``ok``: a row that contradicts itself, mostly from a file that was changed by hand."""
-    if not ok:
-        raise PlanError(f"the plan contradicts itself: {what}", fix="make the plan again from the model and the spec")
-
-
-@dataclass(frozen=True, slots=True)
-class MeshPlan:
-    """Sizes of all axes; tp·cp·dp·pp = etp·ep·edp·pp = world_size. ``order``: the leftmost axis has stride 1."""
-
-    tp: int
-    pp: int
-    vpp: int
-    dp: int
-    cp: int
-    ep: int
-    etp: int
-    edp: int
-    world_size: int
-    order: str
-
-    def __post_init__(self) -> None:
-        dense = self.tp * self.cp * self.dp * self.pp
-        expert = self.etp * self.ep * self.edp * self.pp
-        require(min(dense, expert, self.vpp) >= 1, "a mesh axis is smaller than 1")
-        require(dense == self.world_size, f"tp·cp·dp·pp = {dense}, world_size = {self.world_size}")
-        require(expert == self.world_size, f"etp·ep·edp·pp = {expert}, world_size = {self.world_size}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,10 @@ class RankMesh(Mesh):
     """The mesh as one rank sees it: sizes, and this rank's place on each axis (for a user's own DistributedSampler)."""
 
     rank: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int) -> RankMesh:
+        return cls(**{f.name: getattr(mesh, f.name) for f in fields(Mesh)}, rank=rank)
 
     @property
     def tp_rank(self) -> int:

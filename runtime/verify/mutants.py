@@ -22,7 +22,6 @@ from passes.stage_module import RankProgram, StageModule
 from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.mesh import Mesh
 from planner.placement.types import Placement
 
 
@@ -34,7 +33,7 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         if total <= number < total + len(nodes):
             _take_out(stage, nodes[number - total])
         total += len(nodes)
-        mine = program if program.stages[0].index % plan.mesh.pp == _mesh(plan).coordinate(rank)["pp"] else mine
+        mine = program if program.stages[0].index % plan.mesh.pp == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
         raise PlanError(
             f"there is no collective {number} to take out",
@@ -76,17 +75,12 @@ def exchanges(stage: StageModule) -> list[fx.Node]:
 
 def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgram]]:
     """Every stage in order, lowered for the tp and dp coordinate of ``rank``."""
-    mesh = _mesh(plan)
+    mesh = plan.mesh
     place = mesh.coordinate(rank)
     programs = [lower(plan, mesh.rank_of(**{**place, "pp": pp})) for pp in range(mesh.pp)]
     for index in range(mesh.pp * mesh.vpp):
         program = programs[index % mesh.pp]
         yield program.stages[index // mesh.pp], program
-
-
-def _mesh(plan: Plan) -> Mesh:
-    m = plan.mesh
-    return Mesh(tp=m.tp, pp=m.pp, dp=m.dp, vpp=m.vpp, cp=m.cp, ep=m.ep, etp=m.etp, order=m.order)
 
 
 def _take_out(stage: StageModule, node: fx.Node) -> None:

@@ -13,7 +13,6 @@ from planner.frozen_plan import (
     Diagnostic,
     GraphRegion,
     MemoryRow,
-    MeshPlan,
     OptimizerPlan,
     ParameterPlan,
     Plan,
@@ -21,6 +20,7 @@ from planner.frozen_plan import (
     StagePlan,
     Summary,
 )
+from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I, Placement, Segment, V
 
@@ -62,7 +62,7 @@ def small_plan() -> Plan:
     loss = "loss   (gpt.py:20)"
     return Plan(
         spec=SPEC,
-        mesh=MeshPlan(tp=2, pp=2, vpp=1, dp=1, cp=1, ep=1, etp=1, edp=2, world_size=4, order="tp-cp-ep-dp-pp"),
+        mesh=Mesh(tp=2, pp=2, vpp=1, dp=1, cp=1, ep=1, etp=1, edp=2, world_size=4, order="tp-cp-ep-dp-pp"),
         parameters=(
             parameter("wte.weight", embedding, (50, 8), "vocab", (0, 1), aliases=("head.weight",)),
             *block(0),

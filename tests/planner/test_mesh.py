@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.mesh import DENSE_TOKENS, EXPERT_TOKENS, Mesh, RankGenerator, all_groups, masked_groups
+from planner.mesh import Mesh, all_groups
+from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS, RankGenerator, masked_groups
+from planner.tables.codec import decode, encode
 from tests.tools.paths import ORACLES
 
 ORACLE = json.loads((ORACLES / "rank_groups.json").read_text())
@@ -103,6 +105,17 @@ def test_etp_left_out_is_tp():
 def test_sizes_that_make_no_mesh_are_refused(arguments, what):
     with pytest.raises(PlanError) as error:
         Mesh(**arguments)
+    assert what in error.value.what
+    assert error.value.fix
+
+
+@pytest.mark.parametrize(("row", "what"), [({"edp": 3}, "edp = 3"), ({"world_size": 8}, "tp·cp·dp·pp = 4")])
+def test_the_row_of_a_saved_plan_must_agree_with_its_sizes(row, what):
+    saved = encode(Mesh(tp=2, pp=2, etp=1))
+    assert list(saved) == ["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp", "world_size", "order"]
+    assert decode(Mesh, saved, "plan.mesh") == Mesh(tp=2, pp=2, etp=1)
+    with pytest.raises(PlanError, match="the plan contradicts itself") as error:
+        decode(Mesh, {**saved, **row}, "plan.mesh")
     assert what in error.value.what
     assert error.value.fix
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
-from planner.frozen_plan import MeshPlan, ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.frozen_plan import ParameterPlan, Plan, SchedulePlan, StagePlan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
@@ -161,7 +161,7 @@ def build_plan(
     ]
     return Plan(
         spec=spec.to_dict(),
-        mesh=MeshPlan(1, pp, vpp, dp, 1, 1, 1, mesh.edp, mesh.world_size, mesh.order),
+        mesh=mesh,
         parameters=tuple(parameters),
         collectives=(),
         stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
@@ -173,7 +173,7 @@ def build_plan(
 def lower(plan: Plan, rank: int) -> RankProgram:
     """This rank's stage modules, by hand."""
     m = plan.mesh
-    coordinate = Mesh(pp=m.pp, dp=m.dp, vpp=m.vpp).coordinate(rank)
+    coordinate = m.coordinate(rank)
     stages = [_stage(plan, chunk * m.pp + coordinate["pp"], chunk) for chunk in range(m.vpp)]
     axes = {"tp": AxisHandle("tp", 1, 0)}
     return RankProgram(stages, axes, RandomState(1234, 0), fx.symbolic_trace(Count()), ("target",))

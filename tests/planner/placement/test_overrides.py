@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples.gpt import GPT
 from passes.lower import lower
 from planner import Plan, PlanError, plan
-from planner.tables.rows import STYLES
+from planner.spec.sections import STYLES
 from tests.tools.simulated_model import assert_equals_one_process, built, num_collectives, planned, spec_of
 
 VOCABULARY, LENGTH, WIDTH = 64, 8, 16
