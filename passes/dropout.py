@@ -17,22 +17,22 @@ import hashlib
 import torch
 from torch import fx
 
+from passes.base import LowerContext, StageGraph
 from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.dropout import stream_attention, stream_dropout, stream_random
-from passes.ops.random_state import RandomState
 from planner.capture.own_backward.op import OwnBackward
 
 aten = torch.ops.aten
 
 
-def name_streams(graph: fx.Graph, root: torch.nn.Module, random: RandomState) -> None:
+def name_streams(stage: StageGraph, context: LowerContext) -> None:
     """Replace dropout, and attention with dropout, by calls that name their stream."""
-    handle: fx.Node | None = None
+    graph, handle = stage.graph, None
     for node in list(graph.nodes):
         if not _is_random(node):
             continue
         if handle is None:
-            root.random = random  # pyright: ignore
+            stage.root.random = context.random  # pyright: ignore
             with graph.inserting_before(next(iter(graph.nodes))):
                 handle = graph.create_node("get_attr", "random")
         stream = (_number(node.meta["origin"]), node.meta["placement"].is_sharded)

@@ -10,35 +10,18 @@ Leaves:  nodes with ``meta["origin"]`` (name in the captured graph), in its orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import fx, nn
 
+from passes.base import LowerContext, StageGraph
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.sharding.type_changes import runs_here
 
 
-@dataclass
-class StageGraph:
-    """A stage under construction. ``env``: captured name → node here."""
-
-    index: int
-    graph: fx.Graph
-    root: nn.Module
-    env: dict[str, fx.Node] = field(default_factory=dict)
-    receives: tuple[str, ...] = ()
-    sends: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    denominators: tuple[str, ...] = ()
-    parameters: dict[str, str] = field(default_factory=dict)  # captured placeholder → attribute
-    buffers: dict[str, str] = field(default_factory=dict)
-    has_loss: bool = False
-
-
-def extract_stage(program: Program, stages: StageAssignment, denominators: list[str], index: int) -> StageGraph:
+def extract(context: LowerContext, index: int) -> StageGraph:
     """The part of the graph that stage ``index`` computes."""
+    program, stages, denominators = context.source.program, context.source.stages, context.source.terms.denominators
     stage = StageGraph(index, fx.Graph(), nn.Module())
     captured = [n for n in program.graph.graph.nodes if n.op != "output"]
     mine = [n for n in captured if n.op == "call_function" and stages.runs_on(n.name, index)]

@@ -1,7 +1,7 @@
 """Put a collective on every edge whose ends have different types: exactly those that the plan lists.
 
-Needs:   ``type_changes`` of the stage (planner.sharding.type_changes).
-Leaves:  every edge well typed: a value arrives in the type in which it is read.
+Needs:   a stage at global shapes (passes.extract).
+Leaves:  ``meta["placement"]`` of every node, and every reader gets the type that it wants.
 """
 
 from __future__ import annotations
@@ -11,22 +11,31 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import _register_custom_builtin
 
-from passes.extract import StageGraph
+from passes.base import LowerContext, StageGraph
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement, Segment
-from planner.sharding.type_changes import TypeChange
+from planner.sharding.type_changes import type_at, type_changes
 
 # a collective's cut stands in the generated code of the graph, which must find these names
-_register_custom_builtin("Placement", "from planner.placement.types import Placement", Placement)
-_register_custom_builtin("Segment", "from planner.placement.types import Segment", Segment)
+NAMES_IN_CODE: dict[str, tuple[str, type]] = {
+    "Placement": ("from planner.placement.types import Placement", Placement),
+    "Segment": ("from planner.placement.types import Segment", Segment),
+}
 
 
-def insert_collectives(stage: StageGraph, changes: tuple[TypeChange, ...], axis: AxisHandle) -> None:
+def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
     """One call for each change, right after its value, shared by all its readers."""
+    source = context.source
+    for name, node in stage.env.items():
+        captured = source.program.node(name)
+        node.meta["placement"] = type_at(source.placements, source.stages, captured, stage.index)
+    changes = type_changes(source.placements, source.stages, source.program, stage.index)
     if not changes:
         return
-    handle = axis_node(stage, axis)
+    for name, (line, kind) in NAMES_IN_CODE.items():
+        _register_custom_builtin(name, line, kind)
+    handle = axis_node(stage, context.tp)
     output = stage.graph.output_node()
     for change in changes:
         value = stage.env[change.value]

@@ -11,7 +11,7 @@
     attention            key heads that this rank's query heads read (passes.ops.attention)
 
 Needs:   typed edges (passes.insert_collectives).
-Leaves:  no op that still names a global size of a cut dim.
+Leaves:  every value in the shape that this rank holds of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.extract import StageGraph
+from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.axis import AxisHandle
@@ -30,7 +30,6 @@ from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.capture.canonical.emit import named
-from planner.placement.decide import Placements
 from planner.placement.rules.layout import pieces_of
 from planner.placement.rules.reduction import OVER_RANKS, SOFTMAX
 from planner.placement.rules.table import Option
@@ -39,15 +38,12 @@ from planner.placement.types import Placement
 aten = torch.ops.aten
 
 
-def localize(stage: StageGraph, placements: Placements, axis: AxisHandle) -> None:
+def localize(stage: StageGraph, context: LowerContext) -> None:
     """Rewrite every op of the stage whose option is not simply "the same op on the parts"."""
     for name, node in list(stage.env.items()):
-        option = placements.options[name]
-        node.meta["placement"] = option.out
-        if node.op == "call_function" and axis.size > 1:
-            rewrite = REWRITES.get(node.target)
-            if rewrite is not None:
-                rewrite(_Scene(stage, node, option, axis))
+        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None and context.tp.size > 1:
+            rewrite(_Scene(stage, node, context.source.placements.options[name], context.tp))
 
 
 class _Scene:

@@ -1,10 +1,7 @@
 """Lower a plan for one rank: captured graph → this rank's stage modules.
 
-extract    the stage's part of the graph
-convert    a collective on every edge whose ends differ in type
-localize   local sizes, parallel forms
-streams    named random streams
-peephole   biases back into products; devices
+``extract`` makes a stage; then the passes, in the order in which they stand here. The runner alone lints the graph and
+calls what each pass ``leaves`` (passes/check.py).
 """
 
 from __future__ import annotations
@@ -14,53 +11,67 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.base import LowerContext, Pass, StageGraph
 from passes.dropout import name_streams
-from passes.extract import StageGraph, extract_stage
+from passes.extract import extract
 from passes.insert_collectives import insert_collectives
 from passes.localize import localize
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.peephole import fuse_bias, place_devices
+from passes.peephole import drop_unread, fuse_bias, place, place_devices
 from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import PlanSource
 from planner.frozen_plan import Plan
 from planner.graph.program import Program
-from planner.sharding.type_changes import sent_type, type_changes
+from planner.sharding.type_changes import sent_type
+
+PASSES: tuple[Pass, ...] = (
+    Pass(insert_collectives),  # on every edge whose ends differ in type
+    Pass(localize),            # local sizes, parallel forms
+    Pass(name_streams),        # random ops draw from named streams
+    Pass(fuse_bias),           # biases go back into products
+    Pass(place_devices),       # the rank's device
+    Pass(drop_unread),         # what the others left behind
+)  # fmt: skip
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProgram:
     """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill."""
-    source = plan.source
-    assert isinstance(source, PlanSource), "a loaded plan has no captured program"
-    place = source.mesh.coordinate(rank)
-    tp = AxisHandle("tp", source.mesh.tp, place["tp"])
-    random = RandomState(source.seed, tp.rank)
-    chunks = range(place["pp"], source.stages.num_stages, source.mesh.pp)
-    modules = [
-        lower_stage(source, index, chunk, tp, random, torch.device(device)) for chunk, index in enumerate(chunks)
-    ]
+    context, indices = context_of(plan, rank, torch.device(device))
+    source = context.source
+    modules = [lower_stage(context, index, chunk) for chunk, index in enumerate(indices)]
     counts = source.terms.counts
     if counts is not None:
         counts = fx.GraphModule(_constants_of(source, counts), _with_constants(source.program, counts))
-        place_devices(counts.graph, torch.device(device))
+        place(counts.graph, context.device)
         counts.recompile()
     inputs = tuple(source.program.inputs[n] for n in source.terms.count_inputs if n in source.program.inputs)
-    return RankProgram(modules, {"tp": tp}, random, counts, inputs)
+    return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs)
 
 
-def lower_stage(
-    source: PlanSource, index: int, chunk: int, tp: AxisHandle, random: RandomState, device: torch.device
-) -> StageModule:
-    """One stage: the passes in their order."""
-    program, stages, placements = source.program, source.stages, source.placements
-    stage = extract_stage(program, stages, source.terms.denominators, index)
-    insert_collectives(stage, type_changes(placements, stages, program, index), tp)
-    localize(stage, placements, tp)
-    name_streams(stage.graph, stage.root, random)
-    fuse_bias(stage.graph)
-    place_devices(stage.graph, device)
-    return _finish(source, stage, chunk, tp.rank, device)
+def context_of(plan: Plan, rank: int, device: torch.device) -> tuple[LowerContext, range]:
+    """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
+    source = plan.source
+    assert isinstance(source, PlanSource), "a loaded plan has no captured program"
+    here = source.mesh.coordinate(rank)
+    tp = AxisHandle("tp", source.mesh.tp, here["tp"])
+    context = LowerContext(source, plan.collectives, tp, RandomState(source.seed, tp.rank), device)
+    return context, range(here["pp"], source.stages.num_stages, source.mesh.pp)
+
+
+def lower_stage(context: LowerContext, index: int, chunk: int) -> StageModule:
+    """One stage through all passes."""
+    stage = extract(context, index)
+    run_passes(stage, context, PASSES)
+    return _finish(context.source, stage, chunk, context.tp.rank, context.device)
+
+
+def run_passes(stage: StageGraph, context: LowerContext, passes: tuple[Pass, ...]) -> None:
+    """The passes in their order, the graph sound after each."""
+    for step in passes:
+        step.run(stage, context)
+        stage.graph.lint()
 
 
 def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, device: torch.device) -> StageModule:
@@ -72,8 +83,6 @@ def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, dev
     for name, buffer in list(stage.root.named_buffers()):
         if name not in stage.buffers:
             stage.root.register_buffer(name, buffer.to(device))
-    stage.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    stage.graph.lint()
     module = fx.GraphModule(stage.root, stage.graph)
     attributes = {program.parameters[n]: n for n in stage.parameters} | {program.buffers[n]: n for n in stage.buffers}
     held = {n.target for n in stage.graph.nodes if n.op == "get_attr"}

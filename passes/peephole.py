@@ -6,7 +6,7 @@
 and placing: what capture put on the meta device goes to the rank's own.
 
 Needs:   a localised graph.
-Leaves:  no ``device=meta``.
+Leaves:  no device but the rank's, and no op whose value nobody reads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from passes.base import LowerContext, StageGraph
+
 aten = torch.ops.aten
 
 FUSED = {
@@ -25,8 +27,9 @@ FUSED = {
 }
 
 
-def fuse_bias(graph: fx.Graph) -> None:
+def fuse_bias(stage: StageGraph, context: LowerContext) -> None:
     """Give products back the bias that canonical form took off; the bias must be a vector of the product's last dim."""
+    graph = stage.graph
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
@@ -59,12 +62,23 @@ def _is_bias(product: fx.Node, bias: fx.Node) -> bool:
     )
 
 
-def place_devices(graph: fx.Graph, device: torch.device) -> None:
+def place_devices(stage: StageGraph, context: LowerContext) -> None:
     """Factories and casts of the captured graph name the device of capture; give them the rank's."""
+    place(stage.graph, context.device)
+
+
+def place(graph: fx.Graph, device: torch.device) -> None:
+    """Every device that ``graph`` names becomes ``device``."""
 
     def placed(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
     for node in graph.nodes:
-        node.args = map_aggregate(node.args, placed)
-        node.kwargs = map_aggregate(node.kwargs, placed)
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            node.args = map_aggregate(node.args, placed)
+            node.kwargs = map_aggregate(node.kwargs, placed)
+
+
+def drop_unread(stage: StageGraph, context: LowerContext) -> None:
+    """What nobody reads any more goes; arguments stay, as the runtime hands them over by position."""
+    stage.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))

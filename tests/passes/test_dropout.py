@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
+from passes.base import StageGraph
 from passes.dropout import name_streams
-from passes.ops.random_state import RandomState
 from planner.placement.types import I, Placement, V
+from tests.tools.graphs import bare_context
 
 aten = torch.ops.aten
 
@@ -18,9 +19,9 @@ def drawn(target, args: tuple, placement: Placement, rank: int, microbatch: int 
     node = graph.call_function(target, tuple(x if a is X else a for a in args))
     node.meta = {"origin": "draw", "placement": placement}
     graph.output(node)
-    random = RandomState(seed=7, tp_rank=rank)
-    random.begin(0, microbatch)
-    name_streams(graph, root, random)
+    context = bare_context(tp_rank=rank, seed=7)
+    context.random.begin(0, microbatch)
+    name_streams(StageGraph(0, graph, root), context)
     torch.manual_seed(rank)  # ranks' default generators differ
     before = torch.get_rng_state()
     result = fx.GraphModule(root, graph)(torch.ones(4, 6))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.peephole import place_devices
+from passes.peephole import place
 from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
@@ -67,7 +67,7 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict
     given = {
         n.name: _placeholder(program, model, inputs, n.name) for n in program.graph.graph.find_nodes(op="placeholder")
     }
-    place_devices(program.graph.graph, torch.device("cpu"))
+    place(program.graph.graph, torch.device("cpu"))
     program.graph.recompile()
     leaves = {name: given[name].requires_grad_() for name in program.parameters}
     (loss,) = program.graph(*given.values())

@@ -28,12 +28,12 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from passes.extract import StageGraph
+from passes.base import StageGraph
 from passes.localize import localize
-from passes.ops.axis import AxisHandle
 from planner.placement.decide import Placements
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement
+from tests.tools.graphs import bare_context
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-7, "atol": 1e-9},
@@ -210,7 +210,7 @@ def local_module(op: Op, chosen: list[Option], tp: int, rank: int) -> fx.GraphMo
     for origin in (*op.inputs, *op.chain):
         stage.env[origin.name].meta = {**origin.meta, "origin": origin.name}
     stage.graph.output((stage.env[op.node.name],))
-    localize(stage, Placements(tp, options, {}), AxisHandle("tp", tp, rank))
+    localize(stage, bare_context(Placements(tp, options, {}), tp, rank))
     stage.graph.eliminate_dead_code()
     stage.graph.lint()
     return fx.GraphModule(stage.root, stage.graph)
