@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
-from passes.ops.attention import attention_arguments, shared_key_attention
+from passes.ops.attention import shared_key_attention
 from passes.ops.dropout import stream_attention, stream_dropout, stream_random
-from planner.capture.own_backward.op import OwnBackward
+from planner.graph.aten import is_random
 
 aten = torch.ops.aten
 
@@ -52,16 +52,7 @@ ATTENTION = {aten.scaled_dot_product_attention.default, shared_key_attention}
 
 def _is_random(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
-    if node.target in ATTENTION:
-        return _attends_with_dropout(node)
-    tags = node.target.tags if isinstance(node.target, (torch._ops.OpOverload, OwnBackward)) else ()
-    return torch.Tag.nondeterministic_seeded in tags
-
-
-def _attends_with_dropout(node: fx.Node) -> bool:
-    if node.target is aten.scaled_dot_product_attention.default:
-        return bool(attention_arguments(node.args, node.kwargs).get("dropout_p", 0.0))
-    return node.target is shared_key_attention and bool(node.kwargs.get("dropout_p", 0.0))
+    return bool(node.kwargs.get("dropout_p")) if node.target is shared_key_attention else is_random(node)
 
 
 def _number(name: str) -> int:

@@ -24,6 +24,7 @@ from planner.pipeline.schedule import build_schedule
 from planner.pipeline.stages import assign_stages
 from planner.placement.decide import decide_placements
 from planner.placement.overrides import kinds_by_override
+from planner.placement.rules.table import has_rule
 from planner.slow_steps import shown_if_slow
 from planner.spec.spec import Spec
 from planner.tables.build import plan_of
@@ -59,12 +60,12 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     mesh = _mesh(spec)
     inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
     with shown_if_slow("capturing the model"):
-        program = capture(model, inputs, loss=spec.loss, dtype=_dtype(spec))
+        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
         simplify_masks(program)
 
     def captured_wider(times: int) -> Program:
         with shown_if_slow("capturing the model at another batch size"):
-            return capture(model, wider(inputs, times), loss=spec.loss, dtype=_dtype(spec))
+            return capture(model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
 
     terms = share_loss(program, spec.batch.global_size // spec.batch.micro, captured_wider)
     with shown_if_slow("finding the repeated blocks"):

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from planner.capture.loss.counts import ancestors
 from planner.errors import PlanError
 from planner.graph.source_lines import where_of
+from planner.graph.walks import ancestors
 
 FIX = "update it outside of the forward, or give what changes from step to step as an input"
 

@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.canonical.certain_draws import CertainDraws
+from planner.capture.canonical.decompose import HasRule
 from planner.capture.canonical.form import canonicalize, prune
 from planner.capture.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.capture.functional import UnknownWrite, is_write, make_functional
@@ -50,11 +51,17 @@ FORWARD_MUST_WORK = (
 
 @calls_recorded()
 def capture(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], *, loss: str = "auto", dtype: torch.dtype | None = None
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    has_rule: HasRule,
+    loss: str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
-    ``dtype`` casts floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
+    ``has_rule``: of which ops it is known how to cut them; others are written out where that helps. ``dtype`` casts
+    floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
     model cannot be traced or would not train as traced, naming the user's line, and where no output is a loss.
     """
     refuse_gradient_hooks(model)
@@ -73,7 +80,7 @@ def capture(
         held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
-    program = _program(model, exported, constants, held, loss, notes, written)
+    program = _program(model, exported, constants, held, loss, notes, written, has_rule)
     program.rewrites.extend(told)
     return program
 
@@ -216,6 +223,7 @@ def _program(
     loss: str,
     notes: list[str],
     written: Mapping[str, str],
+    has_rule: HasRule,
 ) -> Program:
     fqns, aliases = _parameter_names(model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
@@ -242,12 +250,14 @@ def _program(
     fixed = {*program.buffers, *program.constants}
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
-    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place)
+    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=has_rule)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = find_loss(program, loss)
     _keep_only_the_loss(program)
     refuse_unknown_values(program.graph.graph, program.constants)
+    for name, fqn in program.parameters.items():
+        program.node(name).meta["parameter"] = fqn
     return program
 
 

@@ -23,7 +23,7 @@ from math import ceil, prod
 import torch
 from torch import fx
 
-from planner.graph.flops import is_view, tensors_of
+from planner.graph.aten import is_view, tensors_of
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 import networkx as nx
 from torch import fx
 
-from planner.graph.flops import is_random, node_flops
+from planner.graph.aten import is_random
+from planner.graph.flops import node_flops
 from planner.graph.program import Program
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from planner.decisions import PlanSource
 from planner.errors import Where
+from planner.graph.blocks.blocks import Blocks
 from planner.graph.source_lines import module_of, where_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 class Places:
     """Owns the places found so far: a model of 9,000 nodes has some 50 distinct lines."""
 
-    def __init__(self, source: PlanSource) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self._lines: dict[str, Where] = {}
-        self._block = {name: block.path for block in source.blocks.instances for name in block.nodes}
+        self._block = {name: block.path for block in blocks.instances for name in block.nodes}
 
     def where(self, node: fx.Node) -> Where:
         """Module and the user's line of a node; a parameter stands where it is first read."""

@@ -15,13 +15,15 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.decisions import PlanSource
 from planner.errors import PlanError
-from planner.graph.places import Places, glob_of
-from planner.graph.source_lines import module_of
+from planner.graph.blocks.blocks import Blocks
+from planner.graph.places import glob_of
+from planner.graph.products import PRODUCTS, equation, holds_weight
+from planner.graph.program import Program
+from planner.graph.source_lines import module_of, where_of
+from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words
-from planner.placement.rules.contraction import equation, holds_weight
-from planner.tables.scores import PRODUCTS, has_scores, is_product_of_activations
+from planner.placement.scores import has_scores, is_product_of_activations
 
 aten = torch.ops.aten
 _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model
@@ -73,18 +75,18 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def attention_sites(source: PlanSource) -> tuple[Site, ...]:
+def attention_sites(program: Program, blocks: Blocks, placements: Placements) -> tuple[Site, ...]:
     """Every site, one for each kind of block, in graph order."""
     groups: dict[tuple[str, int], list[fx.Node]] = {}
-    for node in source.program.graph.graph.nodes:
-        if source.blocks.representative.get(node.name) == node.name and is_attention(node):
+    for node in program.graph.graph.nodes:
+        if blocks.representative.get(node.name) == node.name and is_attention(node):
             groups.setdefault((module_of(node), head_counts(node)[0]), []).append(node)
-    return tuple(_site(source, nodes) for nodes in groups.values())
+    return tuple(_site(placements, nodes) for nodes in groups.values())
 
 
-def _site(source: PlanSource, nodes: list[fx.Node]) -> Site:
+def _site(placements: Placements, nodes: list[fx.Node]) -> Site:
     heads, groups = head_counts(nodes[0])
-    is_cut = any(not source.placements.options[n.name].whole for n in nodes)
+    is_cut = any(not placements.options[n.name].whole for n in nodes)
     feeders = dict.fromkeys(w.name for n in nodes for operand in _operands(n) for w in _weights_behind(operand))
     return Site(tuple(nodes), heads, groups, is_cut, tuple(feeders))
 
@@ -149,7 +151,7 @@ def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
 
 def equation_like(node: fx.Node) -> bool:
     """Whether the node is a product that contracts, of any spelling."""
-    return node.target in {*PRODUCTS, aten.linear.default, aten.mm.default}
+    return node.target in PRODUCTS
 
 
 def weight_of(node: fx.Node) -> fx.Node:
@@ -159,23 +161,23 @@ def weight_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_overridden(source: PlanSource, site: Site) -> bool:
+def is_overridden(placements: Placements, site: Site) -> bool:
     """Whether the spec asks for a weight of this attention in one style."""
-    return any(source.placements.origins[name].startswith("override") for name in site.feeders)
+    return any(placements.origins[name].startswith("override") for name in site.feeders)
 
 
-def check_attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> None:
+def check_attention(program: Program, placements: Placements, sites: tuple[Site, ...]) -> None:
     """Raise PlanError where tp was asked for and no attention of the model can be cut, unless overrides say so."""
-    tp = source.mesh.tp
+    tp = placements.tp
     refused = [s for s in sites if not s.divides(tp)]
-    if tp == 1 or not refused or any(s.is_cut or is_overridden(source, s) for s in sites):
+    if tp == 1 or not refused or any(s.is_cut or is_overridden(placements, s) for s in sites):
         return
     site = refused[0]
-    globs = dict.fromkeys(glob_of(source.program.parameters[name].rpartition(".")[0]) for name in site.feeders)
+    globs = dict.fromkeys(glob_of(program.parameters[name].rpartition(".")[0]) for name in site.feeders)
     listed = ", ".join(f'"{g}": replicate' for g in globs)
     choice = "{" + ", ".join(map(str, nearest_tp([s.heads for s in refused], tp))) + "}"
     raise PlanError(
         f"attention: {site.words('query head')} not divisible by tp = {tp}",
-        where=places.where(site.node),
+        where=where_of(site.node),
         fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to have it whole on every rank",
     )

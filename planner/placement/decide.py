@@ -53,9 +53,6 @@ def decide_placements(
 ) -> Placements:
     """Type every node. Raises PlanError where an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
-    for node in nodes:
-        if node.name in program.parameters:
-            node.meta["parameter"] = program.parameters[node.name]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     edges, producers, readers = _edges(program, nodes, rep)
     chosen = [n for n in nodes if rep[n.name] == n.name]

@@ -24,7 +24,7 @@ from planner.capture.model.reference import load_model
 from planner.errors import PlanError
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.placement.rules.table import rule_of
+from planner.placement.rules.table import has_rule
 from planner.spec.spec import Spec
 
 BATCH, LENGTH = 2, 8
@@ -44,7 +44,7 @@ class Coverage:
             if node.op != "call_function":
                 continue
             self.num_ops += 1
-            if rule_of(node.target) is not None:
+            if has_rule(node.target):
                 continue
             if node.meta.get("grad") or any(n.meta.get("grad") for n in node.all_input_nodes):
                 self.missing[str(node.target)].append(str(where_of(node)))
@@ -94,12 +94,13 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
                 n: torch.empty((spec.batch.micro, *i.shape), dtype=getattr(torch, i.dtype), device="meta")
                 for n, i in shapes
             },
+            has_rule=has_rule,
             loss=spec.loss,
         )
     error: PlanError | None = None
     for inputs in example_batches(model):
         try:
-            return capture(model, inputs)
+            return capture(model, inputs, has_rule=has_rule)
         except PlanError as problem:
             error = error or problem
     assert error is not None

@@ -24,8 +24,9 @@ from planner.tables.uncut import check_something_is_cut
 
 def plan_of(spec: Spec, source: PlanSource, schedule: Schedule) -> Plan:
     """The frozen Plan of all decisions. Raises PlanError where tp divides no attention of the model, or nothing."""
-    places, sites = Places(source), attention_sites(source)
-    check_attention(source, sites, places)
+    places = Places(source.blocks)
+    sites = attention_sites(source.program, source.blocks, source.placements)
+    check_attention(source.program, source.placements, sites)
     check_something_is_cut(source, sites, spec.tensor_parallel.vocabulary_multiple)
     reasons, buffers = Reasons(source, sites), buffers_of(spec, source)
     run = simulate(schedule)

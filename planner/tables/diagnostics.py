@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.capture.own_backward.op import OwnBackward
 from planner.decisions import PlanSource
 from planner.errors import Where
 from planner.graph.flops import node_cost, node_flops
+from planner.graph.own_backward import OwnBackward
 from planner.graph.places import Places, glob_of
+from planner.graph.products import holds_weight
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.attention_sites import Site, weight_of
 from planner.placement.divisibility import nearest_tp
-from planner.placement.rules.contraction import holds_weight
 from planner.placement.rules.table import rule_of
 from planner.tables.collectives import scalars_of_loss
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words

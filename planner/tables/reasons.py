@@ -10,9 +10,9 @@ from torch import fx
 
 from planner.decisions import PlanSource
 from planner.graph.flops import node_flops
+from planner.graph.products import SEE_THROUGH, equation, holds_weight
 from planner.placement.attention_sites import Site, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
-from planner.placement.rules.contraction import SEE_THROUGH, equation, holds_weight
 from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
 
@@ -30,7 +30,7 @@ class Reasons:
         representative = source.blocks.representative
         feeders = {name for site in sites for name in site.feeders}
         self._feeders = {n for n in source.program.parameters if representative.get(n, n) in feeders}
-        self._asked_for = {site.node.name for site in sites if is_overridden(source, site)}
+        self._asked_for = {site.node.name for site in sites if is_overridden(source.placements, site)}
         self._site_of = {node.name: site for site in sites for node in site.nodes}
         self._block = source.blocks.block_of()
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.graph.program import Program
+from tests.tools.captured import capture
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.peephole import place
-from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _edges
 from planner.placement.rules.table import Option
+from tests.tools.captured import capture
 from tests.tools.simulated_ranks import Op, check
 
 META = torch.device("meta")
@@ -39,8 +39,6 @@ def record(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Program, dict[s
     program = capture(model, inputs, dtype=torch.float64)
     for node in program.graph.graph.nodes:
         node.args, node.kwargs = (_on_cpu(a) for a in (node.args, node.kwargs))
-        if node.name in program.parameters:
-            node.meta["parameter"] = program.parameters[node.name]
     program.graph.recompile()
     recorder = _Recorder(program)
     with torch.no_grad(), _double_by_default():

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture.batch.two_captures import wider
-from planner.capture.export import capture
 from planner.capture.loss.counts import LossTerms
 from planner.capture.loss.shares import share_loss
 from planner.graph.program import Program
+from tests.tools.captured import capture
 
 LENGTH, WIDTH, CLASSES, IGNORED = 6, 4, 8, -100
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ from torch import fx
 
 from planner.capture.batch.mixing import mixes
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of
-from planner.capture.loss.counts import AVERAGES, SUMS, input_only, reduced_dims
+from planner.capture.loss.counts import AVERAGES, SUMS, input_only
 from planner.capture.loss.joins import Joins
 from planner.capture.loss.kinds import (
     LOOSE,
@@ -51,7 +51,6 @@ from planner.capture.loss.loss_ops import (
     OVER_ROWS,
     PRODUCTS,
     SCALED,
-    arguments,
     contracts,
     counts_inputs,
     one_dim_kept,
@@ -61,6 +60,7 @@ from planner.capture.loss.loss_ops import (
 from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
+from planner.graph.aten import arguments, reduced_dims
 from planner.graph.program import Program
 
 EVERYTHING = Part(Fraction(0), Fraction(1))

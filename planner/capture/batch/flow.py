@@ -15,8 +15,9 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
-from planner.capture.loss.counts import REDUCTIONS, reduced_dims
+from planner.capture.loss.counts import REDUCTIONS
 from planner.capture.loss.loss_ops import CASTS
+from planner.graph.aten import reduced_dims
 from planner.graph.program import Program
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number

@@ -7,6 +7,7 @@ none either, or would be very many (an LSTM, step by step).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +15,18 @@ from torch import fx
 from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from planner.placement.rules.table import rule_of
-
+HasRule = Callable[[Any], bool]
 MOST_CALLS = 64
 
 
-def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any) -> fx.GraphModule | None:
+def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
     """The graph that the call ``node`` stands for, over its tensor arguments in order; None where it stays a call.
 
     ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
+    ``has_rule``: of which ops it is known how to cut them.
     """
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or rule_of(target) is not None or "batch_norm" in str(target):
+    if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):
         return None  # batch norm is told by its name (planner.capture.loss.shares)
     whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
     inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
@@ -37,19 +38,19 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any) -> fx.Gra
         given, named = fx.map_arg((args, kwargs), lambda n: env[n])
         return whole(*given, **named)
 
-    parts = _without_rule(spellings)
+    parts = _without_rule(spellings, has_rule)
     try:
         graph = make_fx(run, parts, "real")(*(n.meta["val"].detach() for n in inputs))
     except Exception:
         return None  # what PyTorch cannot write out stays a call, and is reported
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-    known = all(rule_of(op) is not None or op in spellings for op in calls) and len(calls) <= MOST_CALLS
+    known = all(has_rule(op) or op in spellings for op in calls) and len(calls) <= MOST_CALLS
     return graph if known and not graph.graph.find_nodes(op="get_attr") else None
 
 
-def _without_rule(spellings: Any) -> dict[Any, Any]:
+def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
     """How the parts of an op are made in turn, where they have no rule; what reads no tensor needs none."""
-    unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and rule_of(op) is None}
+    unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and not has_rule(op)}
     return {op: how for op, how in unknown.items() if _reads_tensors(op)}
 
 

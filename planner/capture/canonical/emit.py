@@ -9,23 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
-aten = torch.ops.aten
+from planner.graph.aten import aten, ops_named, shape_of
+
 Emit = Callable[..., fx.Node]
 Rewrite = Callable[..., Any]
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The static (microbatch, global over tp) shape of a tensor-valued node."""
-    return tuple(int(n) for n in node.meta["val"].shape)
-
-
 def applied(emit: Emit, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Emit ``target(*args, **kwargs)``; the shape of its value is found by running it on the arguments' fake values."""
-    given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    return emit(target, args, kwargs, target(*given, **named))
+    given, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    return emit(target, args, kwargs, target(*given, **options))
 
 
 def reshaped(emit: Emit, x: fx.Node, val: Any) -> fx.Node:
@@ -46,19 +41,6 @@ def dim_of(args: list[Any], kwargs: dict[str, Any], position: int, default: int 
     return dim % max(1, args[0].meta["val"].dim())
 
 
-def named(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their name in the schema, defaults included."""
-    schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-    found = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return found | {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
-
-
-def op_named(path: str) -> Any:
-    """An overload by name (``slice.Tensor``), or None on a PyTorch that lacks it."""
-    name, _, overload = path.partition(".")
-    return getattr(getattr(aten, name, None), overload or "default", None)
-
-
 def table(groups: dict[Rewrite, str]) -> dict[Any, Rewrite]:
     """Op → rewrite, from rewrite → names of ops."""
-    return {op_named(p): rewrite for rewrite, paths in groups.items() for p in paths.split() if op_named(p) is not None}
+    return {op: rewrite for rewrite, paths in groups.items() for op in ops_named(paths)}

@@ -4,7 +4,7 @@
     view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (capture.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
-    own_backward(tensors, key)           → the user's Function (planner.capture.own_backward.op)
+    own_backward(tensors, key)           → the user's Function (planner.graph.own_backward)
     wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
 
 Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
@@ -21,15 +21,16 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.branches import join_branches
-from planner.capture.canonical.decompose import written_out
-from planner.capture.canonical.emit import Emit, aten, reshaped, table
+from planner.capture.canonical.decompose import HasRule, written_out
+from planner.capture.canonical.emit import Emit, reshaped, table
 from planner.capture.canonical.heads import join_heads
 from planner.capture.canonical.indexing import INDEXING
 from planner.capture.canonical.layout import LAYOUT
 from planner.capture.canonical.products import PRODUCTS
-from planner.capture.own_backward.op import OwnBackward
 from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
 from planner.errors import PlanError
+from planner.graph.aten import aten
+from planner.graph.own_backward import OwnBackward
 from planner.graph.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")
@@ -40,13 +41,15 @@ def canonicalize(
     outputs: dict[str, str],
     constants: Mapping[str, torch.Tensor] | None = None,
     unread: Iterable[str] = (),
+    *,
+    has_rule: HasRule,
 ) -> fx.GraphModule:
     """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
 
     ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
-    nothing reads, left out.
+    nothing reads, left out. ``has_rule``: ops without a rule are written out where that helps (canonical.decompose).
     """
-    writer = _Writer(constants or {})
+    writer = _Writer(constants or {}, has_rule)
     env: dict[fx.Node, Any] = {}
     for node in source.graph.nodes:
         if node.op == "placeholder" and node.name not in unread:
@@ -70,9 +73,9 @@ def prune(module: fx.GraphModule) -> None:
 class _Writer:
     """Owns the graph under construction and the no-grad state of the region being copied."""
 
-    def __init__(self, constants: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, constants: Mapping[str, torch.Tensor], has_rule: HasRule) -> None:
         self.graph = fx.Graph()
-        self.constants = constants
+        self.constants, self.has_rule = constants, has_rule
         self.grad_enabled = True
 
     def placeholder(self, node: fx.Node) -> fx.Node:
@@ -102,7 +105,7 @@ class _Writer:
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
         rewrite = REWRITES.get(node.target)
         if rewrite is None:
-            parts = written_out(node, args, kwargs, REWRITES)
+            parts = written_out(node, args, kwargs, REWRITES, self.has_rule)
             if parts is not None:
                 return self._write_out(parts, node, args, kwargs)
             return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))

@@ -20,10 +20,8 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from planner.capture.canonical.emit import aten, shape_of
-from planner.placement.rules.contraction import contraction, equation
-from planner.placement.rules.pointwise import is_pointwise
-from planner.placement.rules.table import rule_of
+from planner.graph.aten import aten, draws, is_pointwise, shape_of
+from planner.graph.products import PRODUCTS, equation
 
 ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
 REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default}
@@ -73,7 +71,7 @@ def _added_up(node: fx.Node) -> list[fx.Node]:
     if node.target is not aten.add.Tensor or is_inner:
         return []
     terms = _terms(node)
-    kinds = Counter(t.target for t in terms if rule_of(t.target) is contraction)
+    kinds = Counter(t.target for t in terms if t.target in PRODUCTS)
     return [t for t in terms if kinds and t.target is kinds.most_common(1)[0][0]]
 
 
@@ -102,7 +100,7 @@ def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
 def _mixes(node: fx.Node, loop: _Loop) -> bool:
     """A product of what the branch itself made."""
     made = [n for n in node.all_input_nodes if n.meta["grad"] and (n in loop.body or n in loop.pieces)]
-    return node.target is SDPA or (rule_of(node.target) is contraction and len(made) == len(node.all_input_nodes) == 2)
+    return node.target is SDPA or (node.target in PRODUCTS and len(made) == len(node.all_input_nodes) == 2)
 
 
 def _are_equal(nodes: tuple[Any, ...], loop: _Loop, seen: set[fx.Node]) -> bool:
@@ -204,12 +202,11 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> None:
         """The call over all heads; nothing where all that it reads is shared, as it is the same for every head."""
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if not any(n in self.new for n in node.all_input_nodes):
-            if random and node.target is not SDPA:
+            if draws(node.target) and node.target is not SDPA:
                 raise _Unknown
             return
-        if rule_of(node.target) is contraction:
+        if node.target in PRODUCTS:
             self.new[node] = self._product(node)
         elif node.target is SDPA:
             self.new[node] = self._attention(node)

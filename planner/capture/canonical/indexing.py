@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.canonical.emit import Emit, Rewrite, applied, aten, dim_of, reshaped, shape_of, table, viewed
+from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
+from planner.graph.aten import aten, shape_of
 
 
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,18 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.canonical.emit import (
-    Emit,
-    Rewrite,
-    applied,
-    aten,
-    dim_of,
-    named,
-    reshaped,
-    shape_of,
-    table,
-    viewed,
-)
+from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
+from planner.graph.aten import aten, named, shape_of
 
 UNREDUCED = 0
 

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.gradients.call_sites import called_by_user
-from planner.capture.own_backward.op import Autocast
 from planner.errors import PlanError, Where
+from planner.graph.own_backward import Autocast
 from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten

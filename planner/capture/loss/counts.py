@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.graph.aten import reduced_dims
 from planner.graph.program import Program
-from planner.placement.rules.reduction import reduced_dims as dims_of_reduction
+from planner.graph.walks import ancestors
 
 aten = torch.ops.aten
 
@@ -111,23 +112,6 @@ def reduces_batch(node: fx.Node) -> bool:
     value = node.all_input_nodes[0].meta["val"]
     ndim = value.dim() if isinstance(value, torch.Tensor) else 0
     return ndim > 0 and (ndim == 1 or reduced_dims(node) != frozenset({ndim - 1}))
-
-
-def reduced_dims(node: fx.Node) -> frozenset[int]:
-    """The dims that a reduction runs over."""
-    return frozenset(dims_of_reduction(node, node.all_input_nodes[0].meta["val"].dim()))
-
-
-def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes themselves and all that they are made of."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def input_only(program: Program) -> dict[str, bool]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.loss.counts import AVERAGES, SUMS, reduced_dims
+from planner.capture.loss.counts import AVERAGES, SUMS
 from planner.capture.loss.kinds import SHARE, Kind
+from planner.graph.aten import arguments, reduced_dims
 
 aten = torch.ops.aten
 
@@ -41,12 +42,6 @@ LAYOUT = CASTS | {
 PRODUCTS = {aten.matmul.default, aten.mm.default, aten.bmm.default, aten.linear.default, aten.einsum.default}
 CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar}
 ALONG_LAST = {aten.gather.default, aten.softmax.int, aten.log_softmax.int}
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The given arguments of a call by their name in the schema."""
-    names = [a.name for a in node.target._schema.arguments]  # pyright: ignore
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def reduction_of(node: fx.Node) -> int:

@@ -46,7 +46,6 @@ from planner.capture.loss.loss_ops import (
     PRODUCTS,
     SCALED,
     SUM,
-    arguments,
     aten,
     counts_inputs,
     reduction_of,
@@ -54,10 +53,11 @@ from planner.capture.loss.loss_ops import (
 )
 from planner.capture.loss.scaling import Scaling
 from planner.errors import PlanError
+from planner.graph.aten import arguments
 from planner.graph.constants import SHAPE_READERS, Constants
+from planner.graph.own_backward import adds_up
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.placement.rules.base import adds_up
 
 __all__ = ["LossTerms", "share_loss"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.capture.own_backward.op import OwnBackward
+from planner.graph.own_backward import adds_up
 from planner.placement.types import I, P, Placement, R
 
 
@@ -88,11 +88,6 @@ class Site:
     def partial(self, linear_in: Iterable[fx.Node], rule: str = "partial") -> Option:
         """Partial sums in, partial sums out; the other inputs are factors (R)."""
         return self.option(P, dict.fromkeys(linear_in, P), rule)
-
-
-def adds_up(node: fx.Node) -> bool:
-    """Whether the gradients of partial sums are partial sums, as for every derivative."""
-    return not isinstance(node.target, OwnBackward) or node.target.facts.linear
 
 
 def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.canonical.emit import named
+from planner.graph.aten import named
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.reduction import along_dim
 from planner.placement.types import P, Placement, R

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.capture.own_backward.op import Cut, OwnBackward
+from planner.graph.own_backward import Cut, OwnBackward
 from planner.placement.rules.base import Option, Site
 from planner.placement.types import Placement
 

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from planner.graph.aten import aten, reduced_dims
 from planner.placement.rules.base import Option, Site
 from planner.placement.types import I, P
-
-aten = torch.ops.aten
 
 OVER_RANKS = "over ranks"  # the op itself exchanges, for each row of a cut dim, its statistics
 SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
@@ -34,7 +31,7 @@ def reduction(site: Site) -> Iterator[Option]:
     """sum, mean, amax, var …: ``op(x, dims?, keepdim?)``."""
     x = site.inputs[0]
     shape = site.shape(x)
-    dims = reduced_dims(site.node, len(shape))
+    dims = reduced_dims(site.node)
     kept = len(site.shape()) == len(shape)
     places = [d for d in range(len(shape)) if kept or d not in dims]
     cuts = set(site.candidates(x)) | {c.moved(places[c.dim]) for c in site.candidates() if places[c.dim] not in dims}
@@ -53,23 +50,13 @@ def reduction(site: Site) -> Iterator[Option]:
 SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
 
 
-def reduced_dims(node: Any, ndim: int) -> set[int]:
-    """The dims an op reduces; all where it names none."""
-    names = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    dims = given.get("dim", given.get("dims"))
-    if dims is None or dims == []:
-        return set(range(ndim))
-    return {d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
-
-
 def along_dim(site: Site) -> Iterator[Option]:
     """softmax(x, dim), cumsum(x, dim), topk …: every output is cut as x is, on any other dim."""
     x, *others = site.inputs
     ndim = len(site.shape(x))
     if others or len(site.shape()) != ndim:
         return
-    dims = reduced_dims(site.node, ndim) if _has_dim(site) else {ndim - 1}
+    dims = set(reduced_dims(site.node)) if _has_dim(site) else {ndim - 1}
     for cut in sorted({*site.candidates(x), *site.candidates()}):
         if cut.dim not in dims:
             yield site.option(cut, {x: cut}, "along a whole dim")

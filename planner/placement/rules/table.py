@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
-
-from planner.capture.own_backward.op import OwnBackward
+from planner.graph.aten import is_pointwise, ops_named
+from planner.graph.own_backward import OwnBackward
 from planner.placement.rules.attention import attention
 from planner.placement.rules.base import Option, Rule, Site
 from planner.placement.rules.contraction import contraction, grouped
@@ -29,18 +28,14 @@ from planner.placement.rules.indexing import (
 from planner.placement.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
 from planner.placement.rules.loss import cross_entropy
 from planner.placement.rules.own_backward import own_backward
-from planner.placement.rules.pointwise import is_pointwise, pointwise
+from planner.placement.rules.pointwise import pointwise
 from planner.placement.rules.reduction import along_dim, norm, reduction
 
-__all__ = ["Option", "Site", "options_of", "rule_of"]
+__all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 
 
 def _ops(rule: Rule, names: str) -> dict[Any, Rule]:
-    aten = torch.ops.aten
-    found = (
-        getattr(getattr(aten, n.partition(".")[0], None), n.partition(".")[2] or "default", None) for n in names.split()
-    )
-    return {op: rule for op in found if op is not None}
+    return dict.fromkeys(ops_named(names), rule)
 
 
 RULES: dict[Any, Rule] = {
@@ -109,6 +104,10 @@ def rule_of(target: Any) -> Rule | None:
     if "grouped_mm" in str(target):
         return grouped  # what transformers calls where the kernel is missing
     return pointwise if is_pointwise(target) else None
+
+
+def has_rule(target: Any) -> bool:
+    return rule_of(target) is not None
 
 
 def options_of(site: Site) -> list[Option]:

@@ -13,9 +13,9 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.models.one_body import OneBody, batch
+from tests.tools.captured import capture
 
 
 class Cache:

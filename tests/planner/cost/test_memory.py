@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from planner.capture.export import capture
 from planner.cost.memory import LocalSizes, activation_bytes, boundary_bytes, memory_of_ranks, optimizer_bytes
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
@@ -24,6 +23,7 @@ from tests.models.small import (
     in_order,
     layers,
 )
+from tests.tools.captured import capture
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 WHOLE = LocalSizes()

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment, assign_stages, balance
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
+from tests.tools.captured import capture
 
 
 def stages_of(program: Program, pp: int, vpp: int = 1, split: str | list[int] = "auto") -> StageAssignment:

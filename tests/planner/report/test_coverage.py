@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.report.coverage import Coverage, captured, main
 from tests.models.hugging_face import ZOO, batch, build, write_configs
+from tests.tools.captured import capture
 
 pytest.importorskip("transformers")
 

@@ -78,7 +78,7 @@ class Scaled(nn.Module):
 
 
 def roles() -> dict[str, str]:
-    from planner.capture.export import capture
+    from tests.tools.captured import capture
 
     program = capture(Scaled(), {"ids": torch.zeros(2, 3, dtype=torch.int64)})
     return parameter_roles(program.graph.graph, program.parameters)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import planner.api
 from planner import plan
 from planner.capture.batch.flow import batch_flow
-from planner.capture.export import capture
+from tests.tools.captured import capture
 
 SPEC = {
     "mesh": {"tp": 2},

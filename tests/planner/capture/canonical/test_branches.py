@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.graph.program import Program
+from tests.tools.captured import capture
 
 HEADS, SIZE = 4, 6
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from planner.capture.export import capture
 from planner.graph.program import Program
+from tests.tools.captured import capture
 
 
 class LayerDrop(nn.Module):

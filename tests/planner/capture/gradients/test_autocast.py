@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from planner.graph.program import Program
 from tests.models.custom_functions import Rounded
 from tests.models.one_body import OneBody, batch
+from tests.tools.captured import capture
 from tests.tools.captured_ops import gradients
 
 HALF = torch.bfloat16

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.models.one_body import OneBody, assert_capture_equals, batch
+from tests.tools.captured import capture
 
 
 def hook(*given: Any) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.models.one_body import VOCABULARY, WIDTH, Body, OneBody, assert_capture_equals, batch
+from tests.tools.captured import capture
 
 
 def with_embedding(**options: object) -> OneBody:

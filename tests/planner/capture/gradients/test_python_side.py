@@ -12,9 +12,9 @@ from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from planner.capture.export import capture
 from planner.errors import PlanError
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
+from tests.tools.captured import capture
 
 
 def by_inference_mode(model: OneBody, x: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture.batch.two_captures import lay_on, wider
-from planner.capture.export import capture
 from planner.capture.loss.shares import share_loss
 from planner.graph.constants import Constants
 from planner.graph.program import Program
+from tests.tools.captured import capture
 from tests.tools.loss_shares import LENGTH, Small, inputs_of, rows
 
 MICRO, NUM_MICROBATCHES = 2, 4

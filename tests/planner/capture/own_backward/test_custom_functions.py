@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from planner.capture.export import capture
 from planner.capture.own_backward.custom_functions import calls_in
 from planner.errors import PlanError
 from planner.graph.source_lines import where_of
 from tests.models.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
+from tests.tools.captured import capture
 
 
 class SquaredRelu(Function):

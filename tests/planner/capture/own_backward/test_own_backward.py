@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from planner.capture.export import capture
 from planner.capture.own_backward.applications import Application
 from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
-from planner.capture.own_backward.op import Cut, OwnBackward
 from planner.errors import PlanError, Where
 from planner.graph.blocks.structure import Structure
+from planner.graph.own_backward import Cut, OwnBackward
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R, Segment, V
 from tests.models.custom_functions import (
@@ -36,6 +35,7 @@ from tests.models.custom_functions import (
     UnitGradient,
 )
 from tests.models.one_body import OneBody, assert_capture_equals, batch
+from tests.tools.captured import capture
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import Op, check
 

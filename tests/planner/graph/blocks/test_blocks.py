@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.export import capture
 from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from tests.models.small import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens
+from tests.tools.captured import capture
 
 
 def kinds(blocks: Blocks) -> list[int]:

@@ -10,13 +10,13 @@ from torch import nn
 
 from planner.api import plan
 from planner.capture.canonical.masks import simplify_masks
-from planner.capture.export import capture
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
 from tests.planner.graph.blocks.test_blocks import kinds, ops, paths
 from tests.planner.pipeline.test_stages import check_equals_whole, stage_of_parameter, stages_of
+from tests.tools.captured import capture
 
 MODELS = {**BODIES, "encoder_decoder": EncoderDecoder, "gathered_loss": GatheredLoss}
 

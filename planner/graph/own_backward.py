@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
-
-from planner.capture.own_backward.applications import tensors_in
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class OwnBackward:
     def __call__(self, *tensors: Tensor) -> Any:
         args = pytree.tree_map_only(Operand, lambda o: tensors[o.position], self.args)
         with self.autocast.entered() if self.autocast else nullcontext():
-            made = tensors_in(self.function.apply(*args))
+            made = [x for x in pytree.tree_leaves(self.function.apply(*args)) if isinstance(x, Tensor)]
         return made[0] if len(made) == 1 else tuple(made)
 
     @property
@@ -129,3 +127,8 @@ class OwnBackward:
 
     def __hash__(self) -> int:
         return hash((self.function, self.label))
+
+
+def adds_up(node: fx.Node) -> bool:
+    """Whether the gradients of partial sums are partial sums, as for every derivative."""
+    return not isinstance(node.target, OwnBackward) or node.target.facts.linear

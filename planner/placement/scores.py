@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from planner.graph.flops import node_flops
-from planner.placement.rules.contraction import is_made_of_weights
+from planner.graph.products import is_made_of_weights
 
 aten = torch.ops.aten
-PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
+BATCHED = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 SOFTMAXES = {
     aten.softmax.int,
     aten._softmax.default,
@@ -32,7 +32,7 @@ def is_product_of_activations(node: fx.Node) -> bool:
     operands = node.all_input_nodes
     return (
         node.op == "call_function"
-        and node.target in PRODUCTS
+        and node.target in BATCHED
         and len(operands) > 1
         and all(n.meta.get("grad") and not is_made_of_weights(n) for n in operands)
     )

@@ -1,0 +1,67 @@
+"""Walks over a captured graph: what a value is made of, and who depends on it.
+
+ancestors([y])                        y and all that it is made of
+walk([y], operands, stop=is_weight)   the same, not beyond weights (which come too)
+in_order([y])                         the same, each after what it is made of, y last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from torch import fx
+
+Step = Callable[[fx.Node], Iterable[fx.Node]]
+
+
+def operands(node: fx.Node) -> Iterable[fx.Node]:
+    """The step up: what a node reads."""
+    return node.all_input_nodes
+
+
+def readers(node: fx.Node) -> Iterable[fx.Node]:
+    """The step down: who reads a node."""
+    return node.users
+
+
+def walk(
+    start: Iterable[fx.Node],
+    step: Step,
+    *,
+    into: Callable[[fx.Node], bool] = lambda _: True,
+    stop: Callable[[fx.Node], bool] = lambda _: False,
+    most: int | None = None,
+) -> Iterator[fx.Node]:
+    """``start`` and all that ``step`` leads to, each once, depth first.
+
+    ``into``: what is not such is left out, with what is behind it. ``stop``: such come, and nothing behind them.
+    ``most``: how many come.
+    """
+    stack, seen = list(start), set[fx.Node]()
+    while stack and (most is None or len(seen) < most):
+        node = stack.pop()
+        if node not in seen and into(node):
+            seen.add(node)
+            yield node
+            if not stop(node):
+                stack.extend(step(node))
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes themselves and all that they are made of."""
+    return set(walk(nodes, operands))
+
+
+def in_order(nodes: Iterable[fx.Node], given: Collection[fx.Node] = (), step: Step = operands) -> list[fx.Node]:
+    """The nodes and what they are made of, each after that; not what is ``given``, nor what stands behind it alone."""
+    seen, order = set[fx.Node](), []
+    stack = [(node, False) for node in nodes]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen and node not in given:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((n, False) for n in step(node))
+    return order

@@ -1,0 +1,10 @@
+"""``capture`` as the recipe calls it: with the ops of the rule table."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from planner.capture.export import capture as capture_with
+from planner.placement.rules.table import has_rule
+
+capture = partial(capture_with, has_rule=has_rule)
