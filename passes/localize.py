@@ -29,9 +29,9 @@ from passes.ops.axis import AxisHandle
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from planner.graph.aten import named
+from planner.graph.aten import arguments, named, position_of
+from planner.placement.rules.forms import Form
 from planner.placement.rules.layout import pieces_of
-from planner.placement.rules.reduction import OVER_RANKS, SOFTMAX
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement
 
@@ -39,11 +39,11 @@ aten = torch.ops.aten
 
 
 def localize(stage: StageGraph, context: LowerContext) -> None:
-    """Rewrite every op of the stage whose option is not simply "the same op on the parts"."""
+    """Rewrite every op of the stage whose form is not simply the same op on what a rank holds."""
     for name, node in list(stage.env.items()):
-        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
-        if rewrite is not None and context.tp.size > 1:
-            rewrite(_Scene(stage, node, context.source.placements.options[name], context.tp))
+        option = context.source.placements.options[name]
+        if node.op == "call_function" and context.tp.size > 1 and option.form not in SAME_OP:
+            REWRITES[option.form](_Scene(stage, node, option, context.tp))
 
 
 class _Scene:
@@ -65,6 +65,14 @@ class _Scene:
 
     def set_arg(self, position: int, value: Any) -> None:
         self.node.update_arg(position, value)
+
+    def set_named(self, name: str, value: Any) -> None:
+        """The argument that the schema calls ``name``, which may be given by position or by keyword."""
+        position = position_of(self.node.target, name)
+        if position < len(self.node.args):
+            self.node.update_arg(position, value)
+        else:
+            self.node.update_kwarg(name, value)
 
     def become(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -98,14 +106,13 @@ def _split(scene: _Scene) -> None:
         scene.set_arg(1, scene.local_sizes(pieces, sizes))
 
 
-def _slice(scene: _Scene) -> None:
+def _strided(scene: _Scene) -> None:
+    scene.set_arg(3, scene.input_type(0).local_size(scene.axis.size))
+
+
+def _segment(scene: _Scene) -> None:
     cut = scene.input_type(0)
     _, dim, start, end, *_ = scene.node.args
-    if not (cut.is_sharded and cut.dim == dim):
-        return
-    if scene.option.rule == "strided":
-        scene.set_arg(3, cut.local_size(scene.axis.size))
-        return
     size = scene.node.all_input_nodes[0].meta["val"].shape[dim]
     bounds = [start, end - start, size - end]  # pyright: ignore
     pieces = pieces_of(cut, bounds)
@@ -117,8 +124,6 @@ def _slice(scene: _Scene) -> None:
 
 def _mean(scene: _Scene) -> None:
     """P = Σ over ranks of (local mean · local/global)."""
-    if scene.option.rule != "partial sum" or scene.node.target not in (aten.mean.default, aten.mean.dim):
-        return
     node = scene.node
     with scene.stage.graph.inserting_after(node):
         new = scene.stage.graph.call_function(aten.mul.Tensor, (node, 1.0 / scene.axis.size))
@@ -129,89 +134,82 @@ def _mean(scene: _Scene) -> None:
 
 def _groups(scene: _Scene) -> None:
     """Convolutions and norms by groups of channels: this rank's share of the groups."""
-    if scene.option.rule != "groups":
-        return
-    names = [a.name for a in scene.node.target._schema.arguments]  # pyright: ignore
-    position = names.index("groups" if "groups" in names else "num_groups")
-    groups, channels = int(scene.node.args[position]), scene.input_type(0)  # pyright: ignore
-    scene.set_arg(position, groups * channels.local_size(scene.axis.size) // sum(channels.sizes))
+    given, channels = named(scene.node), scene.input_type(0)
+    name = "groups" if "groups" in given else "num_groups"
+    scene.set_named(name, given[name] * channels.local_size(scene.axis.size) // sum(channels.sizes))
 
 
 def _embedding(scene: _Scene) -> None:
-    if scene.option.rule == "vocabulary":
-        operands: Any = scene.node.args[:3]
-        weight, ids, *padding_idx = operands
-        scene.become(vocabulary_embedding, (weight, ids, AXIS, int(weight.meta["val"].shape[0]), *padding_idx))
+    operands: Any = scene.node.args[:3]
+    weight, ids, *padding_idx = operands
+    scene.become(vocabulary_embedding, (weight, ids, AXIS, int(weight.meta["val"].shape[0]), *padding_idx))
 
 
 def _cross_entropy(scene: _Scene) -> None:
-    if scene.option.rule != "vocabulary":
-        return
-    names = ("logits", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    given: dict[str, Any] = dict(zip(names, scene.node.args, strict=False)) | dict(scene.node.kwargs)
-    logits = given["logits"]
-    options = {k: given[k] for k in names[2:] if given.get(k) is not None}
+    given = arguments(scene.node)
+    logits = given["self"]
+    options = {k: v for k, v in given.items() if k not in ("self", "target") and v is not None}
     scene.become(vocabulary_cross_entropy, (logits, given["target"], AXIS, int(logits.meta["val"].shape[1])), options)
 
 
 def _over_ranks(scene: _Scene) -> None:
-    """A softmax, a logsumexp or a pick along the dim that is cut."""
-    if scene.option.rule not in (OVER_RANKS, "picked"):
-        return
-    given = named(scene.node, list(scene.node.args), dict(scene.node.kwargs))
+    STATISTICS[scene.node.target](scene, named(scene.node))
+
+
+def _logsumexp(scene: _Scene, given: dict[str, Any]) -> None:
+    scene.become(cut_logsumexp, (given["self"], given["dim"], given["keepdim"], AXIS, _cut_size(scene, given["self"])))
+
+
+def _softmax(scene: _Scene, given: dict[str, Any]) -> None:
     x, dim = given["self"], scene.input_type(0).dim
-    size = int(x.meta["val"].shape[dim])
-    if scene.node.target is aten.logsumexp.default:
-        scene.become(cut_logsumexp, (x, given["dim"], given["keepdim"], AXIS, size))
-    elif scene.node.target is aten.gather.default:
-        scene.become(cut_gather, (x, dim, given["index"], AXIS, size))
-    else:
-        function = cut_softmax if scene.node.target is aten.softmax.int else cut_log_softmax
-        scene.become(function, (x, dim, given["dtype"], AXIS, size))
+    function = cut_softmax if scene.node.target is aten.softmax.int else cut_log_softmax
+    scene.become(function, (x, dim, given["dtype"], AXIS, _cut_size(scene, x)))
 
 
-def _norm_over_ranks(scene: _Scene) -> None:
-    """A norm over features that are cut."""
-    if scene.option.rule != OVER_RANKS:
-        return
-    given = named(scene.node, list(scene.node.args), dict(scene.node.kwargs))
+def _layer_norm(scene: _Scene, given: dict[str, Any]) -> None:
     size = int(given["normalized_shape"][0])
-    if scene.node.target is aten.rms_norm.default:
-        scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
-    else:
-        scene.become(cut_layer_norm, (given["input"], given["weight"], given["bias"], given["eps"], AXIS, size))
+    scene.become(cut_layer_norm, (given["input"], given["weight"], given["bias"], given["eps"], AXIS, size))
+
+
+def _rms_norm(scene: _Scene, given: dict[str, Any]) -> None:
+    size = int(given["normalized_shape"][0])
+    scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
+
+
+def _cut_size(scene: _Scene, x: fx.Node) -> int:
+    """The whole size of the dim of ``x`` that is cut."""
+    return int(x.meta["val"].shape[scene.input_type(0).dim])
+
+
+def _picked(scene: _Scene) -> None:
+    given = named(scene.node)
+    x, dim = given["self"], scene.input_type(0).dim
+    scene.become(cut_gather, (x, dim, given["index"], AXIS, _cut_size(scene, x)))
 
 
 def _attention(scene: _Scene) -> None:
-    if scene.option.rule != "shared key heads":
-        return
     given = attention_arguments(scene.node.args, scene.node.kwargs)
     scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
 
 
-REWRITES: dict[Any, Callable[[_Scene], None]] = {
-    aten.reshape.default: _sizes,
-    aten.expand.default: _sizes,
-    aten.split_with_sizes.default: _split,
-    aten.slice.Tensor: _slice,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    **dict.fromkeys(
-        (
-            aten.conv1d.default,
-            aten.conv2d.default,
-            aten.conv3d.default,
-            aten.convolution.default,
-            aten.conv1d.padding,
-            aten.conv2d.padding,
-            aten.conv3d.padding,
-            aten.group_norm.default,
-        ),
-        _groups,
-    ),
-    **dict.fromkeys((aten.logsumexp.default, aten.gather.default, *SOFTMAX), _over_ranks),
-    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), _norm_over_ranks),
-    aten.embedding.default: _embedding,
-    aten.cross_entropy_loss.default: _cross_entropy,
-    aten.scaled_dot_product_attention.default: _attention,
+SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW})
+REWRITES: dict[Form, Callable[[_Scene], None]] = {
+    Form.SIZES: _sizes,
+    Form.SPLIT: _split,
+    Form.SEGMENT: _segment,
+    Form.STRIDED: _strided,
+    Form.GROUPS: _groups,
+    Form.MEAN: _mean,
+    Form.VOCABULARY: _embedding,
+    Form.CLASSES: _cross_entropy,
+    Form.OVER_RANKS: _over_ranks,
+    Form.PICKED: _picked,
+    Form.SHARED_KEYS: _attention,
+}
+STATISTICS: dict[Any, Callable[[_Scene, dict[str, Any]], None]] = {
+    aten.logsumexp.default: _logsumexp,
+    aten.softmax.int: _softmax,
+    aten.log_softmax.int: _softmax,
+    aten.layer_norm.default: _layer_norm,
+    aten.rms_norm.default: _rms_norm,
 }

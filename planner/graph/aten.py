@@ -39,6 +39,11 @@ def defaults_of(target: Any) -> dict[str, Any]:
     return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
 
 
+def position_of(target: Any, name: str) -> int:
+    """Where the argument ``name`` stands in the schema of an op."""
+    return [a.name for a in target._schema.arguments].index(name)
+
+
 def reduced_dims(node: fx.Node) -> frozenset[int]:
     """The dims of its first operand that an op reduces or runs along; all where it names none."""
     ndim = next(tensors_of(node.all_input_nodes[0])).dim()

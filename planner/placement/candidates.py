@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R
 
@@ -104,8 +105,8 @@ class Candidates:
     def _of_placeholder(self, node: fx.Node) -> list[Option]:
         """A parameter may be held in any type that a reader wants; all else is the same on every rank."""
         if not node.meta.get("parameter") or self.tp == 1:
-            return [Option((), I, "whole", whole=True)]
+            return [Option((), I, Form.WHOLE, whole=True)]
         kinds = [I, R] if node.meta.get("grad") else [I]
-        return [Option((), k, "replicate", whole=True) for k in kinds] + [
-            Option((), cut, "shard") for cut in sorted(self.cuts[node.name])
+        return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [
+            Option((), cut, Form.PARTS) for cut in sorted(self.cuts[node.name])
         ]

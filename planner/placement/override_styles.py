@@ -22,11 +22,12 @@ from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides import Asked
 from planner.placement.rules.contraction import contraction, grouped
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
 
 aten = torch.ops.aten
-OF_RULE = {"row": "row", "vocabulary": "vocab"}
+OF_FORM = {Form.ROW: "row", Form.VOCABULARY: "vocab", Form.CLASSES: "vocab"}
 LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 _MAX_WALK = 100
 
@@ -98,8 +99,8 @@ class Overrides:
                 if _is_of_stack(node, option, reader, cut):
                     yield "expert"
                 if not _is_of_stack(node, option, reader, cut) or _is_alone(option, position):
-                    yield OF_RULE.get(option.rule, "column")
-                if option.rule == "column" and _meets_a_loss(reader):
+                    yield OF_FORM.get(option.form, "column")
+                if option.form is Form.COLUMN and _meets_a_loss(reader):
                     yield "vocab"
 
     def _is_detour(self, node: fx.Node, cut: Placement) -> bool:
@@ -141,7 +142,7 @@ class Overrides:
 def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placement) -> bool:
     """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
     is_product = rule_of(product.target) in (contraction, grouped)
-    return is_product and option.rule == "column" and cut.dim == 0 and weight.meta["val"].dim() > 2
+    return is_product and option.form is Form.COLUMN and cut.dim == 0 and weight.meta["val"].dim() > 2
 
 
 def _is_alone(option: Option, position: int) -> bool:

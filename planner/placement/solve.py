@@ -24,6 +24,7 @@ from torch import fx
 from planner.errors import PlanError
 from planner.placement.candidates import Candidates
 from planner.placement.conversions import conversion
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
 from planner.placement.types import I, Placement
 
@@ -126,9 +127,9 @@ class _Program:
             share = 1 - 1 / self.candidates.tp
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
             cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
-        if option.whole and any(o.rule == "vocabulary" and o.out == I for o in self.candidates.options[node.name]):
+        if option.whole and any(o.form is Form.CLASSES for o in self.candidates.options[node.name]):
             cost += weights.reshard  # a loss that need not see whole logits should not, whatever they cost to make
-        if (option.whole or option.rule == "partial") and node.op == "call_function" and node.meta.get("grad"):
+        if (option.whole or option.form is Form.PARTIAL) and node.op == "call_function" and node.meta.get("grad"):
             cost += weights.whole * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
             cost += weights.step * (1 + self.costs.activation[node.name])

@@ -17,7 +17,8 @@ from torch import fx
 
 from planner.decisions import PlanSource
 from planner.graph.places import Places
-from planner.placement.rules.reduction import EXCHANGES, OVER_RANKS, SOFTMAX
+from planner.placement.rules.forms import Form
+from planner.placement.rules.reduction import EXCHANGES, SOFTMAX
 from planner.sharding.type_changes import TypeChange, sent_type, type_changes
 from planner.tables.rows import CollectivePlan
 
@@ -58,7 +59,7 @@ def _change_rows(source: PlanSource, change: TypeChange, places: Places) -> Iter
 def parallel_losses(source: PlanSource) -> list[fx.Node]:
     """The losses that run on logits cut over the vocabulary."""
     found = source.program.graph.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
-    return [n for n in found if source.placements.options[n.name].rule == "vocabulary"]
+    return [n for n in found if source.placements.options[n.name].form is Form.CLASSES]
 
 
 def scalars_of_loss(loss: fx.Node) -> tuple[int, ...]:
@@ -78,7 +79,7 @@ def _loss_rows(loss: fx.Node, stage: int, places: Places) -> Iterator[Collective
 def _over_ranks(source: PlanSource) -> list[fx.Node]:
     """A softmax or a norm of the model's own along a dim that is cut."""
     options = source.placements.options
-    return [source.program.node(name) for name, option in options.items() if option.rule == OVER_RANKS]
+    return [source.program.node(name) for name, option in options.items() if option.form is Form.OVER_RANKS]
 
 
 def _statistics_rows(source: PlanSource, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:

@@ -22,6 +22,7 @@ from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.attention_sites import Site, weight_of
 from planner.placement.divisibility import nearest_tp
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
 from planner.tables.collectives import scalars_of_loss
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
@@ -221,7 +222,7 @@ def _layer(source: PlanSource, node: fx.Node, row: ParameterPlan, uneven: bool, 
 def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
     classes = int(node.all_input_nodes[0].meta["val"].shape[-1])
     option = source.placements.options[node.name]
-    if option.rule == "vocabulary":
+    if option.form is Form.CLASSES:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
         scalars = sum(scalars_of_loss(node))

@@ -13,12 +13,14 @@ from planner.graph.flops import node_flops
 from planner.graph.products import SEE_THROUGH, equation, holds_weight
 from planner.placement.attention_sites import Site, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
 
 aten = torch.ops.aten
 _LINEAR = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.einsum.default}
 _MAX_WALK = 300
+OF_VOCABULARY = {Form.VOCABULARY, Form.CLASSES}
 SUMMED = "gradients are summed over tp once a step"
 
 
@@ -63,14 +65,14 @@ class Reasons:
 
     def _why_cut(self, node: fx.Node, placement: Placement) -> tuple[str, str]:
         reading, words = list(readers(node)), self._readers_words(node)
-        rules = {self._option(r).rule for r in reading}
+        forms = {self._option(r).form for r in reading}
         goals = [g for r in reading for g in self._goals(r, cut=True)]
         loss = next((g for g in goals if is_loss(g)), None)
-        if "vocabulary" in rules or (loss is not None and placement.dim in (0, 1)):
-            return "vocab", f"{words}: {_vocabulary(placement, rules, loss)}"
+        if not forms.isdisjoint(OF_VOCABULARY) or (loss is not None and placement.dim in (0, 1)):
+            return "vocab", f"{words}: {_vocabulary(placement, forms, loss)}"
         if len(node.meta["val"].shape) == 1:
             return "column", f"{words}: cut as the features that it meets"
-        if "row" in rules:
+        if Form.ROW in forms:
             return "row", f"{words}: sums over features that are cut; one all-reduce adds the ranks' parts (g)"
         return "column", f"{words}: {_purpose(goals)}"
 
@@ -242,11 +244,11 @@ def _purpose(goals: list[fx.Node]) -> str:
     return "cut along the features that it makes"
 
 
-def _vocabulary(placement: Placement, rules: set[str], loss: fx.Node | None) -> str:
+def _vocabulary(placement: Placement, forms: set[Form], loss: fx.Node | None) -> str:
     parts = ["cut over the vocabulary" if loss is not None else "its rows are cut"]
     if placement.padding:
         parts[0] += f", padded by {placement.padding} to divide"
-    if "vocabulary" in rules:
+    if not forms.isdisjoint(OF_VOCABULARY):
         parts.append("one all-reduce adds the ranks' parts of a lookup")
     if loss is not None:
         parts.append("each rank computes the loss on its part, logits are never gathered")

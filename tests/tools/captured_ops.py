@@ -155,7 +155,7 @@ def check_model(model: nn.Module, inputs: dict[str, Tensor], tp: int, seen: set[
         except Exception as error:
             said = " ".join(str(error).split())[:300]
             wrong.append(
-                f"{node.name}: {key[0]}{key[1]} on {[k[0] for k in key[2]]}, {option.rule} "
+                f"{node.name}: {key[0]}{key[1]} on {[k[0] for k in key[2]]}, {option.form.value} "
                 f"{list(map(str, option.args))} -> {option.out}: {type(error).__name__} {said}"
             )
     assert checked or tp == 1 or seen, "nothing was checked"

@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from passes.base import StageGraph
 from passes.localize import localize
 from planner.placement.decide import Placements
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement
 from tests.tools.graphs import bare_context
@@ -201,7 +202,7 @@ class Op:
 def local_module(op: Op, chosen: list[Option], tp: int, rank: int) -> fx.GraphModule:
     """The op as lowering leaves it on ``rank``; ``chosen``: an option for each call of its chain."""
     stage = StageGraph(0, fx.Graph(), nn.Module())
-    options = {n.name: Option((), t, "given") for n, t in zip(op.inputs, chosen[0].args, strict=True)}
+    options = {n.name: Option((), t, Form.WHOLE) for n, t in zip(op.inputs, chosen[0].args, strict=True)}
     for node in op.inputs:
         stage.env[node.name] = stage.graph.placeholder(node.name)
     options |= {n.name: o for n, o in zip(op.chain, chosen, strict=True)}

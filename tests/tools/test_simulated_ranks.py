@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
 from planner.placement.types import I, P, Placement, R, V
 from tests.tools.random_ops import Weight, op_of, real
@@ -17,7 +18,7 @@ ROW = (V(1, 6), V(1, 6)), P
 
 def linear_of(args: tuple[Placement, ...], out: Placement) -> None:
     torch.manual_seed(0)
-    check(op_of(aten.linear.default, (real(3, 6), Weight(real(4, 6)))), Option(args, out, "given"), 2)
+    check(op_of(aten.linear.default, (real(3, 6), Weight(real(4, 6)))), Option(args, out, Form.PARTS), 2)
 
 
 @pytest.mark.parametrize(("args", "out"), [COLUMN, ROW], ids=["column", "row"])
@@ -44,6 +45,6 @@ def test_a_wrong_type_is_caught(args, out):
 
 def test_a_row_bias_added_on_every_rank_is_caught():
     op = op_of(aten.add.Tensor, (real(3, 4), Weight(real(4))))
-    check(op, Option((P, P), P, "partial"), 2)
+    check(op, Option((P, P), P, Form.PARTIAL), 2)
     with pytest.raises(AssertionError):
-        check(op, Option((P, R), P, "partial"), 2)
+        check(op, Option((P, R), P, Form.PARTIAL), 2)

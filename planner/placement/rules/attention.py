@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from planner.placement.rules.base import Option, Site, aligned
+from planner.placement.rules.forms import Form
 from planner.placement.types import Placement, R, V
 
 
@@ -26,9 +27,9 @@ def attention(site: Site) -> Iterator[Option]:
         shared = _of_key_heads(cut, heads // groups, site.tp)
         given = _masks(site, cut) | {q: cut}
         if shared is not None:
-            yield site.option(cut, given | {k: shared, v: shared}, "heads", attends=True)
+            yield site.option(cut, given | {k: shared, v: shared}, Form.PARTS, attends=True)
         elif groups < heads and len(cut.segments) == 1 and len({q, k, v}) == 3:
-            yield site.option(cut, given | {k: R, v: R}, "shared key heads", attends=True)
+            yield site.option(cut, given | {k: R, v: R}, Form.SHARED_KEYS, attends=True)
 
 
 def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:

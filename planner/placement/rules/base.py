@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from planner.graph.own_backward import adds_up
+from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 
 
@@ -30,7 +31,7 @@ class Option:
 
     args: tuple[Placement, ...]
     out: Placement
-    rule: str
+    form: Form
     whole: bool = False
     attends: bool = False
     detour: bool = False
@@ -70,10 +71,12 @@ class Site:
     def divides(self, size: int) -> bool:
         return size % self.tp == 0
 
-    def option(self, out: Placement, given: Mapping[fx.Node, Placement], rule: str, *, attends: bool = False) -> Option:
+    def option(
+        self, out: Placement, given: Mapping[fx.Node, Placement], form: Form, *, attends: bool = False
+    ) -> Option:
         """An option where inputs not in ``given`` are R: what a sharded op reads whole has partial gradients."""
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
-        return Option(args, self.settle(self.node, out), rule, attends=attends)
+        return Option(args, self.settle(self.node, out), form, attends=attends)
 
     def settle(self, node: fx.Node, placement: Placement) -> Placement:
         """Without a gradient R and I are the same thing: I is the one name for it."""
@@ -81,13 +84,13 @@ class Site:
 
     def uniform(self) -> Iterator[Option]:
         """The typings that every op admits: all inputs I, and (where a gradient flows) all R."""
-        yield Option(tuple(I for _ in self.inputs), I, "whole", whole=True)
+        yield Option(tuple(I for _ in self.inputs), I, Form.WHOLE, whole=True)
         if self.grad(self.node) and adds_up(self.node):
-            yield Option(tuple(self.settle(n, R) for n in self.inputs), R, "whole", whole=True)
+            yield Option(tuple(self.settle(n, R) for n in self.inputs), R, Form.WHOLE, whole=True)
 
-    def partial(self, linear_in: Iterable[fx.Node], rule: str = "partial") -> Option:
+    def partial(self, linear_in: Iterable[fx.Node]) -> Option:
         """Partial sums in, partial sums out; the other inputs are factors (R)."""
-        return self.option(P, dict.fromkeys(linear_in, P), rule)
+        return self.option(P, dict.fromkeys(linear_in, P), Form.PARTIAL)
 
 
 def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:

@@ -17,6 +17,7 @@ from torch import fx
 
 from planner.graph.products import equation, is_made_of_weights
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
 
 aten = torch.ops.aten
@@ -58,9 +59,9 @@ def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str,
             if label in w
         }
         if label in out:
-            yield site.option(Placement("V", out.index(label), segments, padding), given, "column", attends=attends)
+            yield site.option(Placement("V", out.index(label), segments, padding), given, Form.COLUMN, attends=attends)
         elif not padding and all(s.sharded for s in segments):
-            yield site.option(P, given, "row", attends=attends)
+            yield site.option(P, given, Form.ROW, attends=attends)
 
 
 def _segmentations(

@@ -18,6 +18,7 @@ from torch import fx
 
 from planner.graph.aten import named
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def _columns(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[
     cuts = {c.moved(0) for c in site.candidates() if c.dim == channel}
     cuts |= {c for c in site.candidates(weight) if c.dim == 0}
     for cut in sorted(cuts | _even(site, weight, 0)):
-        yield site.option(cut.moved(channel), {weight: cut}, "column")
+        yield site.option(cut.moved(channel), {weight: cut}, Form.COLUMN)
 
 
 def _rows(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
@@ -51,7 +52,7 @@ def _rows(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Opt
     cuts |= {c for c in site.candidates(weight) if c.dim == 1}
     for cut in sorted(cuts | _even(site, weight, 1)):
         if not cut.padding and not cut.has_whole_segment:
-            yield site.option(P, {x: cut.moved(channel), weight: cut}, "row")
+            yield site.option(P, {x: cut.moved(channel), weight: cut}, Form.ROW)
 
 
 def _even(site: Site, weight: fx.Node, dim: int) -> set[Placement]:
@@ -69,7 +70,7 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
     for cut in sorted(cuts):
         plain = len(cut.segments) == 1 and not cut.has_whole_segment and site.divides(groups)
         if not cut.padding and (groups == size or plain):
-            yield site.option(cut.moved(channel), {x: cut.moved(channel), weight: cut}, "groups")
+            yield site.option(cut.moved(channel), {x: cut.moved(channel), weight: cut}, Form.GROUPS)
 
 
 def spatial(site: Site) -> Iterator[Option]:
@@ -79,7 +80,7 @@ def spatial(site: Site) -> Iterator[Option]:
     if len(site.inputs) > 1 or len(site.shape(x)) < 3:
         return
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim <= channel}):
-        yield site.option(cut, {x: cut}, "channels")
+        yield site.option(cut, {x: cut}, Form.PARTS)
 
 
 def group_norm(site: Site) -> Iterator[Option]:
@@ -91,9 +92,9 @@ def group_norm(site: Site) -> Iterator[Option]:
     others = [n for n in site.inputs if n is not x]
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n)}):
         if cut.dim == 0:
-            yield site.option(cut, {x: cut}, "norm")
+            yield site.option(cut, {x: cut}, Form.PARTS)
         elif cut.dim == 1 and len(cut.segments) == 1 and site.divides(groups) and not cut.padding:
-            yield site.option(cut, {x: cut} | dict.fromkeys(others, Placement("V", 0, (Segment(size),))), "groups")
+            yield site.option(cut, {x: cut} | dict.fromkeys(others, Placement("V", 0, (Segment(size),))), Form.GROUPS)
 
 
 def batch_norm(site: Site) -> Iterator[Option]:
@@ -108,4 +109,4 @@ def batch_norm(site: Site) -> Iterator[Option]:
     cuts = {c for n in (x, site.node) for c in site.candidates(n) if c.dim == 1}
     cuts |= {c.moved(1) for n in others for c in site.candidates(n) if c.dim == 0}
     for cut in sorted(c for c in cuts if not c.padding and not c.has_whole_segment):
-        yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, "channels")
+        yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, Form.PARTS)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, R, Segment, padded_vocabulary
 
 
@@ -23,16 +24,16 @@ def embedding(site: Site) -> Iterator[Option]:
     if any(site.node.args[3:4]):
         return  # gradients scaled by how often an id occurs
     for cut in vocabulary_cuts(site, rows, 0):
-        yield site.option(P, {weight: cut}, "vocabulary")
+        yield site.option(P, {weight: cut}, Form.VOCABULARY)
     last = len(site.shape()) - 1
     wanted = {c for c in site.candidates() if c.dim == last}
     wanted |= {c.moved(last) for c in site.candidates(weight) if c.dim == 1}
     if site.divides(columns):
         wanted.add(Placement("V", last, (Segment(columns),)))
     for cut in sorted(wanted):
-        yield site.option(cut, {weight: cut.moved(1)}, "features")
+        yield site.option(cut, {weight: cut.moved(1)}, Form.PARTS)
     for cut in sorted({*site.candidates(ids), *(c for c in site.candidates() if c.dim < last)}):
-        yield site.option(cut, {weight: R, ids: cut}, "tokens")
+        yield site.option(cut, {weight: R, ids: cut}, Form.PARTS)
 
 
 def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:

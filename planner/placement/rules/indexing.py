@@ -19,6 +19,7 @@ from torch import fx
 
 from planner.graph.aten import named
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.rules.reduction import along_dim
 from planner.placement.types import P, Placement, R
 
@@ -36,7 +37,7 @@ def index(site: Site) -> Iterator[Option]:
     back = {after: before for before, after in places.items()}
     cuts |= {(c.moved(back[c.dim]), c) for c in site.candidates() if c.dim in back}
     for before, after in sorted(cuts):
-        yield site.option(after, {x: before}, "index")
+        yield site.option(after, {x: before}, Form.PARTS)
     yield from _index_cut(site, x, indices, back)
     yield site.partial([x])
 
@@ -54,7 +55,7 @@ def _index_cut(site: Site, x: fx.Node, indices: list[fx.Node | None], back: dict
     cuts = {c for c in site.candidates() if c.dim in starts}
     cuts |= {c.moved(c.dim + offset) for c in site.candidates(used[0])}
     for cut in sorted(cuts):
-        yield site.option(cut, {x: R, used[0]: cut.moved(cut.dim - offset)}, "rows")
+        yield site.option(cut, {x: R, used[0]: cut.moved(cut.dim - offset)}, Form.PARTS)
 
 
 def _places(site: Site, x: fx.Node, indices: list[fx.Node | None]) -> dict[int, int] | None:
@@ -81,12 +82,12 @@ def gather(site: Site) -> Iterator[Option]:
         return
     dim = given["dim"] % len(site.shape(x))
     for cut in _alike(site, dim, [x, index_]):
-        yield site.option(cut, {x: cut, index_: cut}, "index")
+        yield site.option(cut, {x: cut, index_: cut}, Form.PARTS)
     for cut in sorted(c for c in site.candidates() if c.dim == dim):
-        yield site.option(cut, {x: R, index_: cut}, "rows")
+        yield site.option(cut, {x: R, index_: cut}, Form.PARTS)
     for cut in site.candidates(x):
         if cut.dim == dim and len(cut.segments) == 1 and site.grad(site.node):
-            yield site.option(P, {x: cut}, "picked")
+            yield site.option(P, {x: cut}, Form.PICKED)
     yield site.partial([x])
 
 
@@ -99,7 +100,7 @@ def scatter(site: Site) -> Iterator[Option]:
         return
     dim = given["dim"] % len(site.shape(x))
     for cut in _alike(site, dim, tensors):
-        yield site.option(cut, dict.fromkeys(tensors, cut), "index")
+        yield site.option(cut, dict.fromkeys(tensors, cut), Form.PARTS)
     if site.node.target in (aten.scatter.src, aten.scatter_add.default):
         yield site.partial([t for t in tensors if t is not index_])
 
@@ -112,7 +113,7 @@ def index_add(site: Site) -> Iterator[Option]:
         return
     dim = given["dim"] % len(site.shape(x))
     for cut in _alike(site, dim, [x, source]):
-        yield site.option(cut, {x: cut, source: cut}, "index")
+        yield site.option(cut, {x: cut, source: cut}, Form.PARTS)
     yield site.partial([x, source])
 
 
@@ -136,7 +137,7 @@ def index_put(site: Site) -> Iterator[Option]:
     shift = len(site.shape(values)) - ndim
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim >= first}):
         if cut.dim + shift >= 0 and site.shape(values)[cut.dim + shift] == site.shape(x)[cut.dim]:
-            yield site.option(cut, {x: cut, values: cut.moved(cut.dim + shift)}, "index")
+            yield site.option(cut, {x: cut, values: cut.moved(cut.dim + shift)}, Form.PARTS)
     yield site.partial([x, values])
 
 
@@ -147,7 +148,7 @@ def pad(site: Site) -> Iterator[Option]:
     ndim = len(site.shape(x))
     padded = {ndim - 1 - i // 2 for i, n in enumerate(amounts) if n}
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim not in padded}):
-        yield site.option(cut, {x: cut}, "pad")
+        yield site.option(cut, {x: cut}, Form.PARTS)
     given = named(site.node, list(site.node.args), dict(site.node.kwargs))
     if not given.get("value"):
         yield site.partial([x])
@@ -158,7 +159,7 @@ def triangle(site: Site) -> Iterator[Option]:
     (x,) = site.inputs
     last = len(site.shape(x)) - 2
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim < last}):
-        yield site.option(cut, {x: cut}, "triangle")
+        yield site.option(cut, {x: cut}, Form.PARTS)
     yield site.partial([x])
 
 
@@ -174,7 +175,7 @@ def unfold(site: Site) -> Iterator[Option]:
     dim = int(site.node.args[1]) % len(site.shape(x))  # pyright: ignore[reportArgumentType]
     last = len(site.shape(x))
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim not in (dim, last)}):
-        yield site.option(cut, {x: cut}, "unfold")
+        yield site.option(cut, {x: cut}, Form.PARTS)
     yield site.partial([x])
 
 
@@ -183,7 +184,7 @@ def complex_view(site: Site) -> Iterator[Option]:
     (x,) = site.inputs
     pair = max(len(site.shape(x)), len(site.shape())) - 1
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim != pair}):
-        yield site.option(cut, {x: cut}, "complex")
+        yield site.option(cut, {x: cut}, Form.PARTS)
     yield site.partial([x])
 
 
@@ -192,4 +193,4 @@ def one_hot(site: Site) -> Iterator[Option]:
     (ids,) = site.inputs
     last = len(site.shape(ids))
     for cut in sorted({c for n in (ids, site.node) for c in site.candidates(n) if c.dim < last}):
-        yield site.option(cut, {ids: cut}, "one-hot")
+        yield site.option(cut, {ids: cut}, Form.PARTS)

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.rules.reshape import reshape_cut
-from planner.placement.types import P, Placement, R, Segment
+from planner.placement.types import Placement, R, Segment
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def reshape(site: Site) -> Iterator[Option]:
     pairs |= {(reshape_cut(c, after, before, site.tp), c) for c in site.candidates()}
     for cut, out in sorted(((a, b) for a, b in pairs if a and b), key=str):
         if reshape_cut(cut, before, after, site.tp) == out:
-            yield site.option(out, {x: cut}, "reshape")
+            yield site.option(out, {x: cut}, Form.SIZES)
     yield site.partial([x])
 
 
@@ -38,7 +39,7 @@ def permute(site: Site) -> Iterator[Option]:
     dims = [d % len(dims) for d in dims]
     cuts = {c for c in site.candidates(x)} | {c.moved(dims[c.dim]) for c in site.candidates()}
     for cut in sorted(cuts):
-        yield site.option(cut.moved(dims.index(cut.dim)), {x: cut}, "permute")
+        yield site.option(cut.moved(dims.index(cut.dim)), {x: cut}, Form.PARTS)
     yield site.partial([x])
 
 
@@ -53,7 +54,7 @@ def expand(site: Site) -> Iterator[Option]:
     for cut in sorted(cuts):
         dim = cut.dim - shift
         kept = dim >= 0 and shape[dim] == out_shape[cut.dim]
-        yield site.option(cut, {x: cut.moved(dim)} if kept else {}, "expand")
+        yield site.option(cut, {x: cut.moved(dim)} if kept else {}, Form.SIZES)
     yield site.partial([x])
 
 
@@ -68,7 +69,7 @@ def split(site: Site) -> Iterator[Option]:
     for piece in pieces.values():
         cuts.update(c for c in site.candidates(piece) if c.dim != dim)
     for cut in sorted(cuts):
-        yield site.option(cut, {x: cut}, "split")
+        yield site.option(cut, {x: cut}, Form.SPLIT)
     yield site.partial([x])
 
 
@@ -77,15 +78,15 @@ def getitem(site: Site) -> Iterator[Option]:
     index = int(site.node.args[1])  # pyright: ignore[reportArgumentType]
     if source.target is not aten.split_with_sizes.default:
         for cut in site.candidates(source):
-            yield site.option(cut, {source: cut}, "item")
+            yield site.option(cut, {source: cut}, Form.PARTS)
         return
     sizes: Any = source.args[1]
     dim = int(source.args[2])  # pyright: ignore[reportArgumentType]
     for cut in site.candidates(source):
         if cut.dim != dim:
-            yield site.option(cut, {source: cut}, "item")
+            yield site.option(cut, {source: cut}, Form.PARTS)
         elif (pieces := pieces_of(cut, sizes)) is not None:
-            yield site.option(pieces[index], {source: cut}, "segment")
+            yield site.option(pieces[index], {source: cut}, Form.PARTS)
     yield site.partial([source])
 
 
@@ -95,14 +96,14 @@ def slice_(site: Site) -> Iterator[Option]:
     size = site.shape(x)[dim]  # pyright: ignore
     cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}
     for cut in sorted(cuts):
-        yield site.option(cut, {x: cut}, "slice")
+        yield site.option(cut, {x: cut}, Form.PARTS)
     if not step:
         along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))  # pyright: ignore
         bounds = [start, end - start, size - end]  # pyright: ignore
         for cut in sorted(along):
             pieces = pieces_of(cut, bounds)
             if pieces is not None:
-                yield site.option(pieces[1], {x: cut}, "segment")
+                yield site.option(pieces[1], {x: cut}, Form.SEGMENT)
     else:
         yield from _strided(site, x, dim, start, end, step[0])  # pyright: ignore[reportArgumentType]
     yield site.partial([x])
@@ -122,7 +123,7 @@ def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) 
     for cut in sorted(cuts):
         if all(s.local(site.tp) % step == 0 for s in cut.segments):
             out = tuple(Segment(s.size // step, s.sharded) for s in cut.segments)
-            yield site.option(Placement("V", dim, out), {x: cut}, "strided")
+            yield site.option(Placement("V", dim, out), {x: cut}, Form.STRIDED)
 
 
 def cat(site: Site) -> Iterator[Option]:
@@ -130,7 +131,7 @@ def cat(site: Site) -> Iterator[Option]:
     dim = int(arguments[1] if len(arguments) > 1 else 0) % len(site.shape())
     everywhere = {c for n in (*site.inputs, site.node) for c in site.candidates(n)}
     for cut in sorted(c for c in everywhere if c.dim != dim):
-        yield site.option(cut, dict.fromkeys(site.inputs, cut), "cat")
+        yield site.option(cut, dict.fromkeys(site.inputs, cut), Form.PARTS)
     operands = arguments[0]
     if len(set(operands)) == len(operands):
         yield from _cat_along(site, list(operands), dim)
@@ -147,7 +148,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
             for c, n in zip(choices, operands, strict=True)
         ]
         segments = tuple(s for c in cuts for s in c.segments)
-        yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), "cat")
+        yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), Form.PARTS)
 
 
 def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
@@ -156,7 +157,7 @@ def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Optio
     for cut in site.candidates():
         pieces = pieces_of(cut, sizes) if cut.dim == dim else None
         if pieces is not None and all(pieces[operands.index(n)] == p for n, p in zip(operands, pieces, strict=True)):
-            yield site.option(cut, dict(zip(operands, pieces, strict=True)), "cat")
+            yield site.option(cut, dict(zip(operands, pieces, strict=True)), Form.PARTS)
 
 
 def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
@@ -216,5 +217,5 @@ def select_rows(site: Site) -> Iterator[Option]:
     x = site.inputs[0]
     dim = int(site.node.args[1]) % len(site.shape(x))  # pyright: ignore[reportArgumentType]
     for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
-        yield site.option(cut, {x: cut}, "index")
-    yield site.option(P, {x: P}, "partial")
+        yield site.option(cut, {x: cut}, Form.PARTS)
+    yield site.partial([x])

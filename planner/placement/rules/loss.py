@@ -12,6 +12,7 @@ from torch import fx
 
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
+from planner.placement.rules.forms import Form
 from planner.placement.types import I, R
 
 
@@ -25,4 +26,4 @@ def cross_entropy(site: Site) -> Iterator[Option]:
         return
     cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
     for cut in sorted(cuts | set(vocabulary_cuts(site, shape[1], 1))):
-        yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, "vocabulary")
+        yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, Form.CLASSES)

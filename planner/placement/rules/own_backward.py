@@ -11,6 +11,7 @@ from torch import fx
 
 from planner.graph.own_backward import Cut, OwnBackward
 from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
 from planner.placement.types import Placement
 
 
@@ -27,7 +28,7 @@ def own_backward(site: Site) -> Iterator[Option]:
         for placement in sorted(found):
             if _bears(call, placement):
                 given = {n: placement.moved(dim) for n, dim in places.items()}
-                yield site.option(placement, given, "part by part")
+                yield site.option(placement, given, Form.PARTS)
 
 
 def _places(operands: tuple[object, ...], cut: Cut) -> dict[fx.Node, int] | None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from planner.placement.rules.base import Option, Site, aligned, lifted
+from planner.placement.rules.forms import Form
 from planner.placement.types import Placement
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def pointwise(site: Site) -> Iterator[Option]:
         if site.node.target is aten.dropout.default and cut.has_whole_segment:
             continue  # each rank draws its own mask, and a segment held whole must be the same on all
         given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs}
-        yield site.option(cut, given, "pointwise")
+        yield site.option(cut, given, Form.PARTS)
     yield from _partial(site)
 
 

@@ -8,15 +8,15 @@ softmax, norms, cumsum, sort, topk  → as their input, where the dim they work 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from planner.graph.aten import aten, reduced_dims
 from planner.placement.rules.base import Option, Site
-from planner.placement.types import I, P
+from planner.placement.rules.forms import Form
+from planner.placement.types import I, P, Placement
 
-OVER_RANKS = "over ranks"  # the op itself exchanges, for each row of a cut dim, its statistics
 SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),
@@ -28,40 +28,81 @@ EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a 
 
 
 def reduction(site: Site) -> Iterator[Option]:
-    """sum, mean, amax, var …: ``op(x, dims?, keepdim?)``."""
+    """amax, var, any …: ``op(x, dims?, keepdim?)``."""
+    yield from _reduction(site, lambda _: ())
+
+
+def total(site: Site) -> Iterator[Option]:
+    """sum."""
+    yield from _reduction(site, lambda cut: _partial_sum(site, cut, Form.SUM))
+    yield from _of_partial_sums(site)
+
+
+def mean(site: Site) -> Iterator[Option]:
+    yield from _reduction(site, lambda cut: _partial_sum(site, cut, Form.MEAN))
+    yield from _of_partial_sums(site)
+
+
+def logsumexp(site: Site) -> Iterator[Option]:
+    def over_ranks(cut: Placement) -> Iterator[Option]:
+        if reduced_dims(site.node) == {cut.dim} and len(cut.segments) == 1:
+            yield Option((cut,), I, Form.OVER_RANKS, detour=True)
+
+    yield from _reduction(site, over_ranks)
+
+
+def _reduction(site: Site, over: Callable[[Placement], Iterable[Option]]) -> Iterator[Option]:
+    """``over``: the options where a dim is cut that is reduced."""
     x = site.inputs[0]
-    shape = site.shape(x)
-    dims = reduced_dims(site.node)
-    kept = len(site.shape()) == len(shape)
-    places = [d for d in range(len(shape)) if kept or d not in dims]
+    dims, ndim = reduced_dims(site.node), len(site.shape(x))
+    kept = len(site.shape()) == ndim
+    places = [d for d in range(ndim) if kept or d not in dims]
     cuts = set(site.candidates(x)) | {c.moved(places[c.dim]) for c in site.candidates() if places[c.dim] not in dims}
     for cut in sorted(cuts):
-        if cut.dim not in dims:
-            yield site.option(cut.moved(places.index(cut.dim)), {x: cut}, "reduce elsewhere")
-        elif site.node.target in SUMS and not cut.padding and not cut.has_whole_segment:
-            option = site.option(P, {x: cut}, "partial sum")
-            yield replace(option, detour=cut.dim == len(shape) - 1)
-        elif site.node.target is aten.logsumexp.default and dims == {cut.dim} and len(cut.segments) == 1:
-            yield Option((cut,), I, OVER_RANKS, detour=True)
-    if site.node.target in SUMS and site.grad(site.node):
-        yield site.partial([x])
+        if cut.dim in dims:
+            yield from over(cut)
+        else:
+            yield site.option(cut.moved(places.index(cut.dim)), {x: cut}, Form.PARTS)
 
 
-SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+def _partial_sum(site: Site, cut: Placement, form: Form) -> Iterator[Option]:
+    x = site.inputs[0]
+    if not cut.padding and not cut.has_whole_segment:
+        yield replace(site.option(P, {x: cut}, form), detour=cut.dim == len(site.shape(x)) - 1)
+
+
+def _of_partial_sums(site: Site) -> Iterator[Option]:
+    if site.grad(site.node):
+        yield site.partial(site.inputs[:1])
 
 
 def along_dim(site: Site) -> Iterator[Option]:
-    """softmax(x, dim), cumsum(x, dim), topk …: every output is cut as x is, on any other dim."""
+    """cumsum(x, dim), sort, topk …: every output is cut as x is, on any other dim."""
+    yield from _along(site, lambda _: ())
+
+
+def softmax(site: Site) -> Iterator[Option]:
+    """softmax(x, dim), log_softmax: as others along a dim, or over the ranks' parts of it."""
+
+    def over_ranks(cut: Placement) -> Iterator[Option]:
+        if not cut.padding and not cut.has_whole_segment:
+            yield Option((cut,), cut, Form.OVER_RANKS, detour=True)
+
+    yield from _along(site, over_ranks)
+
+
+def _along(site: Site, over: Callable[[Placement], Iterable[Option]]) -> Iterator[Option]:
+    """``over``: the options where the dim is cut that the op runs along."""
     x, *others = site.inputs
     ndim = len(site.shape(x))
     if others or len(site.shape()) != ndim:
         return
-    dims = set(reduced_dims(site.node)) if _has_dim(site) else {ndim - 1}
+    dims = reduced_dims(site.node) if _has_dim(site) else {ndim - 1}
     for cut in sorted({*site.candidates(x), *site.candidates()}):
-        if cut.dim not in dims:
-            yield site.option(cut, {x: cut}, "along a whole dim")
-        elif site.node.target in SOFTMAX and not cut.padding and not cut.has_whole_segment:
-            yield Option((cut,), cut, OVER_RANKS, detour=True)
+        if cut.dim in dims:
+            yield from over(cut)
+        else:
+            yield site.option(cut, {x: cut}, Form.PARTS)
 
 
 def _has_dim(site: Site) -> bool:
@@ -75,7 +116,7 @@ def norm(site: Site) -> Iterator[Option]:
     first = len(site.shape(x)) - len(normalized)
     for cut in sorted({*site.candidates(x), *site.candidates()}):
         if cut.dim < first:
-            yield site.option(cut, {x: cut}, "norm")
+            yield site.option(cut, {x: cut}, Form.PARTS)
         elif len(normalized) == 1 and not cut.padding and not cut.has_whole_segment and site.grad(site.node):
             given = dict.fromkeys(site.inputs[1:], cut.moved(0)) | {x: cut}
-            yield replace(site.option(cut, given, OVER_RANKS), detour=True)
+            yield replace(site.option(cut, given, Form.OVER_RANKS), detour=True)

@@ -12,6 +12,7 @@ from planner.placement.rules.base import Option, Rule, Site
 from planner.placement.rules.contraction import contraction, grouped
 from planner.placement.rules.convolution import batch_norm, convolution, group_norm, spatial
 from planner.placement.rules.embedding import embedding
+from planner.placement.rules.forms import Form
 from planner.placement.rules.indexing import (
     complex_view,
     gather,
@@ -29,7 +30,7 @@ from planner.placement.rules.layout import cat, expand, getitem, permute, reshap
 from planner.placement.rules.loss import cross_entropy
 from planner.placement.rules.own_backward import own_backward
 from planner.placement.rules.pointwise import pointwise
-from planner.placement.rules.reduction import along_dim, norm, reduction
+from planner.placement.rules.reduction import along_dim, logsumexp, mean, norm, reduction, softmax, total
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 
@@ -54,16 +55,19 @@ RULES: dict[Any, Rule] = {
     **_ops(select_rows, "index_select"),
     **_ops(
         reduction,
-        "sum sum.dim_IntList mean mean.dim amax amin var var.dim var.correction std std.dim "
+        "amax amin var var.dim var.correction std std.dim "
         "std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean "
-        "logsumexp prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
+        "prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
         "max.dim min.dim median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim "
         "linalg_vector_norm",
     ),
+    **_ops(total, "sum sum.dim_IntList"),
+    **_ops(mean, "mean mean.dim"),
+    **_ops(logsumexp, "logsumexp"),
+    **_ops(softmax, "softmax.int log_softmax.int"),
     **_ops(
         along_dim,
-        "softmax.int log_softmax.int _softmax _log_softmax sort sort.stable topk cumprod argsort cummax "
-        "cummin logcumsumexp _safe_softmax",
+        "_softmax _log_softmax sort sort.stable topk cumprod argsort cummax cummin logcumsumexp _safe_softmax",
     ),
     **_ops(linear_along_dim, "cumsum flip roll diff"),
     **_ops(index, "index.Tensor"),
@@ -95,6 +99,34 @@ RULES: dict[Any, Rule] = {
 }
 
 
+# What a rule may give beside WHOLE and PARTIAL, which any op may be; nothing else is accepted of it.
+GIVES: dict[Rule, frozenset[Form]] = {
+    contraction: frozenset({Form.COLUMN, Form.ROW}),
+    grouped: frozenset({Form.COLUMN, Form.ROW}),
+    convolution: frozenset({Form.COLUMN, Form.ROW, Form.GROUPS}),
+    group_norm: frozenset({Form.PARTS, Form.GROUPS}),
+    embedding: frozenset({Form.PARTS, Form.VOCABULARY}),
+    attention: frozenset({Form.PARTS, Form.SHARED_KEYS}),
+    cross_entropy: frozenset({Form.CLASSES}),
+    norm: frozenset({Form.PARTS, Form.OVER_RANKS}),
+    softmax: frozenset({Form.PARTS, Form.OVER_RANKS}),
+    logsumexp: frozenset({Form.PARTS, Form.OVER_RANKS}),
+    total: frozenset({Form.PARTS, Form.SUM}),
+    mean: frozenset({Form.PARTS, Form.MEAN}),
+    gather: frozenset({Form.PARTS, Form.PICKED}),
+    reshape: frozenset({Form.SIZES}),
+    expand: frozenset({Form.SIZES}),
+    split: frozenset({Form.SPLIT}),
+    slice_: frozenset({Form.PARTS, Form.SEGMENT, Form.STRIDED}),
+}
+ANY_OP = frozenset({Form.WHOLE, Form.PARTIAL})
+
+
+def forms_of(rule: Rule) -> frozenset[Form]:
+    """All forms that a rule may give."""
+    return ANY_OP | GIVES.get(rule, frozenset({Form.PARTS}))
+
+
 def rule_of(target: Any) -> Rule | None:
     """The rule of an op; None where there is none (it is then computed whole on every rank, and reported)."""
     if target in RULES:
@@ -115,5 +147,7 @@ def options_of(site: Site) -> list[Option]:
     options = dict.fromkeys(site.uniform())
     rule = rule_of(site.node.target)
     if rule is not None and site.inputs and site.tp > 1:
-        options |= dict.fromkeys(o for o in rule(site) if site.grad(site.node) or o.rule != "partial")
+        found = [o for o in rule(site) if site.grad(site.node) or o.form is not Form.PARTIAL]
+        assert all(o.form in forms_of(rule) for o in found), f"{rule} gave a form that GIVES does not list"
+        options |= dict.fromkeys(found)
     return list(options)

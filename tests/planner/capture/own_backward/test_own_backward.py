@@ -20,6 +20,7 @@ from planner.capture.own_backward.custom_functions import CustomFunctions, calls
 from planner.errors import PlanError, Where
 from planner.graph.blocks.structure import Structure
 from planner.graph.own_backward import Cut, OwnBackward
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R, Segment, V
 from tests.models.custom_functions import (
@@ -177,16 +178,16 @@ def test_a_backward_that_is_not_linear_takes_no_partial_sums() -> None:
     x = real(4, 6)
     op = op_of(call_of(Clamped, x), (x,))
     assert [o for o in options_of(Site(op.node, 2, {})) if o.out == R] == []
-    check(op, Option((I,), I, "whole"), 2)
-    check(op, Option((V(1, 6),), V(1, 6), "part by part"), 2)
+    check(op, Option((I,), I, Form.WHOLE), 2)
+    check(op, Option((V(1, 6),), V(1, 6), Form.PARTS), 2)
     with pytest.raises(AssertionError):
-        check(op, Option((R,), R, "whole"), 2)
+        check(op, Option((R,), R, Form.WHOLE), 2)
 
 
 def test_a_cut_over_what_a_backward_sums_is_caught() -> None:
     x = real(4, 6)
     with pytest.raises(AssertionError):
-        check(op_of(call_of(UnitGradient, x), (x,)), Option((V(1, 6),), V(1, 6), "part by part"), 2)
+        check(op_of(call_of(UnitGradient, x), (x,)), Option((V(1, 6),), V(1, 6), Form.PARTS), 2)
 
 
 # ---- structure and names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Site, options_of
 from tests.tools.random_ops import Weight, check_options, op_of, real, rule_property, sizes
 
@@ -82,8 +83,8 @@ def test_unary_pointwise(data):
 def test_a_cast_to_fewer_bits_takes_no_partial_sums():
     """Each rank would round its part, and the sum of rounded parts is not the rounded sum."""
     wide, narrow = (op_of(aten.to.dtype, (real(4, 4).to(a), b)) for a, b in NARROWING)
-    kinds = [{o.rule for o in options_of(Site(op.node, 2, {}))} for op in (wide, narrow)]
-    assert kinds == [{"whole", "partial"}, {"whole"}]
+    kinds = [{o.form for o in options_of(Site(op.node, 2, {}))} for op in (wide, narrow)]
+    assert kinds == [{Form.WHOLE, Form.PARTIAL}, {Form.WHOLE}]
 
 
 NARROWING = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
