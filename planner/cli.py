@@ -1,4 +1,4 @@
-"""The planner's commands: ``plan``, ``search``, ``groups``, ``schedule``. None needs a GPU or a process group.
+"""The planner's commands: plan, search, groups, schedule, schema. None needs a GPU or a process group.
 
 One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
 PlanError from anywhere below becomes one message on stderr and exit code 2 (``Commands``).
@@ -187,6 +187,23 @@ def schedule_command(
         write_text(schedule_svg(schedule, simulation))
     else:
         write_text(schedule_text(schedule, simulation))
+
+
+@app.command("schema", epilog="Example: meshwright schema -o spec.schema.json")
+def schema_command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of a spec, so that an editor completes its keys, explains and checks them.
+
+    Editors with the YAML language server read it where the spec's first line names it:
+    [bold]# yaml-language-server: $schema=spec.schema.json[/]
+    """
+    from planner.spec.schema import json_schema
+    from planner.spec.spec import Spec
+
+    write_text(json.dumps(json_schema(Spec), indent=2, ensure_ascii=False), output)
 
 
 def write_text(text: str, path: Path | None = None) -> None:

@@ -7,6 +7,7 @@ PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -54,4 +55,18 @@ def require(ok: bool, what: str) -> None:
 
 
 class SpecError(PlanError):
-    """Bad input in the spec: ``where`` names its file and line."""
+    """Bad input in the spec: ``where`` names its file and line. ``errors``: all of them where there are several."""
+
+    errors: tuple[PlanError, ...] = ()
+
+    @classmethod
+    def of(cls, errors: Sequence[PlanError]) -> PlanError:
+        """One error that shows all; a single one as it is."""
+        if len(errors) == 1:
+            return errors[0]
+        together = cls(f"{len(errors)} errors in the spec", where=errors[0].where, fix=errors[0].fix)
+        together.errors = tuple(errors)
+        return together
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *map(str, self.errors)]) if self.errors else super().__str__()

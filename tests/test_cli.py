@@ -81,7 +81,7 @@ def test_schedule_as_svg_has_a_bar_for_each_action():
     assert text.count("<rect") == 2 * 2 * 4
 
 
-@pytest.mark.parametrize("command", ["plan", "verify", "train", "groups", "schedule", "search"])
+@pytest.mark.parametrize("command", ["plan", "verify", "train", "groups", "schedule", "search", "schema"])
 def test_help_shows_an_example(command):
     result = run(command, "--help")
     assert result.exit_code == 0

@@ -8,6 +8,7 @@ YAML 1.2. A key given twice is an error, because PyYAML would silently keep the 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,12 @@ class _NodeReader:
 def join(path: str, key: object) -> str:
     """The dotted path of a key inside ``path``: ("mesh", "tp") is "mesh.tp"."""
     return f"{path}.{key}" if path else str(key)
+
+
+def locate(locations: Mapping[str, Where], path: str) -> Where:
+    """The place of ``path``, or of the nearest key around it; for a spec that was a dict, the dotted path itself."""
+    if not locations:
+        return Where(module=path or "the spec")
+    while path not in locations:
+        path = path.rpartition(".")[0]
+    return locations[path]

@@ -1,211 +1,168 @@
-"""The sections of the spec: each key with its default and the reader that checks it."""
-
-# ruff: noqa: RUF009 - key() makes a dataclass field, it is meant to be called in the class body
+"""The sections of the spec: each key with its type, its default and what it means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import field_validator, model_validator
+
+from planner.errors import PlanError, SpecError
 from planner.mesh import Mesh
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
-    Cursor,
-    boolean,
-    choice,
-    describe_value,
-    integer,
+    Auto,
+    Count,
+    Dtype,
+    Flag,
+    Float,
+    Fraction,
+    Name,
+    NotNegative,
+    NullIsNone,
+    Positive,
+    Section,
+    Size,
+    Style,
+    Word,
     key,
-    list_of,
-    mapping_of,
-    missing_key,
-    number,
-    section,
-    text,
+    optional_by_like,
+    required,
 )
-from planner.spec.lines import join
 
-STYLES = ("column", "row", "vocab", "expert", "replicate")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
-FLOATS = ("float32", "bfloat16", "float16", "float64")
-DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool", *FLOATS)
+STYLES: tuple[str, ...] = get_args(Style)
 
 
-@dataclass(frozen=True, slots=True)
-class MeshSpec:
-    """Sizes of the mesh axes; ``auto`` leaves one to the search. ``order``: the leftmost axis has stride 1.
+class MeshSpec(Section):
+    tp: Size | Auto = key(1, "tensor parallel: ranks that share each layer")
+    pp: Size | Auto = key(1, "pipeline parallel: ranks that share the sequence of layers")
+    dp: Size | Auto = key(1, "data parallel: replicas that share the batch")
+    vpp: Size | Auto = key(1, "chunks of each pipeline rank, for interleaved_1f1b")
+    cp: Size | Auto = key(1, "context parallel")
+    ep: Size | Auto = key(1, "expert parallel")
+    etp: Size | Auto | None = key(None, "tensor parallel inside each expert; null: tp", validate_default=True)
+    order: Name = key(DEFAULT_ORDER, "the leftmost axis joins neighbouring ranks")
 
-    ``etp`` left out is tp: experts are cut like everything else.
-    """
+    @model_validator(mode="before")
+    @classmethod
+    def _all_auto(cls, value: Any) -> Any:
+        return {axis: AUTO for axis in cls.model_fields if axis != "order"} if value == AUTO else value
 
-    tp: int | str = key(integer(auto=True), 1)
-    pp: int | str = key(integer(auto=True), 1)
-    dp: int | str = key(integer(auto=True), 1)
-    vpp: int | str = key(integer(auto=True), 1)
-    cp: int | str = key(integer(auto=True), 1)
-    ep: int | str = key(integer(auto=True), 1)
-    etp: int | str | None = key(integer(auto=True, optional=True), None)
-    order: str = key(text(), DEFAULT_ORDER)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "etp", self.tp if self.etp is None else self.etp)
+    @field_validator("etp")
+    @classmethod
+    def _as_tp(cls, value: Any, info: Any) -> Any:
+        return info.data.get("tp") if value is None else value
 
     @property
     def has_auto(self) -> bool:
         """Whether some size is left to the search."""
-        return any(getattr(self, f.name) == AUTO for f in fields(self))
+        return AUTO in dict(self).values()
 
     def to_mesh(self) -> Mesh:
         """The mesh of these sizes, none of which is auto. Raises PlanError where they make none."""
-        return Mesh(**{f.name: getattr(self, f.name) for f in fields(self)})
+        return Mesh(**dict(self))
+
+    def problems(self) -> Iterator[PlanError]:
+        if not self.has_auto:
+            try:
+                self.to_mesh()
+            except PlanError as error:
+                yield error
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """Sequences of one step over all ranks, and sequences of one microbatch of one dp rank."""
-
-    global_size: int = key(integer(), name="global", example="global: 16")
-    micro: int = key(integer(), example="micro: 2")
+class BatchSpec(Section):
+    global_size: Size = required("sequences of one step over all replicas; divisible by micro · dp", 16, alias="global")
+    micro: Size = required("sequences of one microbatch of one replica", 2)
 
 
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """One tensor of the batch: ``shape`` without the batch dim; integers are drawn below ``high``.
+class InputSpec(Section):
+    """One tensor of the batch. In a Spec, what it takes from the input that it is ``like`` is filled in."""
 
-    ``like`` names the input that the rest was taken from; here its values are already filled in.
-    """
-
-    shape: tuple[int, ...] = key(list_of(integer()), ())
-    dtype: str = key(choice(*DTYPES), "int64")
-    high: int | None = key(integer(optional=True), None)
-    like: str | None = key(text(optional=True), None)
+    shape: tuple[Size, ...] = optional_by_like((), "without the batch dim; required, unless like another input")
+    dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
+    high: Size | None = key(None, "integers are drawn below it")
+    like: Name | None = key(None, "another input, from which this one takes what it does not say")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallelSpec:
-    """``overrides``: glob over dotted names -> style. The vocabulary is padded to a multiple of
-    ``vocabulary_multiple``·tp."""
-
-    sequence_parallel: bool = key(boolean, False)
-    overrides: dict[str, str] = key(mapping_of(choice(*STYLES)), factory=dict)
-    vocabulary_multiple: int = key(integer(), 128)
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSpec:
-    """``split``: blocks of each stage, or auto; ``group_size``: microbatches of an interleaved group (None = pp)."""
-
-    schedule: str = key(choice(*SCHEDULES), "1f1b")
-    split: tuple[int, ...] | str = key(list_of(integer(), auto=True), AUTO)
-    group_size: int | None = key(integer(optional=True), None)
-
-
-@dataclass(frozen=True, slots=True)
-class LearningRateSpec:
-    """``warmup`` steps up to lr, then constant, or down to ``min_lr`` at step ``steps`` as a cosine or a line."""
-
-    kind: str = key(choice("constant", "cosine", "linear"), "constant")
-    warmup: int = key(integer(0), 0)
-    steps: int | None = key(integer(optional=True), None)
-    min_lr: float = key(number(minimum=0), 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """AdamW with decoupled weight decay; ``zero`` 1 shards its state over dp.
-
-    ``bucket_size`` is in elements (None = the usual max(40 M, 1 M·dp)); ``clip_grad_norm`` None means no clipping.
-    """
-
-    name: str = key(choice("adamw"), "adamw")
-    lr: float = key(number(minimum=0), 1.5e-4)
-    betas: tuple[float, float] = key(list_of(number(minimum=0, below=1), length=2), (0.9, 0.95))
-    eps: float = key(number(above=0), 1e-8)
-    weight_decay: float = key(number(minimum=0), 0.01)
-    zero: int = key(choice(0, 1), 1)
-    clip_grad_norm: float | None = key(number(above=0, optional=True), 1.0)
-    alignment: str = key(choice("nccl", "none"), "nccl")
-    bucket_size: int | None = key(integer(optional=True), None)
-    schedule: LearningRateSpec = key(section(LearningRateSpec), factory=LearningRateSpec)
-
-
-@dataclass(frozen=True, slots=True)
-class PrecisionSpec:
-    """``parameters`` None: as the model has them; ``gradients`` None: float32, or float64 where the parameter is."""
-
-    parameters: str | None = key(choice(*FLOATS, optional=True), None)
-    gradients: str | None = key(choice(*FLOATS, optional=True), None)
-    loss_scale: str = key(choice("none", "dynamic"), "none")
-
-
-@dataclass(frozen=True, slots=True)
-class CudaGraphsSpec:
-    """What to capture: an empty ``scope`` is the whole layer. Capture follows ``warmup_steps`` real steps."""
-
-    impl: str = key(choice("none", "local", "transformer_engine", "emulate"), "none")
-    scope: tuple[str, ...] = key(list_of(choice("attn", "mlp", "moe", "moe_router", "moe_preprocess")), ())
-    warmup_steps: int = key(integer(0), 3)
-
-
-@dataclass(frozen=True, slots=True)
-class InitializationSpec:
-    """Weights of a meta model: N(0, ``std``).
-
-    ``residual_scale`` divides those right before the residual by sqrt(2·blocks).
-    """
-
-    std: float = key(number(minimum=0), 0.02)
-    residual_scale: bool = key(boolean, True)
-
-
-def read_mesh(cursor: Cursor) -> MeshSpec:
-    if cursor.value == AUTO:
-        return MeshSpec(**{f.name: AUTO for f in fields(MeshSpec) if f.name != "order"})
-    return section(MeshSpec)(cursor)
-
-
-def read_loss(cursor: Cursor) -> str:
-    if cursor.value == AUTO:
-        return AUTO
-    if isinstance(cursor.value, Mapping) and set(cursor.value) == {"output"}:
-        output = cursor.child("output")
-        is_index = isinstance(output.value, int) and not isinstance(output.value, bool)
-        return str(output.value) if is_index else text()(output)
-    raise cursor.error(
-        f"loss cannot be {describe_value(cursor.value)}",
-        "write auto, or {output: NAME} with the name of the model's output",
+class TensorParallelSpec(Section):
+    sequence_parallel: Flag = key(False, "cut the sequence too, between the parallel regions")
+    overrides: dict[Name, Annotated[Style, Word]] = key(
+        {},
+        "glob over dotted names of parameters or modules: column | row | vocab | expert | replicate; the last glob "
+        "that names a parameter decides; a bias follows the matrix of its module",
     )
+    vocabulary_multiple: Size = key(128, "the vocabulary is padded to a multiple of this · tp")
 
 
-def read_inputs(cursor: Cursor) -> dict[str, InputSpec]:
-    given = mapping_of(section(InputSpec))(cursor)
-    return {name: _resolve_like(cursor, given, name) for name in given}
+class PipelineSpec(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = key("1f1b", "gpipe | 1f1b | interleaved_1f1b")
+    split: tuple[Size, ...] | Auto = key(AUTO, "or the number of blocks of each stage: [6, 6]")
+    group_size: Size | None = key(None, "microbatches of an interleaved group; null: pp")
 
 
-def _resolve_like(cursor: Cursor, given: dict[str, InputSpec], name: str) -> InputSpec:
-    chain = [name]  # name, the input it is like, ...: the nearest one that gives a key wins
-    while (like := given[chain[-1]].like) is not None:
-        at = cursor.child(chain[-1]).child("like")
-        if like not in given:
-            raise at.error(f"{at.path} names no input: '{like}'", f"name another input; there are: {', '.join(given)}")
-        if like in chain:
-            raise at.error(
-                f"{at.path}: the inputs are like each other in a circle", "give one of them a shape and a dtype"
-            )
-        chain.append(like)
-    values: dict[str, Any] = {"like": given[name].like}
-    for attribute in ("shape", "dtype", "high"):
-        owner = next((n for n in chain if attribute in cursor.value[n]), None)
-        if owner is None and attribute != "high":
-            raise missing_key(
-                cursor.child(name), attribute, "shape: [1024]" if attribute == "shape" else "dtype: int64"
-            )
-        values[attribute] = None if owner is None else getattr(given[owner], attribute)
-    if values["high"] is not None and (values["dtype"] in FLOATS or values["dtype"] == "bool"):
-        at = join(join(cursor.path, name), "high")
-        raise cursor.error(
-            f"{at} is for integers, not {values['dtype']}", "remove `high`, or choose an integer dtype", path=at
-        )
-    return InputSpec(**values)
+class LearningRateSpec(Section):
+    kind: Literal["constant", "cosine", "linear"] = key("constant", "constant | cosine | linear, after the warm-up")
+    warmup: Count = key(0, "steps from 0 up to lr")
+    steps: Size | None = key(None, "where the decay ends; cosine and linear need it")
+    min_lr: NotNegative = key(0.0, "the rate at that end")
+
+    def problems(self) -> Iterator[PlanError]:
+        at = "optimizer.schedule"
+        if self.kind != "constant" and self.steps is None:
+            what = f"{at}.steps is missing: a {self.kind} decay has an end"
+            yield SpecError(what, where=at, fix="add `steps: 10000`")
+        if self.steps is not None and self.warmup > self.steps:
+            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
+            yield SpecError(what, where=f"{at}.warmup", fix="warm up for fewer steps")
+
+
+class OptimizerSpec(Section):
+    name: Literal["adamw"] = key("adamw", "the only one that there is")
+    lr: NotNegative = key(1.5e-4, "the learning rate after the warm-up")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "how slowly the means of g and of g² move")
+    eps: Positive = key(1.0e-8, "added to the root of the mean of g²")
+    weight_decay: NotNegative = key(0.01, "decoupled from the gradient")
+    zero: Annotated[Literal[0, 1], Word] = key(
+        1, "1: each replica keeps its share of the optimizer's state; 0: all of it"
+    )
+    clip_grad_norm: Positive | None = key(1.0, "of all parameters together; null: no clipping")
+    alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(
+        "nccl", "nccl: padded for the network; none: parameters lie end to end"
+    )
+    bucket_size: Size | None = key(None, "elements of one gradient exchange; null: max(40 million, 1 million · dp)")
+    schedule: LearningRateSpec = key(LearningRateSpec(), "the learning rate of each step")
+
+    def problems(self) -> Iterator[PlanError]:
+        if self.schedule.min_lr > self.lr:
+            at = "optimizer.schedule.min_lr"
+            what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
+            yield SpecError(what, where=at, fix="choose a smaller min_lr")
+
+
+class PrecisionSpec(Section):
+    parameters: Float | None = key(None, "float32 | bfloat16 | float16 | float64; null: as the model has them")
+    gradients: Float | None = key(None, "null: float32 (float64 where the parameter is)")
+    loss_scale: Annotated[Literal["none", "dynamic"], NullIsNone] = key("none", "none | dynamic")
+
+
+class CudaGraphsSpec(Section):
+    impl: Annotated[Literal["none", "local", "transformer_engine", "emulate"], NullIsNone] = key(
+        "none", "none | local | transformer_engine | emulate"
+    )
+    scope: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...] = key(
+        (), "attn, mlp, moe, moe_router, moe_preprocess; []: the whole layer"
+    )
+    warmup_steps: Count = key(3, "real steps before the capture")
+
+    def problems(self) -> Iterator[PlanError]:
+        at = "cuda_graphs.scope"
+        if "moe_preprocess" in self.scope and "moe_router" not in self.scope:
+            yield SpecError(f"{at}: moe_preprocess needs moe_router", where=at, fix="add moe_router")
+        if "moe" in self.scope and "moe_router" in self.scope:
+            yield SpecError(f"{at}: moe already contains moe_router", where=at, fix="keep one of them")
+
+
+class InitializationSpec(Section):
+    std: NotNegative = key(0.02, "of the normal distribution of every matrix")
+    residual_scale: Flag = key(True, "divide the weights before the residual by sqrt(2 · blocks)")

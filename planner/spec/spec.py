@@ -1,35 +1,33 @@
-"""The spec: one YAML file (or dict) becomes one frozen Spec, checked key by key.
+"""The spec: one YAML file (or dict) becomes one frozen Spec, every key checked.
 
 Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unless plan() gets example inputs,
-``inputs``. An error names the line of the file, or the dotted path where the spec was a dict.
+``inputs``. An error names the line of the file, or the dotted path where the spec was a dict; all of them come at once.
 """
-
-# ruff: noqa: RUF009 - key() makes a dataclass field, it is meant to be called in the class body
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 from planner.errors import PlanError, SpecError, Where
 from planner.spec.cluster import find_cluster
-from planner.spec.fields import (
-    AUTO,
-    Cursor,
-    choice,
-    integer,
-    key,
-    key_of,
-    locate,
-    read_section,
-    section,
-    spec_fields,
-    text,
-)
-from planner.spec.lines import read_yaml
+from planner.spec.fields import AUTO, Count, Name, NullIsNone, Section, key, required
+from planner.spec.inputs import resolve_like
+from planner.spec.lines import locate, read_yaml
+from planner.spec.messages import describe_value, flow, spec_error
+from planner.spec.schema import json_schema
 from planner.spec.sections import (
     BatchSpec,
     CudaGraphsSpec,
@@ -40,53 +38,95 @@ from planner.spec.sections import (
     PipelineSpec,
     PrecisionSpec,
     TensorParallelSpec,
-    read_inputs,
-    read_loss,
-    read_mesh,
 )
 
-_INPUTS_EXAMPLE = "inputs: {input_ids: {shape: [1024], dtype: int64, high: 50257}, labels: {like: input_ids}}"
+_INPUTS = {"input_ids": {"shape": [1024], "dtype": "int64", "high": 50257}, "labels": {"like": "input_ids"}}
+_OUTPUT = {"type": ["string", "integer"], "description": "its name, or its index"}
+_LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["output"], "additionalProperties": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+def _loss(value: Any) -> str:
+    """auto, or the name (or index) of the output that ``{output: NAME}`` gives."""
+    name = value["output"] if isinstance(value, Mapping) and set(value) == {"output"} else None
+    if value == AUTO or (isinstance(name, (str, int)) and not isinstance(name, bool) and name != ""):
+        return AUTO if value == AUTO else str(name)
+    fix = "write auto, or {output: NAME} with the name of the model's output"
+    raise SpecError(f"loss cannot be {describe_value(value)}", where="loss", fix=fix)
+
+
+Loss = Annotated[
+    str,
+    BeforeValidator(_loss),
+    PlainSerializer(lambda name: name if name == AUTO else {"output": name}),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, _LOSS]}),
+]
+
+
+def _or_auto(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": AUTO}]
+
+
+class Spec(Section):
     """The whole spec. Frozen; equal specs compare equal wherever they were read from."""
 
-    mesh: MeshSpec = key(read_mesh, example="mesh: {tp: 2, pp: 2}")
-    batch: BatchSpec = key(section(BatchSpec), example="batch: {global: 16, micro: 2}")
-    inputs: dict[str, InputSpec] = key(read_inputs, factory=dict)
-    loss: str = key(read_loss, AUTO)
-    tensor_parallel: TensorParallelSpec = key(section(TensorParallelSpec), factory=TensorParallelSpec)
-    pipeline: PipelineSpec = key(section(PipelineSpec), factory=PipelineSpec)
-    optimizer: OptimizerSpec = key(section(OptimizerSpec), factory=OptimizerSpec)
-    precision: PrecisionSpec = key(section(PrecisionSpec), factory=PrecisionSpec)
-    cuda_graphs: CudaGraphsSpec = key(section(CudaGraphsSpec), factory=CudaGraphsSpec)
-    recompute: str = key(choice("none", "full", "selective"), "none")
-    initial_weights: str = key(choice("broadcast", "require_equal"), "broadcast")
-    seed: int = key(integer(0), 1234)
-    cluster: str | None = key(text(optional=True), None)
-    initialization: InitializationSpec = key(section(InitializationSpec), factory=InitializationSpec)
-    locations: dict[str, Where] = field(default_factory=dict, compare=False, repr=False)
+    mesh: MeshSpec = required(
+        "sizes of the axes; `auto` leaves one (or `mesh: auto` all) to the search",
+        {"tp": 2, "pp": 2},
+        json_schema_extra=_or_auto,
+    )
+    batch: BatchSpec = required("how many sequences", {"global": 16, "micro": 2})
+    inputs: Annotated[dict[Name, InputSpec], AfterValidator(resolve_like)] = key(
+        {}, "the model's keyword arguments, without the batch dim", examples=[_INPUTS]
+    )
+    loss: Loss = key(AUTO, "or {output: NAME} of the model's output that is the loss")
+    tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "how layers are cut over tp")
+    pipeline: PipelineSpec = key(PipelineSpec(), "how layers are dealt out over pp, and in which order they run")
+    optimizer: OptimizerSpec = key(OptimizerSpec(), "AdamW, its state shared over dp (ZeRO-1)")
+    precision: PrecisionSpec = key(PrecisionSpec(), "dtypes")
+    cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "what a CUDA graph captures")
+    recompute: Annotated[Literal["none", "full", "selective"], NullIsNone] = key("none", "none | full | selective")
+    initial_weights: Literal["broadcast", "require_equal"] = key(
+        "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
+    )
+    seed: Count = key(1234, "of dropout, fresh weights and random batches")
+    cluster: Name | None = key(
+        None, "a YAML file that describes the machines; relative to here, or to this file's folder"
+    )
+    initialization: InitializationSpec = key(InitializationSpec(), "of a model on the meta device without weights")
+    _locations: dict[str, Where] = PrivateAttr(default_factory=dict)
 
     @staticmethod
     def load(source: Spec | Mapping[str, Any] | str | PathLike[str]) -> Spec:
         """The checked spec of a YAML file, a dict, or a Spec (given back as it is).
 
         Raises:
-            SpecError: one error with the line or dotted path, and a fix.
+            SpecError: everything that is wrong, each with its line or dotted path, and a fix.
         """
         if isinstance(source, Spec):
             return source
         value, locations = (source, {}) if isinstance(source, Mapping) else _read_file(source)
-        spec = Spec(**read_section(Spec, Cursor(value, "", locations)), locations=locations)
-        spec = replace(spec, cluster=find_cluster(spec.cluster, spec.location("cluster")))
-        for check in _CHECKS:
-            check(spec)
+        try:
+            spec = Spec.model_validate(value, context=locations)
+        except ValidationError as error:
+            raise spec_error(error, value, locations, json_schema(Spec)) from None
+        spec._locations = locations
         return spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and dict(self) == dict(other)
+
+    @field_validator("cluster")
+    @classmethod
+    def _found(cls, value: str | None, info: Any) -> str | None:
+        return find_cluster(value, locate(info.context or {}, "cluster"))
+
+    def problems(self) -> Iterator[PlanError]:
+        yield from _batch_problems(self)
+        yield from _stage_problems(self)
 
     def location(self, path: str) -> Where:
         """Where the key with this dotted path stands, or the nearest key around it: "spec.yaml:3"."""
-        return locate(self.locations, path)
+        return locate(self._locations, path)
 
     def error(self, path: str, what: str, fix: str = "") -> SpecError:
         """A SpecError that points at the key ``path``."""
@@ -94,32 +134,27 @@ class Spec:
 
     def locate(self, error: PlanError) -> PlanError:
         """``error`` at its line of the spec, where its place is the dotted path of a key; otherwise as it is."""
-        is_key = isinstance(error.where, str) and error.where.split(".")[0] in {f.name for f in spec_fields(self)}
+        is_key = isinstance(error.where, str) and error.where.split(".")[0] in Spec.model_fields
         return self.error(str(error.where), error.what, error.fix) if is_key else error
 
     def require_inputs(self) -> dict[str, InputSpec]:
         """``inputs``, for a plan without example inputs. Raises SpecError where there are none."""
         if not self.inputs:
-            raise self.error(
-                "inputs", "inputs is missing, and plan() got no example_inputs", f"add `{_INPUTS_EXAMPLE}`"
-            )
+            fix = f"add `{flow({'inputs': _INPUTS})}`"
+            raise self.error("inputs", "inputs is missing, and plan() got no example_inputs", fix)
         return self.inputs
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of one dp rank in a step. Raises SpecError while dp is auto."""
         if self.mesh.dp == AUTO:
-            raise self.error(
-                "mesh.dp", "mesh.dp is auto: the number of microbatches is not known yet", "choose mesh.dp"
-            )
-        return self.batch.global_size // (self.batch.micro * int(self.mesh.dp))
+            what = "mesh.dp is auto: the number of microbatches is not known yet"
+            raise self.error("mesh.dp", what, "choose mesh.dp")
+        return self.batch.global_size // (self.batch.micro * self.mesh.dp)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the YAML's keys; ``Spec.load`` of it gives an equal Spec."""
-        values = _plain(self)
-        if self.loss != AUTO:
-            values["loss"] = {"output": self.loss}
-        return values
+        return self.model_dump(mode="json", by_alias=True)
 
 
 def _read_file(source: Any) -> tuple[Any, dict[str, Where]]:
@@ -135,84 +170,34 @@ def _read_file(source: Any) -> tuple[Any, dict[str, Where]]:
     return value, locations
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {key_of(f): _plain(getattr(value, f.name)) for f in spec_fields(value)}
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _check_mesh(spec: Spec) -> None:
-    if spec.mesh.has_auto:
-        return
-    try:
-        spec.mesh.to_mesh()
-    except PlanError as error:
-        raise spec.locate(error) from None
-
-
-def _check_batch(spec: Spec) -> None:
+def _batch_problems(spec: Spec) -> Iterator[PlanError]:
     if spec.mesh.dp == AUTO:
         return
-    size, micro, dp = spec.batch.global_size, spec.batch.micro, int(spec.mesh.dp)
+    size, micro, dp = spec.batch.global_size, spec.batch.micro, spec.mesh.dp
     step = micro * dp
     if size % step:
         nearest = " or ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
-        raise spec.error(
-            "batch.global",
+        yield SpecError(
             f"batch.global = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}",
-            f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
+            where="batch.global",
+            fix=f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
         )
 
 
-def _check_virtual_stages(spec: Spec) -> None:
-    vpp, schedule = spec.mesh.vpp, spec.pipeline.schedule
+def _stage_problems(spec: Spec) -> Iterator[PlanError]:
+    pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
     if vpp not in (1, AUTO) and schedule != "interleaved_1f1b":
-        raise spec.error(
-            "mesh.vpp",
+        yield SpecError(
             f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
-            "set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
+            where="mesh.vpp",
+            fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
         )
-
-
-def _check_split(spec: Spec) -> None:
-    split, pp, vpp = spec.pipeline.split, spec.mesh.pp, spec.mesh.vpp
-    if split == AUTO or AUTO in (pp, vpp):
+    if AUTO in (split, pp, vpp):
         return
     stages = int(pp) * int(vpp)
     if len(split) != stages:
-        raise spec.error(
-            "pipeline.split",
+        yield SpecError(
             f"pipeline.split has {len(split)} stages, mesh.pp · mesh.vpp = {pp} · {vpp} = {stages}",
-            f"list {stages} numbers of blocks, or write auto",
+            where="pipeline.split",
+            fix=f"list {stages} numbers of blocks, or write auto",
         )
-
-
-def _check_learning_rate(spec: Spec) -> None:
-    schedule, path = spec.optimizer.schedule, "optimizer.schedule"
-    if schedule.kind != "constant" and schedule.steps is None:
-        raise spec.error(path, f"{path}.steps is missing: a {schedule.kind} decay has an end", "add `steps: 10000`")
-    if schedule.steps is not None and schedule.warmup > schedule.steps:
-        raise spec.error(
-            f"{path}.warmup",
-            f"{path}.warmup = {schedule.warmup} is more than steps = {schedule.steps}",
-            "warm up for fewer steps",
-        )
-    if schedule.min_lr > spec.optimizer.lr:
-        raise spec.error(
-            f"{path}.min_lr",
-            f"{path}.min_lr = {schedule.min_lr:g} is more than optimizer.lr = {spec.optimizer.lr:g}",
-            "choose a smaller min_lr",
-        )
-
-
-def _check_graph_scope(spec: Spec) -> None:
-    scope, path = spec.cuda_graphs.scope, "cuda_graphs.scope"
-    if "moe_preprocess" in scope and "moe_router" not in scope:
-        raise spec.error(path, f"{path}: moe_preprocess needs moe_router", "add moe_router")
-    if "moe" in scope and "moe_router" in scope:
-        raise spec.error(path, f"{path}: moe already contains moe_router", "keep one of them")
-
-
-_CHECKS = (_check_mesh, _check_virtual_stages, _check_split, _check_batch, _check_learning_rate, _check_graph_scope)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.stage_module import LocalParameter
-from planner.errors import PlanError
 from planner.sharding.buckets import OwnedRange
 from runtime.optimizer.buffers import Bucket, Buffer, DataParallel, GradientBuffers
 from runtime.verify.in_place import all_gather
@@ -254,27 +253,19 @@ class DistributedOptimizer:
 
 
 def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimizer | None:
-    """torch's own optimizer ``settings.name`` on flat tensors, fused where the device has it. None for no tensors."""
+    """torch's AdamW on flat tensors, fused where the device has it. None for no tensors."""
     if not tensors:
         return None
-    shared = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    adaptive = {**shared, "betas": tuple(settings.betas), "eps": settings.eps}
-    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, adaptive),
-        "adam": (torch.optim.Adam, adaptive),
-        "sgd": (torch.optim.SGD, shared),
+    options: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
     }
-    if settings.name not in kinds:
-        raise PlanError(
-            f"unknown optimizer {settings.name!r}",
-            where="optimizer.name",
-            fix=f"choose one of {', '.join(kinds)}",
-        )
-    kind, options = kinds[settings.name]
     try:
-        return kind(tensors, fused=True, **options)  # type: ignore[call-arg]
+        return torch.optim.AdamW(tensors, fused=True, **options)
     except RuntimeError:  # a device or dtype without fused kernels
-        return kind(tensors, foreach=True, **options)  # type: ignore[call-arg]
+        return torch.optim.AdamW(tensors, foreach=True, **options)
 
 
 def squared_norm(values: Tensor) -> Tensor:

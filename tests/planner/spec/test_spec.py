@@ -11,8 +11,8 @@ import yaml
 from expecttest import assert_expected_inline
 
 from planner.errors import PlanError, SpecError
-from planner.spec.fields import spec_fields
-from planner.spec.spec import InputSpec, Spec
+from planner.spec.sections import InputSpec
+from planner.spec.spec import Spec
 
 EXAMPLES = sorted(Path(str(files("specs"))).glob("*.yaml"))
 MINIMAL = {"mesh": {"tp": 2}, "batch": {"global": 8, "micro": 2}}
@@ -55,7 +55,7 @@ def test_the_reference_spec_names_every_key_with_its_default():
     spec, given = Spec.load(path), yaml.safe_load(path.read_text())
     short = Spec.load({"mesh": {}, "batch": given["batch"], "inputs": given["inputs"]})
     assert spec == short
-    assert [f.metadata["key"] or f.name for f in spec_fields(Spec)] == list(given)
+    assert list(Spec.model_fields) == list(given)
     for section in set(given) - {"inputs", "loss", "recompute", "initial_weights", "seed", "cluster"}:
         assert given[section].keys() == spec.to_dict()[section].keys()
 
@@ -120,8 +120,8 @@ def test_an_input_like_another_takes_what_it_does_not_say(tmp_path):
         TWO_LINES
         + "inputs: {a: {shape: [4], dtype: int64, high: 9}, b: {like: a, dtype: int32}, c: {like: b, shape: []}}",
     )
-    assert spec.inputs["b"] == InputSpec((4,), "int32", 9, "a")
-    assert spec.inputs["c"] == InputSpec((), "int32", 9, "b")
+    assert spec.inputs["b"] == InputSpec(shape=(4,), dtype="int32", high=9, like="a")
+    assert spec.inputs["c"] == InputSpec(shape=(), dtype="int32", high=9, like="b")
 
 
 def test_a_dtype_may_be_torchs_own():
@@ -155,7 +155,7 @@ def test_null_clipping_means_none_and_python_none_means_the_word_none():
 
 def test_anchors_and_merges_work(tmp_path):
     spec = load(tmp_path, TWO_LINES + "inputs:\n  a: &a {shape: [4], dtype: int64}\n  b: {<<: *a, dtype: int32}\n")
-    assert spec.inputs["b"] == InputSpec((4,), "int32")
+    assert spec.inputs["b"] == InputSpec(shape=(4,), dtype="int32")
 
 
 def test_location_is_the_line_of_a_key_or_of_what_is_around_it(tmp_path):
@@ -249,14 +249,14 @@ optimizer.lr must be a number, not the string 'high'
         ({"mesh": {"tp": True}}, "mesh.tp must be a whole number or auto, not true"),
         ({"mesh": {"tp": "2"}}, "mesh.tp must be a whole number or auto, not the string '2'"),
         ({"mesh": {"tp": 2.5}}, "mesh.tp must be a whole number or auto, not 2.5"),
-        ({"mesh": [2, 2]}, r"mesh must be a mapping, not the list \[2, 2\]"),
+        ({"mesh": [2, 2]}, r"mesh must be a mapping or auto, not the list \[2, 2\]"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a number, not nan"),
         ({"optimizer": {"betas": 0.9}}, "optimizer.betas must be a list, not 0.9"),
         ({"tensor_parallel": {"sequence_parallel": 1}}, "sequence_parallel must be true or false, not 1"),
         ({"tensor_parallel": {"overrides": {3: "row"}}}, "the key 3 must be a name"),
         ({"pipeline": {"split": "even"}}, "pipeline.split must be a list or auto, not the string 'even'"),
         ({"inputs": {"x": {"shape": 4, "dtype": "int64"}}}, "inputs.x.shape must be a list, not 4"),
-        ({"cluster": 3}, "cluster must be a string, not 3"),
+        ({"cluster": 3}, "cluster must be a string or null, not 3"),
         ({"loss": "logits"}, "loss cannot be the string 'logits'"),
     ],
 )
@@ -279,7 +279,7 @@ pipeline.schedule cannot be the string '1f1'
         """\
 precision.parameters cannot be the string 'fp8'
   at:  precision.parameters
-  fix: choose one of: float32, bfloat16, float16, float64""",
+  fix: choose one of: float32, bfloat16, float16, float64, null""",
     )
     assert_expected_inline(
         error(tmp_path, TWO_LINES + "tensor_parallel:\n  overrides:\n    '*.lm_head': colum\n"),
@@ -316,6 +316,99 @@ def test_bad_values_in_a_dict_are_named(keys, what):
     with pytest.raises(SpecError, match=what) as caught:
         Spec.load({**MINIMAL, **keys})
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("name", "hint"), [("lion", ""), ("adam", "did you mean 'adamw'? "), ("sgd", "")])
+def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
+    assert dict_error(optimizer={"name": name}).splitlines() == [
+        f"optimizer.name cannot be the string '{name}'",
+        "  at:  optimizer.name",
+        f"  fix: {hint}choose one of: adamw",
+    ]
+
+
+def test_everything_that_is_wrong_comes_at_once_in_the_order_of_the_lines(tmp_path):
+    text = """\
+optimizer: {lr: high, schedule: {kind: cosine}}
+mesh: {tp: 0, pp: 2, vppp: 2}
+inputs:
+  ids: {shape: [4, 0]}
+  labels: {like: idss}
+batch: {global: 8}
+precision: {parameters: fp16}
+clusters: none.yaml
+"""
+    assert_expected_inline(
+        error(tmp_path, text),
+        """\
+8 errors in the spec
+optimizer.lr must be a number, not the string 'high'
+  at:  spec.yaml:1
+  fix: write a number at least 0, without quotes
+optimizer.schedule.steps is missing: a cosine decay has an end
+  at:  spec.yaml:1
+  fix: add `steps: 10000`
+mesh.tp is 0, it must be at least 1
+  at:  spec.yaml:2
+  fix: set it to 1 or more
+unknown key 'vppp' in mesh
+  at:  spec.yaml:2
+  fix: did you mean 'vpp'?
+inputs.ids.shape.1 is 0, it must be at least 1
+  at:  spec.yaml:4
+  fix: set it to 1 or more
+batch.micro is missing
+  at:  spec.yaml:6
+  fix: add `micro: 2`
+precision.parameters cannot be the string 'fp16'
+  at:  spec.yaml:7
+  fix: did you mean 'float16'? choose one of: float32, bfloat16, float16, float64, null
+unknown key 'clusters'
+  at:  spec.yaml:8
+  fix: did you mean 'cluster'?""",
+    )
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, text)
+    assert [e.where.line for e in caught.value.errors] == [1, 1, 2, 2, 4, 6, 7, 8]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_all_that_keys_say_against_one_another_comes_at_once(tmp_path):
+    text = "mesh: {pp: 2, vpp: 2, dp: 4}\nbatch: {global: 9, micro: 2}\npipeline: {split: [1, 2, 3]}\n"
+    assert_expected_inline(
+        error(tmp_path, text),
+        """\
+3 errors in the spec
+mesh.vpp = 2 needs an interleaved schedule, but pipeline.schedule is 1f1b
+  at:  spec.yaml:1
+  fix: set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1
+batch.global = 9 is not divisible by batch.micro · mesh.dp = 2 · 4 = 8
+  at:  spec.yaml:2
+  fix: set batch.global to 8 or 16, or change batch.micro or mesh.dp
+pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 2 = 4
+  at:  spec.yaml:3
+  fix: list 4 numbers of blocks, or write auto""",
+    )
+
+
+def test_a_misspelt_key_is_not_also_missing(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, "mash: {tp: 2}\nbatch: {global: 8, micr: 2}\n"),
+        """\
+2 errors in the spec
+unknown key 'mash'
+  at:  spec.yaml:1
+  fix: did you mean 'mesh'?
+unknown key 'micr' in batch
+  at:  spec.yaml:2
+  fix: did you mean 'micro'?""",
+    )
+
+
+def test_a_list_or_a_choice_tells_the_item_that_is_wrong():
+    assert "pipeline.split.1 is 0, it must be at least 1" in dict_error(pipeline={"split": [4, 0]})
+    assert "inputs.x.shape.0 must be a whole number, not the string 'a'" in dict_error(inputs={"x": {"shape": ["a"]}})
+    assert "optimizer.zero cannot be true" in dict_error(optimizer={"zero": True})
 
 
 def test_missing_required_keys_show_an_example(tmp_path):

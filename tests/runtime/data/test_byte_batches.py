@@ -46,7 +46,9 @@ def test_labels_are_the_window_and_targets_the_next_bytes():
 
 def test_masks_and_positions_are_filled_in_their_own_dtype():
     batch = batches(
-        input_ids=TOKENS, attention_mask=InputSpec((8,), "bool"), position_ids=InputSpec((8,), "int32")
+        input_ids=TOKENS,
+        attention_mask=InputSpec(shape=(8,), dtype="bool"),
+        position_ids=InputSpec(shape=(8,), dtype="int32"),
     ).batch(0)
     assert batch["attention_mask"].dtype == torch.bool
     assert batch["attention_mask"].all()
@@ -63,8 +65,8 @@ def test_every_byte_of_the_text_can_be_drawn():
     [
         (lambda: read_text("no_such_file"), "no file or directory no_such_file"),
         (lambda: batches(np.zeros(8, np.uint8)), "holds 8 bytes, a sequence takes 9"),
-        (lambda: batches(pixel_values=InputSpec((8,), "float32")), "cannot feed the input 'pixel_values'"),
-        (lambda: batches(input_ids=InputSpec((8,), "int64", 100)), "tokens up to 255"),
+        (lambda: batches(pixel_values=InputSpec(shape=(8,), dtype="float32")), "cannot feed the input 'pixel_values'"),
+        (lambda: batches(input_ids=InputSpec(shape=(8,), dtype="int64", high=100)), "tokens up to 255"),
     ],
 )
 def test_unfit_data_gets_one_clear_error(make, words):

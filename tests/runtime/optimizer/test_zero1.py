@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from passes.stage_module import LocalParameter
-from planner.errors import PlanError
 from planner.placement.types import I
 from runtime.optimizer.buffers import DataParallel, GradientBuffers
-from runtime.optimizer.zero1 import DistributedOptimizer, make_optimizer, squared_norm
+from runtime.optimizer.zero1 import DistributedOptimizer, squared_norm
 from tests.tools.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
@@ -330,9 +329,3 @@ def test_no_clipping_still_reports_the_norm():
 def test_norm_of_many_float32_elements_is_exact():
     values = torch.full((5_000_001,), 1e-3) + 1e-4 * torch.randn(5_000_001, generator=torch.Generator().manual_seed(0))
     assert squared_norm(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
-
-
-def test_unknown_optimizer_is_named_with_the_known_ones():
-    with pytest.raises(PlanError, match="unknown optimizer 'lion'") as error:
-        make_optimizer([torch.zeros(1)], ranks.OptimizerSpec(name="lion"))
-    assert "adamw" in error.value.fix
