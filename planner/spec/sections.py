@@ -120,8 +120,8 @@ class LearningRateSpec(Section):
 class OptimizerSpec(Section):
     name: Literal["adamw"] = key("adamw", "the only one that there is")
     lr: NotNegative = key(1.5e-4, "the learning rate after the warm-up")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "how slowly the means of g and of g² move")
-    eps: Positive = key(1.0e-8, "added to the root of the mean of g²")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay of the running means of the gradient and of its square")
+    eps: Positive = key(1.0e-8, "added to the root of the mean square")
     weight_decay: NotNegative = key(0.01, "decoupled from the gradient")
     zero: Annotated[Literal[0, 1], Word] = key(
         1, "1: each replica keeps its share of the optimizer's state; 0: all of it"
@@ -142,7 +142,9 @@ class OptimizerSpec(Section):
 
 class PrecisionSpec(Section):
     parameters: Float | None = key(None, "float32 | bfloat16 | float16 | float64; null: as the model has them")
-    gradients: Float | None = key(None, "null: float32 (float64 where the parameter is)")
+    gradients: Float | None = key(
+        None, "of the buffers that add them up; null: float32 (float64 where the parameter is)"
+    )
     loss_scale: Annotated[Literal["none", "dynamic"], NullIsNone] = key("none", "none | dynamic")
 
 

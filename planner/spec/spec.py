@@ -74,16 +74,16 @@ class Spec(Section):
         {"tp": 2, "pp": 2},
         json_schema_extra=_or_auto,
     )
-    batch: BatchSpec = required("how many sequences", {"global": 16, "micro": 2})
+    batch: BatchSpec = required("sequences of a step", {"global": 16, "micro": 2})
     inputs: Annotated[dict[Name, InputSpec], AfterValidator(resolve_like)] = key(
         {}, "the model's keyword arguments, without the batch dim", examples=[_INPUTS]
     )
     loss: Loss = key(AUTO, "or {output: NAME} of the model's output that is the loss")
-    tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "how layers are cut over tp")
-    pipeline: PipelineSpec = key(PipelineSpec(), "how layers are dealt out over pp, and in which order they run")
-    optimizer: OptimizerSpec = key(OptimizerSpec(), "AdamW, its state shared over dp (ZeRO-1)")
+    tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "how each layer is cut")
+    pipeline: PipelineSpec = key(PipelineSpec(), "how the layers are dealt out, and in which order they run")
+    optimizer: OptimizerSpec = key(OptimizerSpec(), "how gradients become updates")
     precision: PrecisionSpec = key(PrecisionSpec(), "dtypes")
-    cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "what a CUDA graph captures")
+    cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "what CUDA graphs capture")
     recompute: Annotated[Literal["none", "full", "selective"], NullIsNone] = key("none", "none | full | selective")
     initial_weights: Literal["broadcast", "require_equal"] = key(
         "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
