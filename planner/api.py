@@ -108,6 +108,8 @@ def _refuse_what_is_missing(spec: Spec) -> None:
         raise PlanError(
             f"recompute = {spec.recompute} is not available yet", where="recompute", fix="set recompute: none"
         )
+    if spec.cluster is not None:
+        raise PlanError("a cluster file is not read yet", where="cluster", fix="remove the key")
 
 
 def _mesh(spec: Spec) -> Mesh:

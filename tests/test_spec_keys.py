@@ -1,0 +1,200 @@
+"""A key of the spec is read or refused: another value of any key changes the plan or the training, or is an error.
+
+The keys are those of the models (and so of specs/reference.yaml). One that is neither read nor refused has no case that
+could pass here, and one without a case fails the first test.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpt import GPT
+from planner import PlanError, plan
+from planner.spec.fields import Section
+from planner.spec.sections import InputSpec
+from planner.spec.spec import Spec
+from runtime.distributed.launch import launch
+from runtime.engine import Engine
+from runtime.verify.run import random_batch
+from tests.tools.paths import ROOT
+
+VOCABULARY, LENGTH = 97, 8
+BASE: dict[str, Any] = {
+    "mesh": {"tp": 2, "pp": 2, "dp": 2},
+    "batch": {"global": 8, "micro": 1},
+    "inputs": {
+        "input_ids": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY},
+        "targets": {"like": "input_ids"},
+    },
+}
+INTERLEAVED = {"mesh.vpp": 2, "pipeline.schedule": "interleaved_1f1b"}
+COSINE = {"optimizer.schedule.kind": "cosine", "optimizer.schedule.steps": 10}
+
+# key -> another valid value, and what has to stand beside it in both specs. The plan may become one that is refused.
+CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mesh.tp": (1, {}),
+    "mesh.pp": (1, {}),
+    "mesh.dp": (1, {}),
+    "mesh.vpp": (1, INTERLEAVED),
+    "mesh.etp": (1, {}),
+    "mesh.order": ("dp-tp-pp", {}),
+    "batch.global": (16, {}),
+    "batch.micro": (2, {}),
+    "inputs.shape": ([4], {}),
+    "inputs.dtype": ("float32", {"inputs.high": None}),
+    "tensor_parallel.sequence_parallel": (True, {}),
+    "tensor_parallel.overrides": ({"*.attention.*": "replicate"}, {}),
+    "tensor_parallel.vocabulary_multiple": (1, {}),
+    "pipeline.schedule": ("gpipe", {}),
+    "pipeline.split": ([1, 3], {}),
+    "pipeline.group_size": (4, INTERLEAVED),
+    "optimizer.zero": (0, {}),
+    "optimizer.alignment": ("none", {}),
+    "optimizer.bucket_size": (1000, {}),
+    "precision.parameters": ("bfloat16", {}),
+    "precision.gradients": ("bfloat16", {}),
+}
+CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "optimizer.lr": (1e-3, {}),
+    "optimizer.betas": ([0.5, 0.6], {}),
+    "optimizer.eps": (1e-2, {}),
+    "optimizer.weight_decay": (0.5, {}),
+    "optimizer.clip_grad_norm": (0.01, {"optimizer.eps": 1e-2}),  # Adam's update hardly feels a common factor
+    "optimizer.schedule.kind": ("linear", COSINE),
+    "optimizer.schedule.warmup": (5, {}),
+    "optimizer.schedule.steps": (20, COSINE),
+    "optimizer.schedule.min_lr": (1e-5, COSINE),
+    "precision.loss_scale": ("dynamic", {}),
+    "seed": (1, {}),
+    "initialization.std": (0.1, {}),
+    "initialization.residual_scale": (False, {}),
+}
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mesh.cp": (2, {}),
+    "mesh.ep": (2, {}),
+    "inputs.like": ("none such", {}),
+    "loss": ({"output": "none such"}, {}),
+    "cuda_graphs.impl": ("local", {}),
+    "cuda_graphs.scope": (["attn"], {"cuda_graphs.impl": "local"}),  # of no meaning where nothing is captured
+    "cuda_graphs.warmup_steps": (4, {"cuda_graphs.impl": "local"}),
+    "recompute": ("full", {}),
+    "cluster": (str(ROOT / "specs" / "minimal.yaml"), {}),  # any mapping is a cluster file today
+}
+BELOW = ["initial_weights", "inputs.high"]  # these have tests of their own
+ONE_VALUE = ["optimizer.name"]
+
+
+def with_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """BASE with these dotted keys."""
+    spec = copy.deepcopy(BASE)
+    for path, value in keys.items():
+        section = spec
+        *parents, last = place(path).split(".")
+        for name in parents:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return spec
+
+
+def place(key: str) -> str:
+    """The dotted path of a key; the keys of inputs stand in one of them."""
+    section, _, name = key.partition(".")
+    tensor = "targets" if name == "like" else "input_ids"
+    return f"inputs.{tensor}.{name}" if section == "inputs" and name in InputSpec.model_fields else key
+
+
+def leaves(model: type[Section], path: str = "") -> Iterator[str]:
+    """Every key that holds no further keys."""
+    for name, field in model.model_fields.items():
+        kind = InputSpec if name == "inputs" else field.annotation
+        key = f"{path}{field.alias or name}"
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from leaves(kind, f"{key}.")
+        else:
+            yield key
+
+
+def build(num_layers: int = 4) -> GPT:
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, LENGTH, 32, num_layers, 4)
+
+
+@cache
+def facts(keys: str) -> dict[str, Any]:
+    """All of the plan of BASE with ``keys`` (as JSON) but the words of the spec; of one that is refused, why."""
+    try:
+        return {**plan(build(), with_keys(json.loads(keys))).to_dict(), "spec": None}
+    except PlanError as error:
+        return {"refused": error.what}
+
+
+@cache
+def training(keys: str) -> str:
+    """Three updates in one process, from fresh weights, with ``keys`` (as JSON)."""
+    spec = {**with_keys(json.loads(keys)), "mesh": {}}
+    with torch.device("meta"):
+        model = build(1)
+    ids = torch.arange(8 * LENGTH).view(8, LENGTH) * 7 % VOCABULARY
+    with Engine(plan(model, spec)) as engine:
+        reports = [engine.train_step({"input_ids": ids, "targets": ids.roll(-1, 1)}) for _ in range(3)]
+        weights = {name: value.double().sum().item() for name, value in engine.gather_parameters().items()}
+        return str(([(r.loss, r.grad_norm, r.lr) for r in reports], weights, engine.loss_scale.value))
+
+
+def test_every_key_has_a_case():
+    cases = [*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *BELOW, *ONE_VALUE]
+    assert sorted(cases) == sorted(leaves(Spec))
+
+
+@pytest.mark.parametrize("key", CHANGES_THE_PLAN)
+def test_another_value_changes_the_plan(key):
+    value, needs = CHANGES_THE_PLAN[key]
+    before, after = facts(json.dumps(needs)), facts(json.dumps({**needs, key: value}))
+    assert "refused" not in before
+    assert before != after
+
+
+@pytest.mark.parametrize("key", CHANGES_THE_TRAINING)
+def test_another_value_changes_the_training(key):
+    value, needs = CHANGES_THE_TRAINING[key]
+    assert training(json.dumps(needs)) != training(json.dumps({**needs, key: value}))
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_there_yet_is_refused_at_its_key(key):
+    value, needs = REFUSED[key]
+    with pytest.raises(PlanError) as error:
+        plan(build(), with_keys({**needs, key: value}))
+    assert str(error.value.where) in (place(key), *needs)
+    assert error.value.fix
+
+
+def test_another_high_draws_other_inputs():
+    decided = plan(build(), BASE)
+    low, all_ = (random_batch(Spec.load(with_keys({"inputs.high": n})), decided, seed=0) for n in (5, VOCABULARY))
+    assert low["input_ids"].max() < 5 <= all_["input_ids"].max() < VOCABULARY
+
+
+def end_of_engine(initial_weights: str) -> str:
+    """What an engine ends in whose ranks begin with other weights each."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = GPT(VOCABULARY, LENGTH, 32, 4, 4)
+    try:
+        Engine(plan(model, {**BASE, "mesh": {"dp": 2}, "initial_weights": initial_weights})).close()
+    except PlanError as error:
+        return f"refused at {error.where}"
+    return "runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "end"), [("broadcast", "runs"), ("require_equal", "refused at initial_weights")])
+def test_initial_weights_that_differ_are_sent_or_refused(value, end):
+    assert launch(end_of_engine, 2, value, timeout_seconds=100) == [end, end]
