@@ -2,6 +2,7 @@
 
     run(stage, context)      rewrites ``stage.graph``
     leaves                   what then holds of the graph: functions of passes/check.py, which the runner calls
+    leaves_slowly            likewise, where a lowering is asked to be thorough
 
 The passes stand in one tuple (passes.lower.PASSES); a later one is one more entry there.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,6 +19,7 @@ from torch import fx, nn
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from planner.decisions import PlanSource
+from planner.graph.source_lines import where_of
 from planner.tables.rows import CollectivePlan
 
 
@@ -46,6 +49,7 @@ class LowerContext:
     tp: AxisHandle
     random: RandomState
     device: torch.device
+    thorough: bool = False  # whether facts that take long to prove are looked at too
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,22 @@ class Violation:
     found: str
 
 
+class PassError(RuntimeError):
+    """A pass did not leave what it must: a bug of ours. Names the pass, the fact, the node and where it comes from."""
+
+    def __init__(self, name: str, fact: str, stage: int, violation: Violation) -> None:
+        node = violation.node
+        self.name, self.fact, self.stage, self.violation = name, fact, stage, violation
+        lines = [f"after the pass {name} this does not hold of stage {stage}: {fact.replace('_', ' ')}"]
+        if node is not None:
+            lines.append(f"  node:     {text_of(node)}")
+            lines.append(f"  at:       {where_of(node)}")
+        lines.append(f"  expected: {violation.expected}")
+        lines.append(f"  found:    {violation.found}")
+        lines.append("This is a bug of meshwright, not of your model or spec: please report it, with this message.")
+        super().__init__("\n".join(lines))
+
+
 Check = Callable[[StageGraph, LowerContext], Iterable[Violation]]
 
 
@@ -66,7 +86,46 @@ class Pass:
 
     run: Callable[[StageGraph, LowerContext], None]
     leaves: tuple[Check, ...] = ()
+    leaves_slowly: tuple[Check, ...] = ()
 
     @property
     def name(self) -> str:
         return self.run.__name__
+
+
+def kind_of(node: fx.Node) -> str:
+    """What a node is: the function that it calls, ``self.…`` for a handle, else argument, attribute or output."""
+    if node.op == "call_function":
+        return name_of(node.target)
+    if node.op == "get_attr":
+        return f"self.{node.target}" if "val" not in node.meta else "attribute"
+    return {"placeholder": "argument"}.get(node.op, node.op)
+
+
+def name_of(function: Any) -> str:
+    """``aten.add.Tensor``, ``aten.linear`` (the default overload), ``collectives.f``."""
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function).removesuffix(".default")
+    module = str(getattr(function, "__module__", "")).rpartition(".")[2]
+    return f"{module}.{getattr(function, '__name__', function)}".lstrip("._")
+
+
+def text_of(node: fx.Node, name: Callable[[fx.Node], str] = lambda node: node.name) -> str:
+    """``linear = aten.linear(f, weight)``; ``name`` says how nodes are called."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return name(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(shown, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
+        return name_of(value) if callable(value) and not isinstance(value, torch.dtype) else str(value)
+
+    if node.op == "output":
+        return f"return {shown(node.args[0])}"
+    if node.op != "call_function":
+        return f"{name(node)} = {kind_of(node)}"
+    given = [*map(shown, node.args), *(f"{key}={shown(value)}" for key, value in node.kwargs.items())]
+    return f"{name(node)} = {name_of(node.target)}({', '.join(given)})"

@@ -29,7 +29,7 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
     """Replace dropout, and attention with dropout, by calls that name their stream."""
     graph, handle = stage.graph, None
     for node in list(graph.nodes):
-        if not _is_random(node):
+        if not is_draw(node):
             continue
         if handle is None:
             stage.root.random = context.random  # pyright: ignore
@@ -50,7 +50,7 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
 ATTENTION = {aten.scaled_dot_product_attention.default, shared_key_attention}
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_draw(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
     return bool(node.kwargs.get("dropout_p")) if node.target is shared_key_attention else is_random(node)
 

@@ -6,12 +6,21 @@ calls what each pass ``leaves`` (passes/check.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.base import LowerContext, Pass, StageGraph
+from passes.base import LowerContext, Pass, PassError, StageGraph
+from passes.check import (
+    collectives_are_those_of_the_plan,
+    is_sound,
+    no_op_draws_from_the_default_generator,
+    no_op_names_another_device,
+    readers_get_the_type_that_they_want,
+    values_have_their_local_shape,
+)
 from passes.dropout import name_streams
 from passes.extract import extract
 from passes.insert_collectives import insert_collectives
@@ -27,18 +36,21 @@ from planner.graph.program import Program
 from planner.sharding.type_changes import sent_type
 
 PASSES: tuple[Pass, ...] = (
-    Pass(insert_collectives),  # on every edge whose ends differ in type
-    Pass(localize),            # local sizes, parallel forms
-    Pass(name_streams),        # random ops draw from named streams
-    Pass(fuse_bias),           # biases go back into products
-    Pass(place_devices),       # the rank's device
-    Pass(drop_unread),         # what the others left behind
-)  # fmt: skip
+    Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
+    Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
+    Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
+    Pass(fuse_bias),
+    Pass(place_devices, leaves=(no_op_names_another_device,)),
+    Pass(drop_unread),
+)
 
 
-def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProgram:
-    """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill."""
-    context, indices = context_of(plan, rank, torch.device(device))
+def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
+    """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill.
+
+    ``thorough``: look at what takes long to prove, too. Raises PassError where a pass did not leave what it must.
+    """
+    context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
     source = context.source
     modules = [lower_stage(context, index, chunk) for chunk, index in enumerate(indices)]
     counts = source.terms.counts
@@ -50,13 +62,13 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu") -> RankProg
     return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs)
 
 
-def context_of(plan: Plan, rank: int, device: torch.device) -> tuple[LowerContext, range]:
+def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, range]:
     """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
     source = plan.source
     assert isinstance(source, PlanSource), "a loaded plan has no captured program"
     here = source.mesh.coordinate(rank)
     tp = AxisHandle("tp", source.mesh.tp, here["tp"])
-    context = LowerContext(source, plan.collectives, tp, RandomState(source.seed, tp.rank), device)
+    context = LowerContext(source, plan.collectives, tp, RandomState(source.seed, tp.rank), device, thorough)
     return context, range(here["pp"], source.stages.num_stages, source.mesh.pp)
 
 
@@ -67,11 +79,31 @@ def lower_stage(context: LowerContext, index: int, chunk: int) -> StageModule:
     return _finish(context.source, stage, chunk, context.tp.rank, context.device)
 
 
-def run_passes(stage: StageGraph, context: LowerContext, passes: tuple[Pass, ...]) -> None:
-    """The passes in their order, the graph sound after each."""
+def check_stages(plan: Plan) -> None:
+    """Lower every stage for one tp rank, thoroughly. Raises PassError where a pass did not leave what it must."""
+    for pp in range(plan.mesh.pp):
+        context, indices = context_of(plan, plan.mesh.rank_of(pp=pp), torch.device("cpu"), thorough=True)
+        for index in indices:
+            run_passes(extract(context, index), context, PASSES)
+
+
+def run_passes(
+    stage: StageGraph,
+    context: LowerContext,
+    passes: tuple[Pass, ...],
+    seen: Callable[[str, StageGraph], None] | None = None,
+) -> None:
+    """The passes in their order; ``seen`` is shown the stage after each.
+
+    Raises PassError where a pass does not leave what it must.
+    """
     for step in passes:
         step.run(stage, context)
-        stage.graph.lint()
+        for check in (is_sound, *step.leaves, *(step.leaves_slowly if context.thorough else ())):
+            for violation in check(stage, context):
+                raise PassError(step.name, check.__name__, stage.index, violation)
+        if seen is not None:
+            seen(step.name, stage)
 
 
 def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, device: torch.device) -> StageModule:

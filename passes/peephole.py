@@ -3,7 +3,7 @@
     linear(x, W) + b  → linear(x, W, b)         where no collective stands between them
     mm(x, W) + b      → addmm(b, x, W)
 
-and placing: what capture put on the meta device goes to the rank's own.
+and placing: what capture put on its own device goes to the rank's.
 
 Needs:   a localised graph.
 Leaves:  no device but the rank's, and no op whose value nobody reads.

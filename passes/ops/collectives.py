@@ -12,7 +12,8 @@
     first     I → P   kept on rank 0, else zeros   nothing
     exchange  V → V   all-to-all                   all-to-all: the cut goes to another dim
 
-Every call is counted on the axis handle, so that a run can be held against the plan.
+Every call is counted on the axis handle, so that a run can be held against the plan. Meta tensors have a shape and
+nothing to exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
     out = x.contiguous()
     if out is x and not owned:
         out = x.clone()
-    if axis.size > 1:
+    if axis.size > 1 and not x.is_meta:
         dist.all_reduce(out, op=op or dist.ReduceOp.SUM, group=axis.group)
     return out
 
@@ -43,7 +44,8 @@ def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tenso
     """The whole tensor from the ranks' parts, segment by segment."""
     _count(axis, "all_gather", phase, x, axis.size)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    if not x.is_meta:
+        dist.all_gather(parts, x.contiguous(), group=axis.group)
     return _joined(parts, axis, cut)
 
 
@@ -52,7 +54,8 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
     _count(axis, "all_to_all", phase, x, axis.size)
     sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)])
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=axis.group)
+    if not x.is_meta:
+        dist.all_to_all_single(received, sent, group=axis.group)
     return _joined(list(received.unbind(0)), axis, before)
 
 
@@ -68,7 +71,8 @@ def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> T
     _count(axis, "reduce_scatter", phase, x)
     parts = [part(x, cut, axis.size, rank).contiguous() for rank in range(axis.size)]
     out = torch.empty_like(parts[0])
-    dist.reduce_scatter(out, parts, group=axis.group)
+    if not x.is_meta:
+        dist.reduce_scatter(out, parts, group=axis.group)
     return out
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.lower import check_stages
 from planner import plan
 from planner.capture.canonical.products import NOTHING_IGNORED
 from planner.capture.model.reference import load_model, pretrained_directory
@@ -99,6 +100,7 @@ def verify(
     Raises PlanError for bad input, RankError when a rank fails.
     """
     decided = plan(load_model(model_ref).eval(), spec_path)
+    check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
     world_size = decided.mesh.world_size

@@ -43,7 +43,7 @@ def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
     found = {}
     for row in plan.parameters:
         for axis in ("tp", "embedding"):
-            program = lower(plan, rank)
+            program = lower(plan, rank, thorough=True)
             changed = _forget_sum(program, row.name, axis)
             anywhere: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(anywhere, changed)
@@ -66,7 +66,7 @@ def _forget_sum(program: RankProgram, fqn: str, axis: str) -> bool:
 
 def dropout_masks(plan: Any, batches: Batches) -> dict[str, tuple[bool, Tensor]]:
     """For each dropout of this rank, by its captured name: whether it is inside a parallel region, and its mask."""
-    program = lower(plan, torch.distributed.get_rank())
+    program = lower(plan, torch.distributed.get_rank(), thorough=True)
     program.random.begin(step=1, microbatch=2)
     found = {}
     for stage in program.stages:

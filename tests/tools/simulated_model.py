@@ -48,7 +48,7 @@ def assert_equals_one_process(
     """Loss and every gradient of the ranks are those of the model alone, and every collective is in the plan."""
     model = built(make)
     made = plan(model, spec_of(batch, tp, overrides))
-    programs = [lower(made, rank) for rank in range(tp)]
+    programs = [lower(made, rank, thorough=True) for rank in range(tp)]
     for rank, program in enumerate(programs):
         _fill(program.stages[0], model, tp, rank)
     counts = programs[0].count_module

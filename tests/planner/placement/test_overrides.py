@@ -148,7 +148,7 @@ def test_overrides_are_lowered_on_every_stage_and_with_the_sequence_cut(override
     spec = spec_of(gpt_batch(), 2, overrides)
     spec = {**spec, **changes, "tensor_parallel": {**spec["tensor_parallel"], **changes.get("tensor_parallel", {})}}
     made = plan(built(gpt), {**spec, "batch": {"global": 4, "micro": 2}})
-    assert all(lower(made, rank).stages for rank in range(made.mesh.world_size))
+    assert all(lower(made, rank, thorough=True).stages for rank in range(made.mesh.world_size))
 
 
 def test_one_rank_decides_nothing():

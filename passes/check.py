@@ -1,0 +1,213 @@
+"""What holds of a stage's graph after each pass: each function is named as the fact that it proves.
+
+    is_sound                                   after every pass
+    readers_get_the_type_that_they_want        so a partial sum reaches no reader that does not want one
+    collectives_are_those_of_the_plan          by kind and phase, in both directions
+    values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
+    no_op_draws_from_the_default_generator
+    no_op_names_another_device
+
+The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
+where a lowering is asked to be thorough. What they find is a bug of ours, never of the user's model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map_only
+
+from passes.base import LowerContext, StageGraph, Violation
+from passes.dropout import is_draw
+from passes.ops import collectives
+from passes.ops.axis import AxisHandle
+from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
+from passes.ops.vocabulary import vocabulary_cross_entropy
+from planner.graph.own_backward import OwnBackward
+from planner.placement.conversions import ALL_REDUCE, TABLE
+from planner.placement.types import I, Placement
+from planner.sharding.type_changes import sent_type
+
+META = torch.device("meta")
+
+
+def is_sound(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Every argument is a node of the graph that stands before its reader, and every attribute is there."""
+    try:
+        stage.graph.lint()
+    except RuntimeError as error:
+        yield Violation(None, "a sound graph", str(error))
+
+
+def readers_get_the_type_that_they_want(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """The type of every value is known, and is the one in which each of its readers, or the next stage, takes it."""
+    for reader, value, wanted in _reads(stage, context):
+        found = value.meta.get("placement")
+        if found != wanted:
+            what = "no type" if found is None else f"type {found}"
+            yield Violation(reader, f"{value.name} in type {wanted}", what)
+
+
+def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, fx.Node, Placement]]:
+    """(reader, value, wanted type) of all that the stage reads, of what it sends, and of its loss."""
+    program, placements = context.source.program, context.source.placements
+    for node in stage.graph.nodes:
+        if change := node.meta.get("change"):
+            yield node, node.all_input_nodes[0], change.before
+    for name, node in stage.env.items():
+        if node.op == "call_function":
+            captured = program.node(name)
+            for position, value in enumerate(node.all_input_nodes):
+                yield node, value, placements.wanted(captured, position)
+    output = stage.graph.output_node()
+    names: Any = output.meta["names"]
+    values: Any = output.args[0]
+    for position, (name, value) in enumerate(zip(names, values, strict=True)):
+        is_loss = stage.has_loss and position == len(names) - 1
+        yield output, value, I if is_loss else sent_type(placements.of(program.node(name)))
+
+
+_CONVERSIONS = {collectives.BY_NAME[c.name]: c for c in TABLE.values()}
+_OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the forward and of the backward
+    vocabulary_cross_entropy: (2, 0),
+    cut_logsumexp: (2, 0),
+    cut_softmax: (2, 1),
+    cut_log_softmax: (2, 1),
+    cut_layer_norm: (2, 2),
+    cut_rms_norm: (1, 1),
+}
+
+
+def collectives_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """What the graph exchanges over tp for a microbatch is what the plan lists for the stage, and the reverse."""
+    listed: Counter[tuple[str, str]] = Counter()
+    for row in context.rows:
+        if row.stage == stage.index and row.axis == context.tp.name and row.per == "microbatch":
+            listed[row.kind, row.phase] += row.count
+    found = Counter(pair for node in stage.graph.nodes for pair in exchanges(node))
+    for kind, phase in sorted(listed | found):
+        planned, there = listed[kind, phase], found[kind, phase]
+        if planned != there:
+            yield Violation(None, f"{planned} {kind} of the {phase} over {context.tp.name}, as planned", f"{there}")
+
+
+def exchanges(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(kind, phase) of each collective that a call runs."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return
+    phases = ("forward", "backward") if node.meta.get("grad") else ("forward",)
+    if target in _CONVERSIONS:
+        yield from ((kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
+    elif target in _OF_FORMS:
+        yield from ((ALL_REDUCE, p) for p, times in zip(phases, _OF_FORMS[target], strict=False) for _ in range(times))
+
+
+def values_have_their_local_shape(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Each op makes what the type of its value says, from inputs as their types say; equal calls are tried once."""
+    trials = _Trials(stage, context)
+    for node in stage.graph.nodes:
+        if node.op == "call_function":
+            made, due = trials.made(node), trials.due.get(node)
+            if made is not None and due is not None and made != due:
+                found = made if isinstance(made, str) else list(made)
+                yield Violation(node, f"its local shape {list(due)}", f"{found}")
+
+
+class _Trials:
+    """Runs ops on meta. Owns: the shape that is due of each value, and what each kind of call has made.
+
+    ``made`` is a shape, or the error that the op raised; None where that cannot be told: a tuple (its items are looked
+    at), a Function of the user, an op that meta tensors do not have.
+    """
+
+    def __init__(self, stage: StageGraph, context: LowerContext) -> None:
+        self.program, self.axis = context.source.program, AxisHandle(context.tp.name, context.tp.size, context.tp.rank)
+        self.due: dict[fx.Node, tuple[int, ...]] = {}
+        self.held: dict[fx.Node, Any] = {}  # what stands for a value in a call's key
+        self.tensors: dict[Any, Any] = {}
+        self.results: dict[Any, Any] = {}
+        for node in stage.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                self.due[node] = node.meta["placement"].local_shape(tuple(value.shape), context.tp.size)
+                self.held[node] = (self.due[node], value.dtype)
+            elif node.op == "get_attr":
+                self.held[node] = node.target
+                self.tensors[node.target] = self.axis if node.target == self.axis.name else None
+
+    def made(self, node: fx.Node) -> tuple[int, ...] | str | None:
+        result = self._result(node)
+        if not isinstance(node.meta.get("val"), Tensor):
+            self.held[node] = id(result)
+            self.tensors[id(result)] = result
+        return tuple(result.shape) if isinstance(result, Tensor) else result if isinstance(result, str) else None
+
+    def _result(self, node: fx.Node) -> Any:
+        if isinstance(node.target, OwnBackward):
+            return None
+        held = self.held
+        key = (node.target, fx.map_arg((node.args, node.kwargs), lambda n: held[n]))
+        try:
+            if key not in self.results:
+                self.results[key] = self._run(node)
+        except TypeError:  # an argument that has no hash, as a slice
+            return self._run(node)
+        return self.results[key]
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return _called(node, lambda n: self._tensor(self.held[n]))
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}" if self._runs_whole(node) else None
+
+    def _tensor(self, held: Any) -> Any:
+        if held not in self.tensors:
+            shape, dtype = held
+            self.tensors[held] = torch.empty(shape, dtype=dtype, device=META)
+        return self.tensors[held]
+
+    def _runs_whole(self, node: fx.Node) -> bool:
+        """Whether the captured op runs on meta; what does not even at global shapes proves nothing."""
+        try:
+            _called(self.program.node(node.meta["origin"]), lambda n: tree_map_only(Tensor, _emptied, n.meta["val"]))
+        except Exception:
+            return False
+        return True
+
+
+def _emptied(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=META)
+
+
+def _called(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    def on_meta(value: Any) -> Any:
+        return value_of(value) if isinstance(value, fx.Node) else META if isinstance(value, torch.device) else value
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), on_meta)  # pyright: ignore[reportGeneralTypeIssues]
+    target: Any = node.target
+    with torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def no_op_draws_from_the_default_generator(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Layouts would disturb it: ranks call it in different order and number."""
+    yield from (
+        Violation(node, "a call that names its stream", "a draw") for node in stage.graph.nodes if is_draw(node)
+    )
+
+
+def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Factories and casts make what they make on the rank's device."""
+    for node in stage.graph.nodes:
+        for value in (*node.args, *node.kwargs.values()):
+            if isinstance(value, torch.device) and value != context.device:
+                yield Violation(node, f"device {context.device}", f"device {value}")

@@ -1,0 +1,194 @@
+"""Each check turns red for a pass that breaks what it proves, and says where; whole passes break none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from passes import lower as lowering
+from passes.base import LowerContext, Pass, PassError, StageGraph
+from passes.lower import PASSES, lower
+from passes.ops import collectives
+from planner import Plan, plan
+from planner.placement.types import P
+from tests.models.plannable import build, spec_of
+from tests.models.tiny import planned
+
+aten = torch.ops.aten
+Rewrite = Callable[[StageGraph, LowerContext], None]
+
+
+@pytest.fixture
+def mlps() -> Plan:
+    return planned("mlp mlp", 0.1, tp=2, pp=2)
+
+
+@pytest.fixture
+def attention() -> Plan:
+    return planned("attention", tp=2)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, name: str, then: Rewrite | None) -> None:
+    """The pass ``name`` is followed by ``then``; with None it does nothing."""
+
+    def replaced(step: Pass) -> Pass:
+        def run(stage: StageGraph, context: LowerContext) -> None:
+            if then is not None:
+                step.run(stage, context)
+                then(stage, context)
+
+        run.__name__ = step.name
+        return replace(step, run=run) if step.name == name else step
+
+    monkeypatch.setattr(lowering, "PASSES", tuple(map(replaced, PASSES)))
+
+
+def caught(plan: Plan, *, rank: int = 0, device: str = "cpu") -> PassError:
+    with pytest.raises(PassError) as error:
+        lower(plan, rank, device, thorough=True)
+    return error.value
+
+
+def find(stage: StageGraph, target: object) -> fx.Node:
+    return next(n for n in stage.graph.nodes if n.target is target)
+
+
+def take_out(target: object) -> Rewrite:
+    def rewrite(stage: StageGraph, context: LowerContext) -> None:
+        node = find(stage, target)
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        stage.graph.erase_node(node)
+
+    return rewrite
+
+
+@pytest.mark.parametrize("target", [collectives.f, collectives.g, collectives.g_f])
+def test_a_missing_collective_leaves_a_reader_with_another_type(mlps, monkeypatch, target):
+    broken(monkeypatch, "insert_collectives", take_out(target))
+    error = caught(mlps)
+    assert (error.name, error.fact) == ("insert_collectives", "readers_get_the_type_that_they_want")
+
+
+def test_a_partial_sum_at_a_reader_that_wants_a_whole_value_is_told_with_the_line_of_the_user(mlps, monkeypatch):
+    broken(monkeypatch, "insert_collectives", take_out(collectives.g))
+    assert_expected_inline(
+        str(caught(mlps)),
+        """\
+after the pass insert_collectives this does not hold of stage 0: readers get the type that they want
+  node:     linear_3 = aten.add.Tensor(linear_2, p_blocks_0_down_bias)
+  at:       blocks.0.down   (tiny.py:24, `return x + self.dropout(self.down(F.gelu(self.up(x))))`)
+  expected: linear_2 in type I
+  found:    type P
+This is a bug of meshwright, not of your model or spec: please report it, with this message.""",
+    )
+
+
+def test_a_value_without_a_type_is_found(mlps, monkeypatch):
+    broken(monkeypatch, "insert_collectives", lambda stage, _: find(stage, aten.gelu.default).meta.pop("placement"))
+    assert caught(mlps).violation.found == "no type"
+
+
+def test_a_partial_sum_that_would_be_sent_is_found(mlps, monkeypatch):
+    def partial(stage: StageGraph, context: LowerContext) -> None:
+        sent = stage.env[stage.sends[0]]
+        sent.meta["placement"] = P
+
+    broken(monkeypatch, "insert_collectives", partial)
+    error = caught(mlps)
+    assert error.violation.node is not None
+    assert error.violation.node.op == "output"
+
+
+def test_a_loss_that_stays_whole_lacks_the_exchanges_that_the_plan_lists(attention, monkeypatch):
+    broken(monkeypatch, "localize", None)
+    error = caught(attention)
+    assert error.fact == "collectives_are_those_of_the_plan"
+    assert error.violation.expected.startswith("4 all_reduce of the forward over tp")
+    assert error.violation.found == "2"
+
+
+def test_a_collective_that_the_plan_does_not_list_is_found(mlps, monkeypatch):
+    def doubled(stage: StageGraph, context: LowerContext) -> None:
+        node = find(stage, collectives.f)
+        with stage.graph.inserting_after(node):
+            again = stage.graph.call_function(collectives.f, (node, node.args[1]))
+        again.meta = dict(node.meta)
+        node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+    broken(monkeypatch, "localize", doubled)
+    assert caught(mlps).fact == "collectives_are_those_of_the_plan"
+
+
+def test_a_listed_collective_that_no_stage_runs_is_found(mlps):
+    row = next(row for row in mlps.collectives if row.axis == "tp" and row.per == "microbatch" and row.stage == 1)
+    error = caught(replace(mlps, collectives=(*mlps.collectives, row)), rank=2)
+    assert (error.stage, error.fact) == (1, "collectives_are_those_of_the_plan")
+
+
+@pytest.mark.parametrize("target", [aten.reshape.default, aten.split_with_sizes.default])
+def test_a_size_that_stayed_global_is_found(attention, monkeypatch, target):
+    def forgotten(stage: StageGraph, context: LowerContext) -> None:
+        node = find(stage, target)
+        node.update_arg(1, context.source.program.node(node.meta["origin"]).args[1])
+
+    broken(monkeypatch, "localize", forgotten)
+    error = caught(attention)
+    assert (error.name, error.fact) == ("localize", "values_have_their_local_shape")
+
+
+def test_a_wrong_local_size_that_runs_is_found(attention, monkeypatch):
+    def halved(stage: StageGraph, context: LowerContext) -> None:
+        node = next(n for n in stage.graph.nodes if n.target is aten.reshape.default and len(n.args[1]) == 4)
+        node.update_arg(1, [2, 4, 2, 2])
+
+    broken(monkeypatch, "localize", halved)
+    violation = caught(attention).violation
+    assert (violation.expected, violation.found) == ("its local shape [2, 4, 1, 4]", "[2, 4, 2, 2]")
+
+
+def test_shapes_are_tried_only_where_a_lowering_is_thorough(attention, monkeypatch):
+    broken(monkeypatch, "localize", lambda stage, _: find(stage, aten.reshape.default).update_arg(1, [2, 4, 2, 2]))
+    assert lower(attention, 0).stages
+    assert caught(attention).fact == "values_have_their_local_shape"
+
+
+def test_a_draw_from_the_default_generator_is_found(mlps, monkeypatch):
+    broken(monkeypatch, "name_streams", None)
+    error = caught(mlps)
+    assert error.fact == "no_op_draws_from_the_default_generator"
+    assert error.violation.node is not None
+    assert error.violation.node.target is aten.dropout.default
+
+
+def test_an_op_on_the_device_of_capture_is_found(mlps, monkeypatch):
+    broken(monkeypatch, "place_devices", None)
+    error = caught(mlps, device="meta")
+    assert (error.fact, error.violation.found) == ("no_op_names_another_device", "device cpu")
+
+
+@pytest.mark.parametrize("name", [step.name for step in PASSES])
+def test_an_unsound_graph_is_found_after_every_pass(mlps, monkeypatch, name):
+    def reversed_(stage: StageGraph, context: LowerContext) -> None:
+        first, last = (next(n for n in nodes if n.op == "call_function") for nodes in _both_ways(stage.graph))
+        last.append(first)
+
+    broken(monkeypatch, name, reversed_)
+    error = caught(mlps)
+    assert (error.name, error.fact) == (name, "is_sound")
+
+
+def _both_ways(graph: fx.Graph) -> tuple[fx.graph._node_list, fx.graph._node_list]:
+    return graph.nodes, reversed(graph.nodes)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("model", ["llama, one key head", "sureness", "normed queries"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_whole_passes_break_no_check(model, sequence_parallel):
+    cut = {"sequence_parallel": sequence_parallel, "vocabulary_multiple": 8}
+    made = plan(build(model), spec_of(model, mesh={"tp": 2}, tensor_parallel=cut))
+    assert lower(made, 1, thorough=True).stages
