@@ -1,4 +1,6 @@
-"""The planner's commands: plan, search, groups, schedule, schema. None needs a GPU or a process group.
+"""The planner's commands search, groups, schedule and schema, and how a plan is printed: no GPU, no process group.
+
+``plan`` itself stands in runtime/cli.py, as it shows the passes too.
 
 One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
 PlanError from anywhere below becomes one message on stderr and exit code 2 (``Commands``).
@@ -35,6 +37,10 @@ class Commands(TyperGroup):
             typer.echo(f"{type(error).__name__}: {error}", err=True)
             raise typer.Exit(BAD_INPUT) from None
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """``plan`` first: all begins with it."""
+        return sorted(super().list_commands(ctx), key=lambda name: name != "plan")
+
 
 app = typer.Typer(
     name="meshwright",
@@ -67,32 +73,6 @@ class ScheduleFormat(StrEnum):
     table = "table"
     json = "json"
     svg = "svg"
-
-
-@app.command(
-    "plan",
-    epilog="Example: meshwright plan hf:examples/gpt2_small.json specs/tp2_pp2.yaml --format json -o p.json",
-)
-def plan_command(
-    model: Model,
-    spec: SpecFile,
-    format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="A row for every block, also where they repeat.")] = False,
-) -> None:
-    """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
-    from planner import plan
-    from planner.capture.model.reference import load_model
-    from planner.spec.spec import Spec
-
-    checked = Spec.load(spec)
-    result = plan(load_model(model), checked)
-    if format is PlanFormat.table and output is None:
-        show_plan(result, full=full)
-    else:
-        write_text(format_plan(result, format, full=full), output)
 
 
 def show_plan(plan: Plan, *, full: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The command ``meshwright``: the planner's commands, and those that run a plan: ``verify`` and ``train``."""
+"""The command ``meshwright``: the planner's commands; ``plan``; and those that run a plan, ``verify`` and ``train``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,55 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Model, SpecFile, app, show_plan, write_text
+from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, write_text
+from planner.errors import PlanError
 
 CHECK_FAILED = 1
+
+
+@app.command(
+    "plan",
+    epilog="Examples: meshwright plan hf:examples/gpt2_small.json specs/tp2_pp2.yaml --format json -o p.json "
+    "· meshwright plan examples/gpt.py:build examples/gpt.yaml --passes --rank 1",
+)
+def plan_command(
+    model: Model,
+    spec: SpecFile,
+    format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="A row for every block, also where they repeat.")] = False,
+    passes: Annotated[
+        bool, typer.Option("--passes", help="Print, in place of the plan, what each pass changes in a rank's graphs.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", help="The rank whose passes are printed; 0 if not given.")
+    ] = None,
+) -> None:
+    """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
+    from planner import plan
+    from planner.capture.model.reference import load_model
+    from planner.spec.spec import Spec
+
+    _check_options(format, passes, rank)
+    result = plan(load_model(model), Spec.load(spec))
+    if passes:
+        from passes.difference import passes_text
+
+        write_text(passes_text(result, rank or 0, full=full), output)
+    elif format is PlanFormat.table and output is None:
+        show_plan(result, full=full)
+    else:
+        write_text(format_plan(result, format, full=full), output)
+
+
+def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
+    """An option that would have no effect is an error."""
+    if rank is not None and not passes:
+        raise PlanError("--rank says whose passes are printed", where="--rank", fix="add --passes, or leave out --rank")
+    if passes and format is not PlanFormat.table:
+        raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
 
 
 @app.command("verify", epilog="Example: meshwright verify examples/gpt.py:build examples/gpt.yaml")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from passes.lower import PASSES
 from runtime.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +100,8 @@ def test_help_shows_an_example(command):
         (["schedule", "--pp", 2, "--microbatches", 4, "--kind", "zigzag"], ["unknown schedule `zigzag`"]),
         (["search", GPT, GPT_SPEC], ["not available yet"]),
         (["plan", GPT, "no_such.yaml"], ["no_such.yaml"]),
+        (["plan", GPT, GPT_SPEC, "--rank", 1], ["--rank says whose passes", "fix: add --passes"]),
+        (["plan", GPT, GPT_SPEC, "--passes", "--format", "json"], ["--passes prints text, not json", "fix:"]),
         (["plan", "no_such_file.py:build", GPT_SPEC], ["no file no_such_file.py"]),
         (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),
         (["verify", GPT, "no_such.yaml"], ["no_such.yaml"]),
@@ -148,6 +151,20 @@ def test_plan_prints_in_every_format(format, words):
     result = run("plan", GPT, GPT_SPEC, "--format", format)
     assert result.exit_code == 0, result.output
     assert words in result.stdout
+
+
+def test_plan_shows_what_every_pass_changes_for_a_rank():
+    result = run("plan", GPT, GPT_SPEC, "--passes", "--rank", 2)
+    assert result.exit_code == 0, result.output
+    first, *rest = result.stdout.splitlines()
+    assert first == "stage 1 of rank 2"
+    names = [line.split()[0] for line in rest if line.startswith("  ") and not line.startswith("   ")]
+    assert names == ["extract", *(step.name for step in PASSES)]
+    assert "       2 ×  + view_6 = aten.reshape(getitem_6, [4, 64, 2, 32])" in rest
+
+
+def test_passes_of_a_rank_that_is_not_there_are_bad_input():
+    assert_bad_input(run("plan", GPT, GPT_SPEC, "--passes", "--rank", 4), "there is no rank 4", "from 0 to 3")
 
 
 def test_plan_into_a_missing_directory_is_bad_input(tmp_path):
