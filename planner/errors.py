@@ -61,11 +61,12 @@ class SpecError(PlanError):
 
     @classmethod
     def of(cls, errors: Sequence[PlanError]) -> PlanError:
-        """One error that shows all; a single one as it is."""
-        if len(errors) == 1:
-            return errors[0]
-        together = cls(f"{len(errors)} errors in the spec", where=errors[0].where, fix=errors[0].fix)
-        together.errors = tuple(errors)
+        """One error that shows all, each once and in the order of their lines; a single one as it is."""
+        first, *rest = sorted({str(e): e for e in errors}.values(), key=lambda e: getattr(e.where, "line", 0))
+        if not rest:
+            return first
+        together = cls(f"{1 + len(rest)} errors in the spec", where=first.where, fix=first.fix)
+        together.errors = (first, *rest)
         return together
 
     def __str__(self) -> str:

@@ -132,6 +132,14 @@ def test_bad_spec_names_line_and_fix(tmp_path, old, new, words):
     assert_bad_input(run("plan", GPT, path), *words)
 
 
+def test_all_that_is_wrong_with_a_spec_is_one_message(tmp_path):
+    path = spec_with(tmp_path, "tp: 2", "tp: two")
+    path.write_text(path.read_text().replace("global:", "golbal:"))
+    result = run("plan", GPT, path)
+    assert_bad_input(result, "SpecError: 2 errors in the spec", "mesh.tp must be", "spec.yaml:2", "did you mean 'global'?")
+    assert (result.stderr.count("Error:"), result.stderr.count("  fix: ")) == (1, 2)
+
+
 def test_plan_as_json_round_trips_and_lists_every_parameter(tmp_path):
     from examples.gpt import build
     from planner.frozen_plan import Plan

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from planner.errors import SpecError, Where
+from planner.errors import PlanError, SpecError, Where
 
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
@@ -42,7 +42,10 @@ def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
         loader = _Loader(text)
         node = loader.get_single_node()
         reader = _NodeReader(loader, str(path))
-        return (None if node is None else reader.value(node, "")), reader.locations
+        value = None if node is None else reader.value(node, "")
+        if reader.errors:
+            raise SpecError.of(reader.errors)
+        return value, reader.locations
     except yaml.YAMLError as error:
         raise _syntax_error(error, path, text) from None
     finally:
@@ -79,12 +82,13 @@ def _syntax_error(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
 
 
 class _NodeReader:
-    """Walks composed nodes. Owns: ``locations``, filled on the way."""
+    """Walks composed nodes. Owns: ``locations``, and ``errors`` of keys given twice, both filled on the way."""
 
     def __init__(self, loader: _Loader, file: str) -> None:
         self.loader = loader
         self.file = file
         self.locations: dict[str, Where] = {}
+        self.errors: list[PlanError] = []
         self.open_nodes: set[int] = set()
 
     def value(self, node: yaml.Node, path: str) -> Any:
@@ -102,7 +106,7 @@ class _NodeReader:
             self.open_nodes.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[Any, Any]:
-        self._refuse_duplicates(node)
+        self._note_duplicates(node)
         self.loader.flatten_mapping(node)  # brings in what `<<: *anchor` names, before the mapping's own keys
         result = {}
         for key_node, value_node in node.value:
@@ -115,18 +119,15 @@ class _NodeReader:
     def _sequence(self, node: yaml.Node, path: str) -> list[Any]:
         return [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
 
-    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
+    def _note_duplicates(self, node: yaml.MappingNode) -> None:
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = self._key(key_node), key_node.start_mark.line + 1
             if key in lines:
                 first = lines[key]
-                raise SpecError(
-                    f"the key '{key}' is given twice",
-                    where=self._where(key_node),
-                    fix=f"keep one; the first is on line {first}",
-                )
-            lines[key] = line
+                what, fix = f"the key '{key}' is given twice", f"keep one; the first is on line {first}"
+                self.errors.append(SpecError(what, where=self._where(key_node), fix=fix))
+            lines.setdefault(key, line)
 
     def _key(self, node: yaml.Node) -> Any:
         if not isinstance(node, yaml.ScalarNode):

@@ -55,8 +55,7 @@ def spec_error(error: ValidationError, value: Any, locations: Mapping[str, Where
                 found.setdefault(problem.where, problem)
     # of the branches of a union, the one that a value got into furthest tells what is wrong with it
     deepest = [e for path, e in found.items() if not any(other.startswith(f"{path}.") for other in found)]
-    errors = [_located(e, locations) for e in (*deepest, *raised)]
-    return SpecError.of(sorted(errors, key=lambda e: e.where.line if isinstance(e.where, Where) else 0))
+    return SpecError.of([_located(e, locations) for e in (*deepest, *raised)])
 
 
 def _located(error: PlanError, locations: Mapping[str, Where]) -> SpecError:

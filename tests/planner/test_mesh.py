@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from planner.mesh import Mesh, all_groups
-from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS, RankGenerator, masked_groups
+from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS
 from planner.tables.codec import decode, encode
 from tests.tools.paths import ORACLES
 
@@ -53,11 +53,6 @@ def test_groups_equal_the_oracle(case):
     assert (mesh.dp, mesh.etp, mesh.edp) == (case["dp"], case["etp_effective"], case["edp"])
 
 
-def test_masked_groups_equal_the_oracle():
-    for case in ORACLE["raw_masked"]:
-        assert masked_groups(case["parallel_size"], case["mask"]) == case["groups"]
-
-
 @pytest.mark.parametrize("case", MESH_ERRORS, ids=lambda case: str(case["id"]))
 def test_layouts_that_the_oracle_rejects_say_why_and_how_to_fix(case):
     with pytest.raises(PlanError) as error:
@@ -65,12 +60,6 @@ def test_layouts_that_the_oracle_rejects_say_why_and_how_to_fix(case):
     assert EXPECTED_ERRORS[case["id"]] in error.value.what
     assert str(error.value.where).startswith("mesh")
     assert error.value.fix
-
-
-def test_cp_and_ep_cannot_stand_in_one_generator():
-    (case,) = [case for case in ERRORS if "rank_generator" in case]
-    with pytest.raises(PlanError, match="cp = 2 and ep = 2 stand in one rank generator"):
-        RankGenerator.of("tp-cp-ep-dp-pp", case["rank_generator"])
 
 
 def test_dp_groups_of_tp4_pp2_dp2_stride_by_four():

@@ -496,6 +496,23 @@ the key 'seed' is given twice
     )
 
 
+def test_all_keys_given_twice_come_at_once(tmp_path):
+    assert_expected_inline(
+        error(tmp_path, TWO_LINES + "seed: 1\noptimizer: {lr: 1.0, lr: 2.0}\nseed: 2\nseed: 3\n"),
+        """\
+3 errors in the spec
+the key 'lr' is given twice
+  at:  spec.yaml:4
+  fix: keep one; the first is on line 4
+the key 'seed' is given twice
+  at:  spec.yaml:5
+  fix: keep one; the first is on line 3
+the key 'seed' is given twice
+  at:  spec.yaml:6
+  fix: keep one; the first is on line 3""",
+    )
+
+
 def test_invalid_yaml_names_the_line(tmp_path):
     assert_expected_inline(
         error(tmp_path, TWO_LINES + "\tseed: 1\n"),
