@@ -136,7 +136,9 @@ def test_all_that_is_wrong_with_a_spec_is_one_message(tmp_path):
     path = spec_with(tmp_path, "tp: 2", "tp: two")
     path.write_text(path.read_text().replace("global:", "golbal:"))
     result = run("plan", GPT, path)
-    assert_bad_input(result, "SpecError: 2 errors in the spec", "mesh.tp must be", "spec.yaml:2", "did you mean 'global'?")
+    assert_bad_input(
+        result, "SpecError: 2 errors in the spec", "mesh.tp must be", "spec.yaml:2", "did you mean 'global'?"
+    )
     assert (result.stderr.count("Error:"), result.stderr.count("  fix: ")) == (1, 2)
 
 
