@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import fx
 
 from planner.errors import PlanError
+from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors
 
@@ -30,10 +30,11 @@ def notes_of_writes(
     """
     nodes = {node.name: node for node in graph.nodes}
     reaching = ancestors([nodes[name] for name in outputs])
+    the_same = {nodes[name] for name in fixed - written.keys() if name in nodes}
     for holder, last in written.items():
         if holder not in names:
             continue
-        if _is_the_same(nodes[last], fixed - written.keys()):
+        if is_made_of(nodes[last], the_same):
             continue
         if nodes[holder] in reaching:
             raise PlanError(
@@ -42,10 +43,3 @@ def notes_of_writes(
                 fix=FIX,
             )
         yield f"the forward updates buffer {names[holder]}: the update is not carried out"
-
-
-def _is_the_same(value: fx.Node, fixed: set[str]) -> bool:
-    """Whether each step writes the same values: made of what does not change, without random numbers."""
-    above = ancestors([value])
-    drawn = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in above)
-    return not drawn and all(n.name in fixed for n in above if n.op == "placeholder")

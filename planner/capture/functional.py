@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-aten = torch.ops.aten
+from planner.graph.aten import arguments, aten, draws, is_mutable
 
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
             aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
@@ -46,9 +46,7 @@ class UnknownWrite(Exception):
 
 def is_write(node: fx.Node) -> bool:
     """Whether a call writes into an argument; ``detach_``, which export puts behind a literal, writes nothing."""
-    schema = getattr(node.target, "_schema", None)
-    is_call = node.op == "call_function" and node.target is not aten.detach_.default
-    return is_call and schema is not None and schema.is_mutable
+    return node.op == "call_function" and node.target is not aten.detach_.default and is_mutable(node.target)
 
 
 def make_functional(module: fx.GraphModule) -> dict[str, str]:
@@ -229,9 +227,7 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     index: Any = node.args[1]
     if not isinstance(source, fx.Node) or source.target not in PARTS:
         return node.target, tuple(node.args), dict(node.kwargs)
-    names = [a.name for a in source.target._schema.arguments]  # pyright: ignore
-    given = dict(zip(names, source.args, strict=False)) | dict(source.kwargs)
-    dim = int(given.get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
+    dim = int(arguments(source).get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
     if source.target is aten.unbind.int:
         return aten.select.int, (source.args[0], dim, index), {}
     sizes = [int(piece.shape[dim]) for piece in source.meta["val"]]
@@ -241,13 +237,13 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _functional_op(target: Any) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.Node] | None:
     """How the value that ``target`` would have written is made."""
-    if torch.Tag.nondeterministic_seeded in target.tags and target is not aten.dropout_.default:
+    if draws(target) and target is not aten.dropout_.default:
         return None
     name, overload = target._opname, target._overloadname or "default"
     if name in _WRITES:
         return _WRITES[name]
     plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None) if name.endswith("_") else None
-    if plain is None or plain._schema.is_mutable or torch.Tag.inplace_view in target.tags:
+    if plain is None or is_mutable(plain) or torch.Tag.inplace_view in target.tags:
         return None
 
     def call(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
+
+from planner.graph.aten import is_mutable
+from planner.graph.constants import computed, follows
+from planner.graph.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24
 
@@ -44,47 +47,20 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
 
     Called with tracing and fake tensors switched off.
     """
-    order = _constant_calls(node, given)
-    return None if order is None else _run(order, root, given)
-
-
-def _constant_calls(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> list[fx.Node] | None:
-    """All that ``node`` is made of, makers first; None where that is more than constants, or too large."""
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    waiting = [(node, False)]
-    while waiting:
-        current, is_done = waiting.pop()
-        if is_done:
-            order.append(current)
-        elif current not in seen:
-            seen.add(current)
-            if current in given:
-                continue
-            if not _is_constant(current):
-                return None
-            waiting.append((current, True))
-            waiting.extend((n, False) for n in current.all_input_nodes)
-    return order
+    above = walk([node], operands, stop=lambda n: n in given)
+    if not all(n in given or _is_constant(n) for n in above):
+        return None
+    return _run(in_order([node], given), root, given)
 
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether a call adds nothing to constants; writes could be missed, so they are not followed."""
     if node.op == "get_attr":
         return True
-    schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
     value = node.meta.get("val")
     too_large = isinstance(value, Tensor) and value.numel() > MOST_ELEMENTS
-    is_plain = schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
-    return node.op == "call_function" and is_plain and not too_large and not _is_written(node)
-
-
-def _is_written(node: fx.Node) -> bool:
-    return any(
-        getattr(user.target, "_schema", None) is not None and user.target._schema.is_mutable  # pyright: ignore
-        for user in node.users
-    )
+    is_plain = hasattr(node.target, "_schema") and not is_mutable(node.target)
+    return follows(node) and is_plain and not too_large and not any(is_mutable(user.target) for user in node.users)
 
 
 def _run(order: list[fx.Node], root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
@@ -95,7 +71,5 @@ def _run(order: list[fx.Node], root: Any, given: Mapping[fx.Node, Tensor]) -> Te
             if not isinstance(values[node], Tensor) or isinstance(values[node], FakeTensor):
                 return None
             continue
-        args = fx.map_arg(node.args, lambda n: values[n])
-        kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n]))
-        values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        values[node] = computed(node, values.__getitem__)
     return values[order[-1]] if order else None

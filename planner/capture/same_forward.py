@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from planner.capture.functional import UnknownWrite, functional_graph
+from planner.graph.constants import computed, follows
 
 MOST_ELEMENTS = 1 << 24
 
@@ -105,15 +106,11 @@ class _Keys:
         """What is known of a value: constants, buffers, and what is made of them alone."""
         if node.op == "placeholder":
             return self._held.get(node.name)
-        if node.op != "call_function" or any(n not in self.values for n in node.all_input_nodes):
+        if not follows(node) or any(n not in self.values for n in node.all_input_nodes):
             return None
         expected = node.meta.get("val")
         too_large = isinstance(expected, Tensor) and expected.numel() > MOST_ELEMENTS
-        if too_large or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            return None
-        with torch.no_grad():
-            given, named = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.values[n])
-            return node.target(*given, **named)  # pyright: ignore[reportCallIssue]
+        return None if too_large else computed(node, self.values.__getitem__)
 
 
 class _Key(str):

@@ -6,16 +6,38 @@ ones_like(labels)      too, where asked for: of ``labels`` it reads the shape al
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.graph.aten import aten, is_random
 from planner.graph.program import Program
+from planner.graph.walks import in_order, operands, walk
 
-aten = torch.ops.aten
 MAX_ELEMENTS = 1 << 27
 SHAPE_READERS = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether a call gives the same value each time that it is given the same operands."""
+    return node.op == "call_function" and not is_random(node)
+
+
+def is_made_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    """Whether a value is made of ``known`` ones (and of attributes of the graph) alone, without random numbers."""
+    above = walk([node], operands, stop=lambda n: n in known)
+    return all(n in known or n.op == "get_attr" or follows(n) for n in above)
+
+
+def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """What a call gives of its operands' values, on the CPU."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 class Constants:
@@ -34,13 +56,13 @@ class Constants:
         if node.op == "placeholder":
             known = self.program.constants.get(node.name)
             return known is not None and not known.is_meta
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if not follows(node):
             return False
         return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The value of a constant node on the CPU; None where it would be too large to look at."""
-        for inner in self._in_order(node):
+        for inner in in_order([node], step=self._operands):
             if inner in self._values:
                 continue
             if inner.op == "placeholder":
@@ -49,33 +71,14 @@ class Constants:
             val = inner.meta["val"]
             if isinstance(val, torch.Tensor) and val.numel() > self.max_elements:
                 return None
-            self._values[inner] = self._computed(inner)
+            self._values[inner] = computed(inner, self._given)
         return self._values[node]
 
-    def _computed(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    def _operands(self, node: fx.Node) -> Iterable[fx.Node]:
+        return () if node.target in self.shape_readers else node.all_input_nodes
 
     def _given(self, node: fx.Node) -> Any:
         if node in self._values:
             return self._values[node]
         val = node.meta["val"]
         return torch.empty(1, dtype=val.dtype).expand(val.shape)  # read for its shape alone
-
-    def _in_order(self, node: fx.Node) -> list[fx.Node]:
-        """What ``node`` is made of, and last itself."""
-        seen: set[fx.Node] = set()
-        order: list[fx.Node] = []
-        stack = [(node, False)]
-        while stack:
-            current, done = stack.pop()
-            if done:
-                order.append(current)
-            elif current not in seen:
-                seen.add(current)
-                stack.append((current, True))
-                if current.target not in self.shape_readers:
-                    stack.extend((n, False) for n in current.all_input_nodes)
-        return order

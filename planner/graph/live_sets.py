@@ -21,6 +21,7 @@ from torch import fx
 from planner.graph.aten import is_random
 from planner.graph.flops import node_flops
 from planner.graph.program import Program
+from planner.graph.walks import ancestors, readers, walk
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
 
@@ -35,8 +36,7 @@ def dependencies(program: Program) -> nx.DiGraph:
 
 def needed_nodes(program: Program) -> set[fx.Node]:
     """The nodes that the loss depends on, itself included."""
-    loss = program.node(program.loss)
-    return {loss} | nx.ancestors(dependencies(program), loss)
+    return ancestors([program.node(program.loss)])
 
 
 def recomputed_nodes(program: Program) -> set[fx.Node]:
@@ -81,14 +81,13 @@ def _move_late(
     program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node], anchor: dict[fx.Node, int]
 ) -> None:
     """Move each connected group of calls that no block feeds to its first reader, unless a parameter is read sooner."""
-    graph, loss = dependencies(program), program.node(program.loss)
-    needed = {loss} | nx.ancestors(graph, loss)
+    graph, needed = dependencies(program), needed_nodes(program)
     calls = [node for node in anchor if node in needed]
-    readers = _parameter_readers(program, recomputed, set(calls))
+    reading = _parameter_readers(program, recomputed, set(calls))
     for group in _groups_before_blocks(graph, calls, block_of, recomputed):
         read_at = [anchor[user] for node in group for user in node.users if user in anchor and user not in group]
         target = min(read_at, default=0)
-        shared = {n for names in readers.values() if names & group for n in names - group}
+        shared = {n for names in reading.values() if names & group for n in names - group}
         if target and all(anchor[n] >= target for n in shared):
             anchor.update(dict.fromkeys(group, target))
 
@@ -108,16 +107,13 @@ def _groups_before_blocks(
 
 def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx.Node]) -> dict[str, set[fx.Node]]:
     """Parameter (by its user's name) → those of ``calls`` that read it, directly or through recomputed values."""
-    readers: dict[str, set[fx.Node]] = {}
+    found: dict[str, set[fx.Node]] = {}
     for name, fqn in program.parameters.items():
-        found, stack = readers.setdefault(fqn, set()), list(program.node(name).users)
-        while stack:
-            node = stack.pop()
-            if node in recomputed:
-                stack.extend(node.users)
-            elif node in calls:
-                found.add(node)
-    return readers
+        users = program.node(name).users
+        found.setdefault(fqn, set()).update(
+            n for n in walk(users, readers, stop=lambda n: n not in recomputed) if n in calls
+        )
+    return found
 
 
 def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:

@@ -9,6 +9,26 @@ from torch import fx
 
 from planner.errors import Where
 
+# What ``node.meta`` of a captured graph holds. Capture writes it, placement one key; everyone else reads.
+META = {
+    "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
+    "grad": "whether a gradient of the loss may flow through it",
+    "parameter": "of a placeholder: the user's dotted name of the parameter",
+    "constant": "of a placeholder: its value, while the graph is brought into canonical form",
+    "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
+    "custom": "marks of autocast regions, while the model is exported",
+    "nn_module_stack": "the modules whose forwards made it, as torch.export notes them",
+    "stack_trace": "the user's lines that made it, as torch.export notes them",
+    "has_scores": "of a product: whether it is one of attention (placement.scores)",
+}
+# What lowering writes on top of that, into the graphs of stages.
+STAGE_META = {
+    "origin": "the node's name in the captured graph",
+    "placement": "its type over tp",
+    "change": "of a collective: the change of type that it carries out",
+    "names": "of the output: what it returns, by name in the captured graph",
+}
+
 
 @dataclass
 class Program:
@@ -27,6 +47,10 @@ class Program:
 
     def node(self, name: str) -> fx.Node:
         return self._index()[name]
+
+    def graph_changed(self) -> None:
+        """To be called by who rewrites the graph: what was looked up by name may be gone."""
+        self.__dict__.pop("_nodes", None)
 
     def _index(self) -> dict[str, fx.Node]:
         index = self.__dict__.get("_nodes")

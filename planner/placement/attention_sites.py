@@ -21,6 +21,7 @@ from planner.graph.places import glob_of
 from planner.graph.products import PRODUCTS, equation, holds_weight
 from planner.graph.program import Program
 from planner.graph.source_lines import module_of, where_of
+from planner.graph.walks import operands, walk
 from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words
 from planner.placement.scores import has_scores, is_product_of_activations
@@ -136,22 +137,19 @@ def _heads_of_shape(node: fx.Node) -> int:
 
 def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
     """The weights of the projections that a value is made of."""
-    stack, seen = [start], set[fx.Node]()
-    while stack and len(seen) < _MAX_WALK:
-        node = stack.pop()
-        if node in seen or node.op != "call_function" or not node.meta.get("grad") or is_attention(node):
-            continue
-        seen.add(node)
-        weights = [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
-        if weights and equation_like(node):
-            yield from weights
-        else:
-            stack.extend(node.all_input_nodes)
+    for node in walk([start], operands, into=_is_activation, stop=lambda n: bool(_weights_of(n)), most=_MAX_WALK):
+        yield from _weights_of(node)
 
 
-def equation_like(node: fx.Node) -> bool:
-    """Whether the node is a product that contracts, of any spelling."""
-    return node.target in PRODUCTS
+def _is_activation(node: fx.Node) -> bool:
+    return node.op == "call_function" and bool(node.meta.get("grad")) and not is_attention(node)
+
+
+def _weights_of(node: fx.Node) -> list[fx.Node]:
+    """The matrices that a product multiplies by."""
+    if node.target not in PRODUCTS:
+        return []
+    return [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
 
 
 def weight_of(node: fx.Node) -> fx.Node:

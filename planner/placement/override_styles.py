@@ -18,6 +18,7 @@ from torch import fx
 from planner.errors import PlanError
 from planner.graph.flops import node_flops
 from planner.graph.program import Program
+from planner.graph.walks import readers, walk
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides import Asked
@@ -152,13 +153,5 @@ def _is_alone(option: Option, position: int) -> bool:
 
 def _meets_a_loss(product: fx.Node) -> bool:
     """Whether the result of ``product`` are the logits of a loss: read by it before any other product."""
-    stack, seen = [product], {product}
-    while stack and len(seen) < _MAX_WALK:
-        node = stack.pop()
-        if node.target in LOSSES:
-            return True
-        if node is product or not node_flops(node):
-            new = [u for u in node.users if u not in seen]
-            seen.update(new)
-            stack.extend(new)
-    return False
+    after = walk([product], readers, stop=lambda n: n is not product and bool(node_flops(n)), most=_MAX_WALK)
+    return any(n.target in LOSSES for n in after)

@@ -8,13 +8,14 @@ activations as well, and none of attention: they have no scores whose heads must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from planner.graph.flops import node_flops
 from planner.graph.products import is_made_of_weights
+from planner.graph.walks import Step, operands, readers, walk
 
 aten = torch.ops.aten
 BATCHED = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
@@ -29,49 +30,36 @@ _MAX_WALK = 400
 
 def is_product_of_activations(node: fx.Node) -> bool:
     """A product whose operands all carry a gradient and are no weights."""
-    operands = node.all_input_nodes
+    read = node.all_input_nodes
     return (
         node.op == "call_function"
         and node.target in BATCHED
-        and len(operands) > 1
-        and all(n.meta.get("grad") and not is_made_of_weights(n) for n in operands)
+        and len(read) > 1
+        and all(n.meta.get("grad") and not is_made_of_weights(n) for n in read)
     )
 
 
 def has_scores(product: fx.Node) -> bool:
     """Whether a product of activations makes scores that a softmax turns into the factors of another, or reads such."""
     if "has_scores" not in product.meta:
-        ahead = _softmaxes(product, _readers)
-        behind = _softmaxes(product, _operands)
-        product.meta["has_scores"] = any(_meets_product(s, _readers) for s in ahead) or any(
-            _meets_product(s, _operands) for s in behind
+        product.meta["has_scores"] = any(
+            _meets_product(s, step) for step in (readers, operands) for s in _softmaxes(product, step)
         )
     return product.meta["has_scores"]
 
 
-def _softmaxes(product: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+def _softmaxes(product: fx.Node, step: Step) -> list[fx.Node]:
     return [n for n in _up_to_products(product, step) if n.target in SOFTMAXES]
 
 
-def _meets_product(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+def _meets_product(softmax: fx.Node, step: Step) -> bool:
     return any(is_product_of_activations(n) for n in _up_to_products(softmax, step))
 
 
-def _up_to_products(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:
     """What follows ``start`` by ``step``, through everything but products; these come too."""
-    stack, seen = [start], {start}
-    while stack and len(seen) < _MAX_WALK:
-        for node in step(stack.pop()):
-            if node not in seen and node.op == "call_function" and node.meta.get("grad"):
-                seen.add(node)
-                yield node
-                if not node_flops(node):
-                    stack.append(node)
+    return walk(step(start), step, into=_is_activation, stop=lambda n: bool(node_flops(n)), most=_MAX_WALK)
 
 
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
-    return node.users
-
-
-def _operands(node: fx.Node) -> Iterable[fx.Node]:
-    return node.all_input_nodes
+def _is_activation(node: fx.Node) -> bool:
+    return node.op == "call_function" and bool(node.meta.get("grad"))

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from planner.capture.model.meta_init import buffer_value
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
+from planner.graph.roles import parameter_roles
 from planner.spec.spec import Spec
 
 
@@ -107,60 +108,6 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     program, initial = plan.source.program, spec.initialization  # pyright: ignore
     roles = parameter_roles(program.graph.graph, program.parameters)
     return InitialWeights(model, roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale)
-
-
-def parameter_roles(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """What each parameter of a captured graph is for, by fqn: "scale", "bias", "residual", or "" for other weights."""
-    return {parameters[n.name]: _role(n) for n in graph.nodes if n.op == "placeholder" and n.name in parameters}
-
-
-def _role(node: fx.Node) -> str:
-    uses = [(user, position) for user in node.users for position, arg in enumerate(user.args) if arg is node]
-    names = [(getattr(user.target, "_opname", str(user.target)), position) for user, position in uses]
-    if any("norm" in name for name, _ in names):
-        # the weight stands before the bias in every norm's arguments
-        first = min(p for name, p in names if "norm" in name)
-        user = next(user for user, p in uses if p == first)
-        earlier = [
-            a for a in user.args[:first] if isinstance(a, fx.Node) and a.op == "placeholder" and a.meta["val"].ndim == 1
-        ]
-        return "bias" if earlier else "scale"
-    if node.meta["val"].ndim <= 1:
-        return "scale" if any(name.startswith("mul") for name, _ in names) else "bias"
-    return "residual" if any(_writes_residual(user) for user, _ in uses) else ""
-
-
-_PASSED = (
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "dropout",
-    "native_dropout",
-    "getitem",
-    "add",
-    "transpose",
-    "t",
-    "to",
-    "_to_copy",
-)
-
-
-def _writes_residual(node: fx.Node) -> bool:
-    """Whether the output of this linear reaches, through views, dropout and its bias, a sum of two activations."""
-    name = getattr(node.target, "_opname", "")
-    if name in ("t", "transpose"):
-        return any(_writes_residual(user) for user in node.users)
-    if name not in ("linear", "addmm", "matmul", "mm"):
-        return False
-    while len(node.users) == 1:
-        (user,) = node.users
-        name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
-        if name not in _PASSED:
-            return False
-        if name == "add" and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in user.args[:2]):
-            return True
-        node = user
-    return False
 
 
 def _real(tensor: Tensor, what: str) -> Tensor:

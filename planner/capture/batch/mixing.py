@@ -74,7 +74,7 @@ def _is_batched(node: fx.Node) -> bool:
 
 def _dims_along(node: fx.Node) -> frozenset[int]:
     """The dims that an op runs along."""
-    given = named(node, list(node.args), dict(node.kwargs))
+    given = named(node)
     dims = given.get("dim", given.get("dims", 0))
     ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
     if dims is None:

@@ -34,7 +34,7 @@ def simplify_masks(program: Program) -> None:
             program.rewrites.append((f"the attention mask is {meanings[mask]}", where_of(node)))
     if any(meanings.values()):
         prune(program.graph)
-        program.__dict__.pop("_nodes", None)
+        program.graph_changed()
 
 
 def _meaning(mask: torch.Tensor | None) -> str:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.gradients.call_sites import called_by_user
 from planner.errors import PlanError, Where
+from planner.graph.aten import is_mutable
 from planner.graph.own_backward import Autocast
 from planner.graph.source_lines import where_of
 
@@ -189,7 +190,7 @@ class _Call:
                     **fx.map_arg(dict(self.node.kwargs), lambda n: n.meta["val"]),
                 )
             )
-        if made != self._dtypes(self.node.meta["val"]) or self.target._schema.is_mutable:
+        if made != self._dtypes(self.node.meta["val"]) or is_mutable(self.target):
             raise self._refused()
 
     def _refused(self) -> PlanError:

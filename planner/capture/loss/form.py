@@ -31,6 +31,7 @@ from planner.capture.loss.loss_ops import (
 )
 from planner.capture.loss.scaling import numeric_places
 from planner.graph.program import Program
+from planner.graph.walks import operands, walk
 
 ROW_BY_ROW = {"reshape", "permute", "expand", "detach", "cat", "pad", "constant_pad_nd", "gather", "one_hot",
               "embedding", "dropout", "layer_norm", "rms_norm", "getitem", "cross_entropy_loss", "nll_loss_nd",
@@ -43,16 +44,12 @@ LABELLING = {aten.pow.Tensor_Scalar, aten.ne.Scalar, aten.eq.Scalar, aten.consta
 
 def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]:
     """The loss and what it is made of, up to the last calls that read a weight."""
-    found: set[fx.Node] = set()
-    stack = [program.node(program.loss)]
-    while stack:
-        node = stack.pop()
+
+    def is_inside(node: fx.Node) -> bool:
         reads_weight = any(n.name in program.parameters for n in node.all_input_nodes)
-        if node in found or node.op != "call_function" or (reads_weight and node in on_batch):
-            continue
-        found.add(node)
-        stack.extend(node.all_input_nodes)
-    return found
+        return node.op == "call_function" and not (reads_weight and node in on_batch)
+
+    return set(walk([program.node(program.loss)], operands, into=is_inside))
 
 
 def kinds_by_form(

@@ -58,6 +58,7 @@ from planner.graph.constants import SHAPE_READERS, Constants
 from planner.graph.own_backward import adds_up
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
+from planner.graph.walks import operands, walk
 
 __all__ = ["LossTerms", "share_loss"]
 
@@ -86,7 +87,7 @@ def share_loss(program: Program, num_microbatches: int, recapture: Recapture | N
     rewriter.counts.finish()
     program.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     program.graph.recompile()
-    program.__dict__.pop("_nodes", None)
+    program.graph_changed()
     return terms
 
 
@@ -158,14 +159,11 @@ class _Rewriter:
 
     def _tail(self) -> set[fx.Node]:
         """The loss, and upwards all that is no value of single rows."""
-        seen: set[fx.Node] = set()
-        stack = [self.program.node(self.program.loss)]
-        while stack:
-            node = stack.pop()
-            if node not in seen and node in self.on_batch and self.kinds[node].name != ROWS:
-                seen.add(node)
-                stack.extend(node.all_input_nodes)
-        return seen
+
+        def is_of_tail(node: fx.Node) -> bool:
+            return node in self.on_batch and self.kinds[node].name != ROWS
+
+        return set(walk([self.program.node(self.program.loss)], operands, into=is_of_tail))
 
     def _correct(self, scaling: Scaling) -> None:
         """Numbers and constants take the value that they have in one process."""
@@ -196,10 +194,9 @@ class _Rewriter:
     def warn_of_statistics(self) -> None:
         """Batch normalisation in training takes the statistics of what it is given: here of one microbatch."""
         for node in self.graph.nodes:
-            if "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch:
-                names = [a.name for a in node.target._schema.arguments]
-                if dict(zip(names, node.args, strict=False)).get("training", True):
-                    self._tell(self.terms.inexact, node)
+            is_norm = "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch
+            if is_norm and arguments(node).get("training", True):
+                self._tell(self.terms.inexact, node)
 
     def warn_of_weights_alone(self) -> None:
         """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""

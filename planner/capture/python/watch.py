@@ -25,6 +25,7 @@ from planner.capture.python.draws import PythonDraws
 from planner.capture.python.state import Change, PythonState, is_doubtful, move_on
 from planner.capture.same_forward import first_difference
 from planner.errors import PlanError, Where
+from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 
 STATE_FIX = (
@@ -139,7 +140,7 @@ class ForwardWatch:
             node = node_of(tensor, mode.tracer)
             if node is None:
                 yield tensor, tensor if not isinstance(tensor, FakeTensor) else None
-            elif _is_constant(node, set(fixed)):
+            elif is_made_of(node, set(fixed)):
                 with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
                     yield tensor, value_of(node, mode.tracer.root, known)
 
@@ -166,17 +167,3 @@ class ForwardWatch:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _is_constant(node: Any, known: set[Any]) -> bool:
-    seen, waiting = set(), [node]
-    while waiting:
-        current = waiting.pop()
-        if current in seen or current in known:
-            continue
-        seen.add(current)
-        random = torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
-        if current.op == "placeholder" or random:
-            return False
-        waiting.extend(current.all_input_nodes)
-    return True

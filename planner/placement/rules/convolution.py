@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def convolution(site: Site) -> Iterator[Option]:
     """conv1d, conv2d, conv3d, convolution(x, weight, bias=None, ..), not transposed."""
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     x, weight = site.node.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)

@@ -76,7 +76,7 @@ def _places(site: Site, x: fx.Node, indices: list[fx.Node | None]) -> dict[int, 
 
 def gather(site: Site) -> Iterator[Option]:
     """gather(x, dim, index): x, index and result are cut alike on any other dim of the same size."""
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     x, index_ = given["self"], given["index"]
     if x is index_ or not site.shape(x):
         return
@@ -93,7 +93,7 @@ def gather(site: Site) -> Iterator[Option]:
 
 def scatter(site: Site) -> Iterator[Option]:
     """scatter(x, dim, index, value or src), scatter_add, scatter_reduce: all cut alike on any other dim."""
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     x, index_, source = given["self"], given["index"], given.get("src")
     tensors = [t for t in (x, index_, source) if isinstance(t, fx.Node)]
     if len(set(tensors)) < len(tensors) or not site.shape(x):
@@ -107,7 +107,7 @@ def scatter(site: Site) -> Iterator[Option]:
 
 def index_add(site: Site) -> Iterator[Option]:
     """index_add(x, dim, index, source), index_copy: x and the source are cut alike on any other dim."""
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     x, source = given["self"], given["source"]
     if x is source or not site.shape(x):
         return
@@ -126,7 +126,7 @@ def _alike(site: Site, dim: int, tensors: list[fx.Node]) -> list[Placement]:
 
 def index_put(site: Site) -> Iterator[Option]:
     """index_put(x, indices, values): a cut of the last dims of x, which have no index; the values have them too."""
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     x, values, indices = given["self"], given["values"], given["indices"]
     used = [i for i in indices if i is not None]
     if len({x, values, *used}) < 2 + len(used) or None in indices:
@@ -149,7 +149,7 @@ def pad(site: Site) -> Iterator[Option]:
     padded = {ndim - 1 - i // 2 for i, n in enumerate(amounts) if n}
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim not in padded}):
         yield site.option(cut, {x: cut}, Form.PARTS)
-    given = named(site.node, list(site.node.args), dict(site.node.kwargs))
+    given = named(site.node)
     if not given.get("value"):
         yield site.partial([x])
 
