@@ -18,9 +18,10 @@ from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.graph.source_lines import where_of
-from planner.tables.rows import CollectivePlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.shards import Shards
 
 
 @dataclass
@@ -44,7 +45,8 @@ class StageGraph:
 class LowerContext:
     """What a pass may read beside the stage: the decisions, the plan's rows of collectives, and this rank's handles."""
 
-    source: PlanSource
+    source: Decisions
+    shards: Shards
     rows: tuple[CollectivePlan, ...]
     tp: AxisHandle
     random: RandomState

@@ -15,7 +15,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement, Segment
-from planner.sharding.type_changes import type_at, type_changes
+from planner.sharding.type_changes import type_at
 
 # a collective's cut stands in the generated code of the graph, which must find these names
 NAMES_IN_CODE: dict[str, tuple[str, type]] = {
@@ -30,7 +30,7 @@ def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
     for name, node in stage.env.items():
         captured = source.program.node(name)
         node.meta["placement"] = type_at(source.placements, source.stages, captured, stage.index)
-    changes = type_changes(source.placements, source.stages, source.program, stage.index)
+    changes = context.shards.changes[stage.index]
     if not changes:
         return
     for name, (line, kind) in NAMES_IN_CODE.items():

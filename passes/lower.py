@@ -28,12 +28,12 @@ from passes.localize import localize
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.peephole import drop_unread, fuse_bias, place, place_devices
-from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
+from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.graph.program import Program
-from planner.sharding.type_changes import sent_type
+from planner.sharding.parameters import local_parameter
 
 PASSES: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
@@ -64,19 +64,18 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
 
 def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, range]:
     """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
-    source = plan.source
-    assert isinstance(source, PlanSource), "a loaded plan has no captured program"
-    here = source.mesh.coordinate(rank)
-    tp = AxisHandle("tp", source.mesh.tp, here["tp"])
-    context = LowerContext(source, plan.collectives, tp, RandomState(source.seed, tp.rank), device, thorough)
-    return context, range(here["pp"], source.stages.num_stages, source.mesh.pp)
+    decisions, shards = plan.to_run()
+    here = plan.mesh.coordinate(rank)
+    tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
+    context = LowerContext(decisions, shards, plan.collectives, tp, random, device, thorough)
+    return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)
 
 
 def lower_stage(context: LowerContext, index: int, chunk: int) -> StageModule:
     """One stage through all passes."""
     stage = extract(context, index)
     run_passes(stage, context, PASSES)
-    return _finish(context.source, stage, chunk, context.tp.rank, context.device)
+    return _finish(context, stage, chunk)
 
 
 def check_stages(plan: Plan) -> None:
@@ -106,9 +105,10 @@ def run_passes(
             seen(step.name, stage)
 
 
-def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, device: torch.device) -> StageModule:
+def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule:
+    source, shards, tp_rank, device = context.source, context.shards, context.tp.rank, context.device
     program = source.program
-    parameters = tuple(local_parameter(source, name, stage.index, tp_rank) for name in stage.parameters)
+    parameters = tuple(local_parameter(source, program.node(name), stage.index, tp_rank) for name in stage.parameters)
     for name, local in zip(stage.parameters, parameters, strict=True):
         empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
         stage.root.register_parameter(name, nn.Parameter(empty, local.requires_grad))
@@ -125,8 +125,8 @@ def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, dev
         stage.index,
         chunk,
         module,
-        _boundaries(source, stage.receives),
-        _boundaries(source, stage.sends),
+        shards.received(stage.index),
+        shards.sent(stage.index),
         tuple(program.inputs[n] for n in stage.inputs),
         tuple(source.terms.denominators.index(n) for n in stage.denominators),
         parameters,
@@ -136,40 +136,7 @@ def _finish(source: PlanSource, stage: StageGraph, chunk: int, tp_rank: int, dev
     )
 
 
-def _boundaries(source: PlanSource, names: tuple[str, ...]) -> tuple[Boundary, ...]:
-    """What crosses a cut, in local shapes."""
-    result = []
-    for name in names:
-        node = source.program.node(name)
-        placement = sent_type(source.placements.of(node))
-        shape = placement.local_shape(tuple(node.meta["val"].shape), source.mesh.tp)
-        result.append(Boundary(name, shape, node.meta["val"].dtype, bool(node.meta["grad"]), placement))
-    return tuple(result)
-
-
-def local_parameter(source: PlanSource, name: str, stage: int, tp_rank: int) -> LocalParameter:
-    """A parameter as a rank of ``stage`` has it. Of equal copies, over tp or stages, the first alone is counted."""
-    node = source.program.node(name)
-    placement, tp = source.placements.of(node), source.mesh.tp
-    stages = source.stages.parameter_stages.get(name, (stage,))
-    partial = tp > 1 and (placement.kind == "R" or placement.has_whole_segment)
-    over = (("tp",) if partial else ()) + (("embedding",) if len(stages) > 1 else ())
-    shape = tuple(node.meta["val"].shape)
-    counted = (placement.is_sharded or tp_rank == 0) and stage == min(stages)
-    return LocalParameter(
-        source.program.parameters[name],
-        placement.local_shape(shape, tp),
-        node.meta["val"].dtype,
-        placement,
-        shape,
-        over,
-        counted,
-        stages if len(stages) > 1 else (),
-        bool(node.meta["grad"]),
-    )
-
-
-def _constants_of(source: PlanSource, graph: fx.GraphModule) -> nn.Module:
+def _constants_of(source: Decisions, graph: fx.GraphModule) -> nn.Module:
     """What the counts read beside the batch: lifted constants, and buffers of the model (such as class weights)."""
     root, program = nn.Module(), source.program
     for node in graph.graph.nodes:

@@ -9,43 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from planner.placement.types import Placement
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """A value that crosses from one stage to the next. ``shape`` is local, ``placement`` its type over tp."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class LocalParameter:
-    """A parameter of a stage module: its user's dotted name, its cut, and who must add gradients together.
-
-    ``partial_over``: mesh groups whose ranks hold partial gradients of it at the end of a step ("tp" for type R,
-    "embedding" for a tied weight that stands on several stages); after the dp reduction they are summed there.
-    ``counted``: whether this rank counts the parameter in the global gradient norm (each logical element counts once).
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placement: Placement
-    global_shape: tuple[int, ...]
-    partial_over: tuple[str, ...] = ()
-    counted: bool = True
-    tied_stages: tuple[int, ...] = ()  # stages that hold it, where more than one
-    requires_grad: bool = True
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.parameters import LocalParameter
 
 
 @dataclass
@@ -58,8 +27,8 @@ class StageModule:
     index: int
     chunk: int
     module: fx.GraphModule
-    receives: tuple[Boundary, ...]
-    sends: tuple[Boundary, ...]
+    receives: tuple[BoundaryPlan, ...]
+    sends: tuple[BoundaryPlan, ...]
     inputs: tuple[str, ...]
     denominators: tuple[int, ...]
     parameters: tuple[LocalParameter, ...]

@@ -14,20 +14,25 @@ from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
 from planner.capture.loss.shares import share_loss
-from planner.decisions import PlanSource
+from planner.cost.memory import memory_rows
+from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
+from planner.placement.attention_sites import attention_sites, check_attention
 from planner.placement.decide import decide_placements
 from planner.placement.overrides import kinds_by_override
 from planner.placement.rules.table import has_rule
+from planner.placement.uncut import check_something_is_cut
+from planner.sharding.shards import decide_shards
 from planner.slow_steps import shown_if_slow
 from planner.spec.spec import Spec
-from planner.tables.build import plan_of
+from planner.tables.build import tables_of
 
 
 def plan(
@@ -79,13 +84,20 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
             sequence_parallel=spec.tensor_parallel.sequence_parallel,
             vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple,
         )
+    sites = attention_sites(program, blocks, placements)
+    check_attention(program, placements, sites)
+    check_something_is_cut(program, blocks, placements, sites, spec.tensor_parallel.vocabulary_multiple)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
-    schedule = build_schedule(
-        spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size
+    schedule = planned(
+        build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     )
-    source = PlanSource(program, blocks, placements, stages, terms, mesh, spec.seed, model)
+    decisions = Decisions(program, blocks, placements, stages, terms, mesh, spec.seed, model)
+    with shown_if_slow("laying out what each rank holds and exchanges"):
+        shards = decide_shards(spec, decisions)
+        memory = memory_rows(spec, decisions, shards, schedule.peak_in_flight)
     with shown_if_slow("writing the plan's tables"):
-        return plan_of(spec, source, schedule)
+        tables = tables_of(spec, decisions, shards, schedule, sites, memory)
+    return Plan.of(tables, decisions, shards)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -1,12 +1,18 @@
-"""What a fresh plan holds beside its printable rows: the captured program and the decisions on it, for lowering."""
+"""What was decided on the captured program: what the plan's rows print, and what passes lower.
+
+A plan holds it while it is fresh; a plan that was loaded from a file has its rows alone.
+"""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import nn
 
+from planner.capture.loss.ignored_labels import ignored_labels
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.graph.blocks.blocks import Blocks
@@ -17,7 +23,7 @@ from planner.placement.decide import Placements
 
 
 @dataclass
-class PlanSource:
+class Decisions:
     """Owns the captured program and, until the first engine has taken its shards, the user's model."""
 
     program: Program
@@ -45,3 +51,14 @@ class PlanSource:
         if self._model is not None:
             self._reference = weakref.ref(self._model)
             self._model = None
+
+    @cached_property
+    def batch_inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Batch key → shape of one sequence and dtype, as the model was captured with them."""
+        values = {key: self.program.node(name).meta["val"] for name, key in self.program.inputs.items()}
+        return {key: (tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
+
+    @cached_property
+    def ignored_labels(self) -> dict[str, int]:
+        """Batch key → the label that the loss skips."""
+        return ignored_labels(self.program)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError, require
-from planner.mesh import Mesh
-from planner.tables.codec import decode, encode, to_text, write_atomic
-from planner.tables.rows import (
-    BoundaryPlan,
-    BucketPlan,
-    BufferPlan,
-    CollectivePlan,
-    CostPlan,
-    Diagnostic,
-    GraphRegion,
-    MemoryRow,
-    OptimizerPlan,
-    ParameterPlan,
-    SchedulePlan,
-    StagePlan,
-    Summary,
-)
+from planner.cost.memory import MemoryRow
+from planner.cost.step_time import CostPlan
+from planner.decisions import Decisions
+from planner.errors import PlanError
+from planner.pipeline.regions import GraphRegion
+from planner.pipeline.schedule import SchedulePlan
+from planner.report.text import to_text as describe
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.parameters import ParameterPlan
+from planner.sharding.shards import Shards
+from planner.tables.codec import decode, to_text, write_atomic
+from planner.tables.rows import Diagnostic, StagePlan, Summary
+from planner.tables.tables import VERSION, Tables
 
 __all__ = [
     "BoundaryPlan",
@@ -45,55 +41,33 @@ __all__ = [
     "Summary",
 ]
 
-VERSION = 1
-_REMARKS = {"where", "origin", "reason"}  # words for people: file names and wording may differ between machines
-
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What runs where, for every rank. Frozen; equal plans compare equal, with or without their ``source``.
+class Plan(Tables):
+    """What runs where, for every rank. Frozen; equal plans compare equal, fresh or loaded.
 
-    ``spec`` is the spec as a dict. ``source`` holds the captured program, its placements and the model for lowering; it
-    is not saved, so a loaded plan prints, compares and hashes, and has none.
+    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model) and ``shards``
+    (what each rank holds, sums and exchanges), which passes and runtime read. They are not saved: a loaded plan prints,
+    compares and hashes, and does not run.
     """
 
-    spec: dict[str, Any]
-    mesh: Mesh
-    parameters: tuple[ParameterPlan, ...]
-    collectives: tuple[CollectivePlan, ...]
-    stages: tuple[StagePlan, ...]
-    schedule: SchedulePlan
-    graph_regions: tuple[GraphRegion, ...] = ()
-    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
-    memory: tuple[MemoryRow, ...] = ()
-    cost: CostPlan | None = None
-    diagnostics: tuple[Diagnostic, ...] = ()
-    summary: Summary = field(default_factory=Summary)
-    source: object | None = field(default=None, compare=False, repr=False)
+    decisions: Decisions | None = field(default=None, compare=False, repr=False)
+    shards: Shards | None = field(default=None, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", encode(self.spec))
-        num_stages = self.mesh.pp * self.mesh.vpp
-        names = [p.name for p in self.parameters]
-        require(len(self.stages) == num_stages, f"{len(self.stages)} stages for pp·vpp = {num_stages}")
-        require([s.index for s in self.stages] == list(range(num_stages)), "the stages are out of order")
-        require(
-            len(self.schedule.orders) == self.mesh.pp, f"{len(self.schedule.orders)} orders for pp = {self.mesh.pp}"
-        )
-        require(len(names) == len(set(names)), "a parameter is listed twice")
-        for parameter in self.parameters:
-            inside = all(0 <= stage < num_stages for stage in parameter.stages)
-            require(inside and bool(parameter.stages), f"{parameter.name} is on stages {parameter.stages}")
+    @staticmethod
+    def of(tables: Tables, decisions: Decisions | None = None, shards: Shards | None = None) -> Plan:
+        rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
+        return Plan(**rows, decisions=decisions, shards=shards)
+
+    def to_run(self) -> tuple[Decisions, Shards]:
+        """What a run needs beside the rows. Raises PlanError for a loaded plan."""
+        if self.decisions is None or self.shards is None:
+            raise PlanError("a loaded plan holds no model", fix="plan the model again")
+        return self.decisions, self.shards
 
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
-        from planner.report.text import to_text as explain  # explain reads Plan: importing it above would be a circle
-
-        return explain(self, full=full)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values, with ``version`` first."""
-        return {"version": VERSION, **encode(self)}
+        return describe(self, full=full)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""
@@ -131,23 +105,4 @@ class Plan:
             raise PlanError("this is not a saved plan: it has no version")
         if values["version"] != VERSION:
             raise PlanError(f"the plan has version {values['version']}, this program reads version {VERSION}")
-        return decode(Plan, {name: value for name, value in values.items() if name != "version"}, "plan")
-
-    def hash(self) -> str:
-        """SHA-256 of the decisions: ranks that must run together have the same one.
-
-        Left out: estimates, diagnostics, and remarks that name files, which may lie elsewhere on another machine.
-        """
-        values = self.to_dict()
-        for name in ("cost", "memory", "diagnostics", "summary"):
-            del values[name]
-        values["spec"].pop("cluster", None)
-        text = json.dumps(_without_remarks(values), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _without_remarks(values: dict[str, Any]) -> dict[str, Any]:
-    def strip(row: Any) -> Any:
-        return {k: v for k, v in row.items() if k not in _REMARKS} if isinstance(row, dict) else row
-
-    return {name: [strip(row) for row in value] if isinstance(value, list) else value for name, value in values.items()}
+        return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from passes.lower import lower
-from passes.stage_module import LocalParameter, RankProgram
+from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action
+from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
@@ -63,6 +64,7 @@ class Engine:
         launched world is not the plan's, or plans or versions differ between ranks.
         """
         self.plan = plan
+        self._decisions, self._shards = plan.to_run()
         self.spec = Spec.load({**plan.spec, "cluster": None})  # the file was read when planning, and may lie elsewhere
         self.step_index = 0
         self._gradients_ready = False
@@ -100,9 +102,7 @@ class Engine:
         self._fresh = take_weights(self.plan, self.program, self._weights, groups, differ, fresh)
         self._kept = keep(self.plan, self.program.stages, self._weights, groups.rank)
         self._weights.release()
-        release = getattr(self.plan.source, "release", None)
-        if release is not None:
-            release()
+        self._decisions.release()
         self.layout = self._batch_layout()
         self.optimizer = self._make_optimizer()
         orders = [tuple(Action(*action) for action in order) for order in self.plan.schedule.orders]
@@ -315,18 +315,17 @@ class Engine:
         groups = self.groups
         return DistributedOptimizer(
             [(p, parameter) for p, _, parameter in self._parameters()],
+            self._shards.buffers_of_rank(groups.pp_rank),
             self.spec.optimizer,
-            gradient_dtype=_gradient_dtype(self.spec, self._parameters()),
             groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},
             device=groups.device,
         )
 
     def _batch_layout(self) -> BatchLayout:
         """From the spec's inputs, or those that the model was captured with."""
-        spec, read = self.spec, _captured_inputs(self.plan)
-        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()}
-        inputs = inputs or {name: (tuple(value.shape[1:]), value.dtype) for name, value in read.items()}
-        computed = {name: value.dtype for name, value in read.items()}
+        spec, read = self.spec, self._decisions.batch_inputs
+        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
+        computed = {name: dtype for name, (_, dtype) in read.items()}
         sizes = (spec.batch.global_size, spec.batch.micro, self.mesh.dp)
         return BatchLayout(inputs, *sizes, self.groups.dp_rank, computed)
 
@@ -337,20 +336,3 @@ class Engine:
             if row.name in tensors:
                 named.update({name: tensors[row.name] for name in (row.name, *row.aliases)})
         return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
-
-
-def _captured_inputs(plan: Plan) -> dict[str, Tensor]:
-    """Batch key -> its fake tensor in the captured graph, at microbatch shape."""
-    program = getattr(plan.source, "program", None)
-    if program is None:
-        return {}
-    nodes = {node.name: node for node in program.graph.graph.nodes if node.op == "placeholder"}
-    return {key: nodes[name].meta["val"] for name, key in program.inputs.items() if name in nodes}
-
-
-def _gradient_dtype(spec: Spec, parameters: list[tuple[LocalParameter, int, nn.Parameter]]) -> str | None:
-    """As the spec says; else float32 for low precision and the parameter's own for the rest (None)."""
-    if spec.precision.gradients is not None:
-        return spec.precision.gradients
-    low = (torch.bfloat16, torch.float16)
-    return "float32" if any(p.dtype in low for p, *_ in parameters) else None

@@ -91,7 +91,7 @@ def rows_of_rank(made: Plan, rank: int) -> Counter[tuple[str, str, int]]:
 
 def mine(made: Plan, rank: int) -> list[tuple[Any, int]]:
     """(row, how often in a step) for the rows that ``rank`` runs."""
-    pp_rank = made.source.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
+    pp_rank = made.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
     times = {"microbatch": made.schedule.num_microbatches, "step": 1}
     return [
         (row, row.count * times[row.per])
@@ -152,7 +152,7 @@ def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(ranks, case
 
 
 def assert_memory(made: Plan, rank: int, measured: dict[str, int]) -> None:
-    pp_rank = made.source.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
+    pp_rank = made.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
     row = made.memory[pp_rank]
     assert row.parameters == measured["parameters"] + registered_bytes(made, pp_rank)
     assert row.gradients == measured["gradients"]
@@ -161,7 +161,7 @@ def assert_memory(made: Plan, rank: int, measured: dict[str, int]) -> None:
 
 def registered_bytes(made: Plan, pp_rank: int) -> int:
     """The model's own buffers and constants, which are no parameters."""
-    source: Any = made.source
+    source: Any = made.decisions
     names = (*source.program.buffers, *source.program.constants)
     return sum(
         LocalSizes().bytes(source.program.node(name))

@@ -17,17 +17,21 @@ operands each op saves for its backward is read off a short table; workspaces an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
 import torch
 from torch import fx
 
+from planner.decisions import Decisions
+from planner.errors import require
 from planner.graph.aten import is_view, tensors_of
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
-from planner.tables.rows import MemoryRow
+from planner.sharding.parameters import parameters_of_rank
+from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
 
 aten = torch.ops.aten
 
@@ -66,6 +70,25 @@ _READS_RESULT = {
 }
 _READS_THE_OTHER = {aten.mul, aten.linear, aten.mm, aten.bmm, aten.matmul}
 _READS_ONLY = {aten.where: 0, aten.embedding: 1, aten.masked_fill: 1, aten.gather: 2, aten.index_select: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes on one rank of ``pp_rank``. ``total`` is their sum; left out, it is filled in."""
+
+    pp_rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    graph_buffers: int = 0
+    total: int = -1
+
+    def __post_init__(self) -> None:
+        total = self.parameters + self.gradients + self.optimizer + self.activations + self.graph_buffers
+        if self.total == -1:
+            object.__setattr__(self, "total", total)
+        require(self.total == total, f"memory of pp rank {self.pp_rank}: {self.total} is not the sum {total}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +244,47 @@ def _memory_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+# ---- with the buffers that the runtime allocates
+
+
+def memory_rows(spec: Spec, decisions: Decisions, shards: Shards, in_flight: tuple[int, ...]) -> tuple[MemoryRow, ...]:
+    """Estimated activations; parameters, gradients and optimizer as the buffers hold them, all padding included."""
+    mesh = decisions.mesh
+    local = LocalSizes(mesh.tp, {name: option.out for name, option in decisions.placements.options.items()})
+    rows = memory_of_ranks(
+        decisions.program,
+        decisions.stages,
+        mesh.pp,
+        in_flight,
+        num_shards=mesh.dp,
+        zero=spec.optimizer.zero,
+        local=local,
+    )
+    return tuple(_exact(spec.optimizer.name, decisions, shards, row) for row in rows)
+
+
+def _exact(optimizer: str, decisions: Decisions, shards: Shards, row: MemoryRow) -> MemoryRow:
+    buffers = shards.buffers_of_rank(row.pp_rank)
+    held = parameters_of_rank(decisions, row.pp_rank)
+    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
+    return replace(
+        row,
+        total=-1,
+        parameters=frozen
+        + _registered_bytes(decisions, row.pp_rank)
+        + sum(b.layout.num_elements * b.dtype.itemsize for b in buffers),
+        gradients=sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in buffers),
+        optimizer=sum(b.optimizer_bytes(optimizer) for b in buffers),
+    )
+
+
+def _registered_bytes(decisions: Decisions, rank: int) -> int:
+    """The model's own buffers and constants on each stage of a rank."""
+    program, stages, local = decisions.program, decisions.stages, LocalSizes()
+    return sum(
+        local.bytes(program.node(name)) * sum(s % decisions.mesh.pp == rank for s in stages.parameter_stages[name])
+        for name in (*program.buffers, *program.constants)
+        if name in stages.parameter_stages
+    )

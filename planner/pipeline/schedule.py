@@ -8,28 +8,18 @@ Chunk c of pp rank r is stage c·pp + r. Forwards run in the order of the schedu
 microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with its
 chunk counted from the end. (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
 section 2.2.)
-
-In text an action is ``F3.1``: forward of microbatch 3 on chunk 1. A schedule is a head line and a line a rank:
-
-    1f1b pp=2 vpp=1 microbatches=2 group=2
-    0: F0.0 F1.0 B0.0 B1.0
-    1: F0.0 B0.0 F1.0 B1.0
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.errors import PlanError
+from planner.errors import PlanError, require
 
 KINDS = ("gpipe", "1f1b", "interleaved_1f1b")
 FORWARD_ONLY, CUSTOM = "forward", "custom"
-
-_ACTION = re.compile(r"([FB])(\d+)\.(\d+)")
-_HEAD = re.compile(r"(\w+) pp=(\d+) vpp=(\d+) microbatches=(\d+) group=(\d+)")
 
 
 class Action(NamedTuple):
@@ -44,6 +34,24 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """Per pp rank the actions ("F" or "B", microbatch, chunk) in the order in which it runs them."""
+
+    kind: str
+    num_microbatches: int
+    orders: tuple[tuple[tuple[str, int, int], ...], ...]
+    bubble_fraction: float = 0.0
+    peak_in_flight: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rank, order in enumerate(self.orders):
+            forwards = {action[1:] for action in order if action[0] == "F"}
+            backwards = {action[1:] for action in order if action[0] == "B"}
+            complete = forwards == backwards and len(order) == 2 * len(forwards)
+            require(complete, f"pp rank {rank} does not run each forward and its backward once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,11 @@ class Schedule:
         return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders)
 
 
+def format_order(order: Order) -> str:
+    """``F0.0 F1.0 B0.0 …``."""
+    return " ".join(map(str, order))
+
+
 def build_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
 ) -> Schedule:
@@ -140,66 +153,9 @@ def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_siz
     return min(warmup + extra_warmup, total)
 
 
-def format_order(order: Order) -> str:
-    """``F0.0 F1.0 B0.0 …``."""
-    return " ".join(map(str, order))
-
-
-def parse_order(text: str) -> Order:
-    """The inverse of ``format_order``. Raises PlanError at the first word that is no action."""
-    return tuple(_parse_action(word) for word in text.split())
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """The text form: a head line, then a line for each rank."""
-    s = schedule
-    head = f"{s.kind} pp={s.pp} vpp={s.vpp} microbatches={s.num_microbatches} group={s.group_size}"
-    lines = [f"{rank}: {format_order(order)}" for rank, order in enumerate(s.orders)]
-    return "\n".join([head, *lines]) + "\n"
-
-
-def parse_schedule(text: str) -> Schedule:
-    """The inverse of ``format_schedule``; lists unlike those of the kind in the head make a ``custom`` schedule.
-
-    Raises PlanError when the text is no schedule or an action is missing or repeated.
-    """
-    head, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
-    match = _HEAD.fullmatch(head)
-    if not match:
-        raise PlanError(
-            f"schedule text begins with `{head}`, not with its sizes",
-            fix="begin with a line like `1f1b pp=2 vpp=1 microbatches=4 group=2`",
-        )
-    kind, (pp, vpp, num_microbatches, group_size) = match[1], map(int, match.groups()[1:])
-    orders = tuple(parse_order(_strip_rank(line, rank)) for rank, line in enumerate(lines))
-    if kind in KINDS:
-        _check(kind, pp, num_microbatches, vpp, group_size)
-        built = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
-        kind = kind if orders == built else CUSTOM
-    elif kind not in (CUSTOM, FORWARD_ONLY):
-        raise _unknown_kind(kind)
-    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
-
-
-def _strip_rank(line: str, rank: int) -> str:
-    name, colon, actions = line.partition(":")
-    if not colon or name.strip() != str(rank):
-        what = f"schedule text: the line of pp rank {rank} begins with `{line[:20]}`"
-        raise PlanError(what, fix=f"begin it with `{rank}:`")
-    return actions
-
-
-def _parse_action(word: str) -> Action:
-    match = _ACTION.fullmatch(word)
-    if not match:
-        fix = "write F or B, the microbatch, a dot, the chunk: F3.0"
-        raise PlanError(f"schedule text: `{word}` is no action", fix=fix)
-    return Action(match[1], int(match[2]), int(match[3]))
-
-
 def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
     if kind not in KINDS:
-        raise _unknown_kind(kind)
+        raise unknown_kind(kind)
     sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
     for name, size in sizes.items():
         if size < 1:
@@ -250,7 +206,7 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
         )
 
 
-def _unknown_kind(kind: str) -> PlanError:
+def unknown_kind(kind: str) -> PlanError:
     return PlanError(f"unknown schedule `{kind}`", where="pipeline.schedule", fix=f"choose one of {', '.join(KINDS)}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
-from planner.pipeline.schedule import Action, Order, Schedule
+from planner.pipeline.schedule import Action, Order, Schedule, SchedulePlan
 
 Steps = tuple[tuple[Action | None, ...], ...]
 Span = tuple[float, float]
@@ -53,6 +53,15 @@ def simulate(
     busy = sum(end - start for rank in spans for start, end in rank)
     bubble = 1.0 - busy / (schedule.pp * duration) if duration else 0.0
     return Simulation(steps, spans, duration, bubble, tuple(_peak_in_flight(order) for order in schedule.orders))
+
+
+def planned(schedule: Schedule) -> SchedulePlan:
+    """The plan's row of a schedule, run before anything runs. Raises PlanError where it would never end."""
+    run = simulate(schedule)
+    orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)
+    return SchedulePlan(
+        schedule.kind, schedule.num_microbatches, orders, run.bubble_fraction, tuple(run.peak_in_flight)
+    )
 
 
 def format_grid(steps: Steps, first: int = 0) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.report.fold import Fold, fold, ranges, unfolded
-from planner.tables.rows import BoundaryPlan, CollectivePlan, Diagnostic, ParameterPlan
-
-if TYPE_CHECKING:
-    from planner.frozen_plan import Plan
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.parameters import ParameterPlan
+from planner.tables.rows import Diagnostic
+from planner.tables.tables import Tables
 
 _TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
 _LONG_ORDER = 24  # actions that still read well one by one
@@ -27,14 +28,14 @@ class Section:
     right: frozenset[str] = frozenset()
 
 
-def sections(plan: Plan, *, full: bool = False) -> list[Section]:
+def sections(plan: Tables, *, full: bool = False) -> list[Section]:
     """All sections in reading order; a table without rows is left out, but not parameters and collectives."""
     head = [_header(plan), _parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
     rest = [_regions(plan, full), _optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
     return [*head, *(section for section in rest if section.rows), Section("Summary", note=_summary(plan))]
 
 
-def _header(plan: Plan) -> Section:
+def _header(plan: Tables) -> Section:
     mesh, batch, schedule = plan.mesh, plan.spec.get("batch", {}), plan.schedule
     axes = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "pp", "dp", "vpp", "cp", "ep", "etp", "edp"))
     bubble = f", bubble {schedule.bubble_fraction:.1%}" if schedule.bubble_fraction else ""
@@ -46,7 +47,7 @@ def _header(plan: Plan) -> Section:
     return Section("Plan", note="\n".join(lines))
 
 
-def _parameters(plan: Plan, full: bool) -> Section:
+def _parameters(plan: Tables, full: bool) -> Section:
     def name(p: ParameterPlan) -> str:
         return p.name
 
@@ -86,7 +87,7 @@ def _cut(p: ParameterPlan) -> str:
     return f"dim {p.dim}{segments}{f', padded by {p.padding}' if p.padding else ''}"
 
 
-def _collectives(plan: Plan, full: bool) -> Section:
+def _collectives(plan: Tables, full: bool) -> Section:
     def name(c: CollectivePlan) -> str:
         return c.where
 
@@ -106,7 +107,7 @@ def _collective_cells(item: Fold) -> tuple[str, ...]:
     return item.name, str(len(item.rows)), c.kind, c.axis, c.phase, f"{c.bytes:,}", str(c.count), c.per, stages
 
 
-def _stages(plan: Plan) -> Section:
+def _stages(plan: Tables) -> Section:
     def boundaries(values: Sequence[BoundaryPlan]) -> str:
         return "; ".join(f"{v.name} {_shape(v.shape)} {v.dtype}, {v.bytes:,} bytes" for v in values) or "-"
 
@@ -119,7 +120,7 @@ def _stages(plan: Plan) -> Section:
     return Section(f"Stages ({len(rows)})", columns, tuple(rows), right=frozenset(columns[:5]))
 
 
-def _schedule(plan: Plan) -> Section:
+def _schedule(plan: Tables) -> Section:
     peaks = plan.schedule.peak_in_flight or ("-",) * plan.mesh.pp
     rows = tuple(
         (str(rank), str(peak), format_order(order, plan.mesh.vpp))
@@ -165,7 +166,7 @@ def _counts_up(before: tuple[str, int, int], after: tuple[str, int, int]) -> boo
     return (before[0], before[1] + 1, before[2]) == tuple(after)
 
 
-def _regions(plan: Plan, full: bool) -> Section:
+def _regions(plan: Tables, full: bool) -> Section:
     def same(r: Any) -> Any:
         return r.scope, r.captured, r.reason, r.inputs, r.outputs
 
@@ -185,7 +186,7 @@ def _regions(plan: Plan, full: bool) -> Section:
     return Section("Graph regions", columns, tuple(rows), right=frozenset({_TIMES}))
 
 
-def _optimizer(plan: Plan) -> Section:
+def _optimizer(plan: Tables) -> Section:
     rows = []
     for b in plan.optimizer.buffers:
         dtypes = f"{b.dtype} / {b.gradient_dtype}"
@@ -196,14 +197,14 @@ def _optimizer(plan: Plan) -> Section:
     return Section("Optimizer buffers", columns, tuple(rows), note, right)
 
 
-def _memory(plan: Plan) -> Section:
+def _memory(plan: Tables) -> Section:
     parts = ("parameters", "gradients", "optimizer", "activations", "graph_buffers", "total")
     rows = tuple((str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in parts)) for row in plan.memory)
     columns = ("pp rank", *(part.replace("_", " ") for part in parts))
     return Section("Memory of one rank", columns, rows, right=frozenset(columns))
 
 
-def _cost(plan: Plan) -> Section:
+def _cost(plan: Tables) -> Section:
     if plan.cost is None:
         return Section("Estimated time of one step")
     parts = ("step_seconds", "compute", "tp_comm", "pp_comm", "pp_bubble", "dp_comm", "ep_comm", "optimizer")
@@ -212,7 +213,7 @@ def _cost(plan: Plan) -> Section:
     return Section("Estimated time of one step", columns, (cells,), right=frozenset(columns))
 
 
-def _diagnostics(plan: Plan, full: bool) -> Section:
+def _diagnostics(plan: Tables, full: bool) -> Section:
     def name(d: Diagnostic) -> str:
         return d.where
 
@@ -225,7 +226,7 @@ def _diagnostics(plan: Plan, full: bool) -> Section:
     return Section(f"Diagnostics ({len(plan.diagnostics)})", columns, rows, right=frozenset({_TIMES}))
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: Tables) -> str:
     s = plan.summary
     shares = (
         f"{s.flops_sharded_fraction:.1%} of the matrix FLOPs and {s.parameters_sharded_fraction:.1%} of the parameters"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import io
-from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Console, RenderableType
@@ -16,16 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.report.sections import Section, sections
-
-if TYPE_CHECKING:
-    from planner.frozen_plan import Plan
+from planner.tables.tables import Tables
 
 WIDTH = 160
 # Columns that may wrap; names and shapes stay whole.
 _PROSE = {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs"}
 
 
-def to_text(plan: Plan, *, full: bool = False, width: int = WIDTH) -> str:
+def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
     """The tables as plain text of ``width`` columns, without colour codes or blanks at line ends."""
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False)
@@ -33,7 +30,7 @@ def to_text(plan: Plan, *, full: bool = False, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def print_plan(plan: Plan, console: Console | None = None, *, full: bool = False) -> None:
+def print_plan(plan: Tables, console: Console | None = None, *, full: bool = False) -> None:
     """Print the tables on ``console`` (left out: stdout), with its width and colours."""
     console = console or Console()
     for section in sections(plan, full=full):
@@ -57,12 +54,12 @@ def _renderables(section: Section) -> list[RenderableType]:
     return [*parts, Text("")]
 
 
-def to_yaml(plan: Plan) -> str:
+def to_yaml(plan: Tables) -> str:
     """The plan's JSON as YAML, small lists on one line."""
     return yaml.safe_dump(plan.to_dict(), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
-def to_html(plan: Plan, *, full: bool = False) -> str:
+def to_html(plan: Tables, *, full: bool = False) -> str:
     """The tables as one page that needs no other file."""
     title = html.escape(f"plan {plan.hash()[:12]}")
     body = "\n".join(_html_section(section) for section in sections(plan, full=full))

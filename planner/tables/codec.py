@@ -22,7 +22,7 @@ from planner.errors import PlanError
 def encode(value: Any) -> Any:
     """Plain JSON values of a row, a tuple of rows, or a plain value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: encode(getattr(value, name)) for name in _hints(type(value))}
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
     if isinstance(value, dict):
         return {str(name): encode(item) for name, item in value.items()}
     return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -15,38 +15,39 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reduction import EXCHANGES, SOFTMAX
-from planner.sharding.type_changes import TypeChange, sent_type, type_changes
-from planner.tables.rows import CollectivePlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.shards import Shards
+from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
 
 
-def collective_rows(source: PlanSource, places: Places) -> tuple[CollectivePlan, ...]:
+def collective_rows(decisions: Decisions, shards: Shards, places: Places) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
-    losses, others = parallel_losses(source), _over_ranks(source)
+    losses, others = parallel_losses(decisions), _over_ranks(decisions)
     rows: list[CollectivePlan] = []
-    for stage in range(source.stages.num_stages):
-        rows += _boundary_rows(source, places, stage - 1, stage)
-        for change in type_changes(source.placements, source.stages, source.program, stage):
-            rows += _change_rows(source, change, places)
+    for stage in range(decisions.stages.num_stages):
+        rows += _boundary_rows(decisions, shards, places, stage - 1, stage)
+        for change in shards.changes[stage]:
+            rows += _change_rows(decisions, change, places)
         for loss in losses:
-            if source.stages.runs_on(loss.name, stage):
+            if decisions.stages.runs_on(loss.name, stage):
                 rows += _loss_rows(loss, stage, places)
         for node in others:
-            if source.stages.runs_on(node.name, stage):
-                rows += _statistics_rows(source, node, stage, places)
-        rows += _boundary_rows(source, places, stage, stage)
+            if decisions.stages.runs_on(node.name, stage):
+                rows += _statistics_rows(decisions, node, stage, places)
+        rows += _boundary_rows(decisions, shards, places, stage, stage)
     return tuple(rows)
 
 
-def _change_rows(source: PlanSource, change: TypeChange, places: Places) -> Iterator[CollectivePlan]:
-    node = source.program.node(change.value)
+def _change_rows(decisions: Decisions, change: TypeChange, places: Places) -> Iterator[CollectivePlan]:
+    node = decisions.program.node(change.value)
     reader = change.readers[0]
-    at = source.program.node(reader) if reader not in ("send", "loss") else node
+    at = decisions.program.node(reader) if reader not in ("send", "loss") else node
     place = at if change.how.name in ("f", "gather") else node
     size = _bytes(tuple(node.meta["val"].shape), node)
     for phase, kind in (("forward", change.how.forward), ("backward", change.how.backward)):
@@ -56,10 +57,10 @@ def _change_rows(source: PlanSource, change: TypeChange, places: Places) -> Iter
             )
 
 
-def parallel_losses(source: PlanSource) -> list[fx.Node]:
+def parallel_losses(decisions: Decisions) -> list[fx.Node]:
     """The losses that run on logits cut over the vocabulary."""
-    found = source.program.graph.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
-    return [n for n in found if source.placements.options[n.name].form is Form.CLASSES]
+    found = decisions.program.graph.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+    return [n for n in found if decisions.placements.options[n.name].form is Form.CLASSES]
 
 
 def scalars_of_loss(loss: fx.Node) -> tuple[int, ...]:
@@ -76,15 +77,15 @@ def _loss_rows(loss: fx.Node, stage: int, places: Places) -> Iterator[Collective
         yield CollectivePlan("all_reduce", "tp", "forward", places.text(loss), size, 1, "microbatch", stage)
 
 
-def _over_ranks(source: PlanSource) -> list[fx.Node]:
+def _over_ranks(decisions: Decisions) -> list[fx.Node]:
     """A softmax or a norm of the model's own along a dim that is cut."""
-    options = source.placements.options
-    return [source.program.node(name) for name, option in options.items() if option.form is Form.OVER_RANKS]
+    options = decisions.placements.options
+    return [decisions.program.node(name) for name, option in options.items() if option.form is Form.OVER_RANKS]
 
 
-def _statistics_rows(source: PlanSource, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """What the ranks exchange of each row of the cut dim: maximum and sum of exponentials, or mean and mean square."""
-    cut, x = source.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
+    cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
     dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.dtype
     size = x.numel() // int(x.shape[cut.dim]) * max(4, dtype.itemsize)
     forward, backward = EXCHANGES[node.target]
@@ -94,19 +95,19 @@ def _statistics_rows(source: PlanSource, node: fx.Node, stage: int, places: Plac
         )
 
 
-def _boundary_rows(source: PlanSource, places: Places, cut: int, stage: int) -> Iterator[CollectivePlan]:
+def _boundary_rows(
+    decisions: Decisions, shards: Shards, places: Places, cut: int, stage: int
+) -> Iterator[CollectivePlan]:
     """What ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a message."""
-    stages, mesh = source.stages, source.mesh
-    if not 0 <= cut < stages.num_stages - 1 or cut % mesh.pp == (cut + 1) % mesh.pp:
+    if cut < 0 or cut % decisions.mesh.pp == (cut + 1) % decisions.mesh.pp:
         return
     sends = cut == stage
-    for name in stages.live[cut]:
-        node = source.program.node(name)
-        shape = sent_type(source.placements.of(node)).local_shape(tuple(node.meta["val"].shape), mesh.tp)
-        for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
+    for value in shards.boundaries[cut]:
+        node = decisions.program.node(value.name)
+        for phase in ("forward", "backward") if value.requires_grad else ("forward",):
             kind = "send" if sends == (phase == "forward") else "recv"
             yield CollectivePlan(
-                kind, "pp", phase, places.text(node), _bytes(shape, node), 1, "microbatch", stage, places.block(node)
+                kind, "pp", phase, places.text(node), value.bytes, 1, "microbatch", stage, places.block(node)
             )
 
 

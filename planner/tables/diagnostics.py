@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.errors import Where
 from planner.graph.flops import node_cost, node_flops
 from planner.graph.own_backward import OwnBackward
@@ -24,30 +24,40 @@ from planner.placement.attention_sites import Site, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
+from planner.sharding.parameters import ParameterPlan
 from planner.tables.collectives import scalars_of_loss
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
-from planner.tables.rows import Diagnostic, ParameterPlan, Summary
+from planner.tables.rows import Diagnostic, Summary
 
 aten = torch.ops.aten
 _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
 
 
 def diagnostic_rows(
-    source: PlanSource, parameters: tuple[ParameterPlan, ...], sites: tuple[Site, ...], reasons: Reasons, places: Places
+    decisions: Decisions,
+    parameters: tuple[ParameterPlan, ...],
+    sites: tuple[Site, ...],
+    reasons: Reasons,
+    places: Places,
 ) -> tuple[Diagnostic, ...]:
     """Warnings first, then notes; each once."""
-    rows = [*_notes(source), *_inexact(source), *_untrained(source.program), *_own_backwards(source, places)]
-    if source.mesh.tp > 1:
-        rows += [*_attention(source, sites, places), *_without_rule(source)]
-        rows += _layers(source, parameters, reasons, places)
+    rows = [
+        *_notes(decisions),
+        *_inexact(decisions),
+        *_untrained(decisions.program),
+        *_own_backwards(decisions, places),
+    ]
+    if decisions.mesh.tp > 1:
+        rows += [*_attention(decisions, sites, places), *_without_rule(decisions)]
+        rows += _layers(decisions, parameters, reasons, places)
     unique = dict.fromkeys(rows)
     return tuple(sorted(unique, key=lambda row: row.level == "info"))
 
 
-def _notes(source: PlanSource) -> Iterator[Diagnostic]:
-    for note in source.program.notes:
+def _notes(decisions: Decisions) -> Iterator[Diagnostic]:
+    for note in decisions.program.notes:
         yield Diagnostic("warning", note)
-    for what, where in source.program.rewrites:
+    for what, where in decisions.program.rewrites:
         yield Diagnostic("info", what, str(where))
 
 
@@ -80,15 +90,15 @@ def _with_gradient(program: Program) -> set[str]:
     return reached
 
 
-def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
-    for what, where in source.terms.inexact:
+def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
+    for what, where in decisions.terms.inexact:
         yield Diagnostic(
             "warning",
             f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
             str(where),
             "keep one microbatch, or write the loss as a sum over a count",
         )
-    for what, where in source.terms.doubts:
+    for what, where in decisions.terms.doubts:
         yield Diagnostic(
             "warning",
             f"{what} in the loss has a number or a constant of which it is not known how it "
@@ -96,7 +106,7 @@ def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
             str(where),
             "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
         )
-    for what, where in source.terms.mixed:
+    for what, where in decisions.terms.mixed:
         yield Diagnostic(
             "warning",
             f"{what} mixes the sequences of a batch: each microbatch sees only its own",
@@ -105,13 +115,13 @@ def _inexact(source: PlanSource) -> Iterator[Diagnostic]:
         )
 
 
-def _own_backwards(source: PlanSource, places: Places) -> Iterator[Diagnostic]:
+def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
     """Custom Functions that stay one op each, and why each is whole or cut."""
-    for node in source.program.graph.graph.nodes:
+    for node in decisions.program.graph.graph.nodes:
         if isinstance(node.target, OwnBackward):
-            option, facts = source.placements.options[node.name], node.target.facts
+            option, facts = decisions.placements.options[node.name], node.target.facts
             what = f"{node.target} is a custom Function that keeps its own backward: one op"
-            if source.mesh.tp == 1:
+            if decisions.mesh.tp == 1:
                 yield Diagnostic("info", what, places.text(node))
             elif option.out.is_sharded:
                 yield Diagnostic(
@@ -126,15 +136,15 @@ def _own_backwards(source: PlanSource, places: Places) -> Iterator[Diagnostic]:
                 yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
 
 
-def _attention(source: PlanSource, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:
+def _attention(decisions: Decisions, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:
     for site in sites:
         if not site.is_cut:
-            tp = nearest_tp([site.heads], source.mesh.tp) if site.heads else [1]
+            tp = nearest_tp([site.heads], decisions.mesh.tp) if site.heads else [1]
             yield Diagnostic(
                 "warning",
-                f"every rank computes all of this attention: {site.why_whole(source.mesh.tp)}",
+                f"every rank computes all of this attention: {site.why_whole(decisions.mesh.tp)}",
                 places.text(site.node),
-                "" if site.divides(source.mesh.tp) else _choose(tp),
+                "" if site.divides(decisions.mesh.tp) else _choose(tp),
             )
 
 
@@ -169,8 +179,8 @@ def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
     )
 
 
-def _without_rule(source: PlanSource) -> Iterator[Diagnostic]:
-    for row in ops_without_rule(source.program):
+def _without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
+    for row in ops_without_rule(decisions.program):
         times = f", {row.count} times" if row.count > 1 else ""
         yield Diagnostic(
             "warning",
@@ -184,23 +194,23 @@ def _without_rule(source: PlanSource) -> Iterator[Diagnostic]:
 
 
 def _layers(
-    source: PlanSource, parameters: tuple[ParameterPlan, ...], reasons: Reasons, places: Places
+    decisions: Decisions, parameters: tuple[ParameterPlan, ...], reasons: Reasons, places: Places
 ) -> Iterator[Diagnostic]:
     """A row for each linear, convolution, embedding and loss."""
     by_name = {row.name: row for row in parameters}
     uneven: dict[str, bool] = {}
-    for node in source.program.graph.graph.nodes:
+    for node in decisions.program.graph.graph.nodes:
         if node.op != "call_function":
             continue
         if is_loss(node):
-            yield _loss(source, node, places)
+            yield _loss(decisions, node, places)
             continue
         for weight in _weights(node):
-            row = by_name[source.program.parameters[weight.name]]
-            name = source.blocks.representative.get(weight.name, weight.name)
+            row = by_name[decisions.program.parameters[weight.name]]
+            name = decisions.blocks.representative.get(weight.name, weight.name)
             if name not in uneven:
                 uneven[name] = reasons.is_uneven(weight)
-            yield _layer(source, node, row, uneven[name], places)
+            yield _layer(decisions, node, row, uneven[name], places)
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
@@ -209,7 +219,7 @@ def _weights(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _layer(source: PlanSource, node: fx.Node, row: ParameterPlan, uneven: bool, places: Places) -> Diagnostic:
+def _layer(decisions: Decisions, node: fx.Node, row: ParameterPlan, uneven: bool, places: Places) -> Diagnostic:
     words = op_words(node)
     cut = f"sharded ({row.style})" if row.dim is not None else "not sharded"
     what = f"{words} {list(row.shape)} is {cut}: {row.reason.removeprefix(f'{words}: ')}"
@@ -219,9 +229,9 @@ def _layer(source: PlanSource, node: fx.Node, row: ParameterPlan, uneven: bool, 
     return Diagnostic("warning" if fix else "info", what, places.text(node), fix)
 
 
-def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
+def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
     classes = int(node.all_input_nodes[0].meta["val"].shape[-1])
-    option = source.placements.options[node.name]
+    option = decisions.placements.options[node.name]
     if option.form is Form.CLASSES:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
@@ -233,8 +243,8 @@ def _loss(source: PlanSource, node: fx.Node, places: Places) -> Diagnostic:
             places.text(node),
         )
     why = "its logits are whole on every rank"
-    if classes % source.mesh.tp:
-        why += f"; {classes} classes are not divisible by tp = {source.mesh.tp}, and too few to pad"
+    if classes % decisions.mesh.tp:
+        why += f"; {classes} classes are not divisible by tp = {decisions.mesh.tp}, and too few to pad"
     return Diagnostic("info", f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))
 
 
@@ -242,14 +252,14 @@ def _choose(tp: list[int]) -> str:
     return f"choose tp from {{{', '.join(map(str, tp))}}}"
 
 
-def summary_row(source: PlanSource, parameters: tuple[ParameterPlan, ...]) -> Summary:
+def summary_row(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Summary:
     """Shares of matrix-product FLOPs and of parameter elements that are cut over tp."""
     total = cut = 0
-    for node in source.program.graph.graph.nodes:
+    for node in decisions.program.graph.graph.nodes:
         if node.op == "call_function":
             flops = node_flops(node)
             total += flops
-            cut += 0 if source.placements.options[node.name].whole else flops
+            cut += 0 if decisions.placements.options[node.name].whole else flops
     elements = sum(p.num_elements for p in parameters)
     sharded = sum(p.num_elements for p in parameters if p.dim is not None)
     return Summary(cut / total if total else 0.0, sharded / elements if elements else 0.0, elements)

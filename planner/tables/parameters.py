@@ -4,49 +4,49 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.graph.places import Places
+from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
-from planner.tables.rows import ParameterPlan
 
 
-def parameter_rows(spec: Spec, source: PlanSource, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
+def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
     """One row for every parameter of the model, in the model's order."""
     aliases: dict[str, list[str]] = {}
-    for alias, first in source.program.aliases.items():
+    for alias, first in decisions.program.aliases.items():
         aliases.setdefault(first, []).append(alias)
     styles: dict[object, tuple[str, str]] = {}
     rows = []
-    for name, fqn in source.program.parameters.items():
-        node = source.program.node(name)
-        placement = source.placements.of(node)
+    for name, fqn in decisions.program.parameters.items():
+        node = decisions.program.node(name)
+        placement = decisions.placements.of(node)
         # copies of a block have the reason of the first; what blocks share has its own
-        key = (source.blocks.representative.get(name, name), placement)
+        key = (decisions.blocks.representative.get(name, name), placement)
         if key not in styles:
             styles[key] = reasons.style_and_reason(node)
         style, reason = styles[key]
         rows.append(
             ParameterPlan.of(
                 placement,
-                source.mesh.tp,
+                decisions.mesh.tp,
                 name=fqn,
                 shape=tuple(node.meta["val"].shape),
                 dtype=str(node.meta["val"].dtype).removeprefix("torch."),
                 style=style,
                 reason=reason,
-                stages=source.stages.parameter_stages.get(name, ()) or (0,),
+                stages=decisions.stages.parameter_stages.get(name, ()) or (0,),
                 aliases=tuple(aliases.get(fqn, ())),
-                origin=origin_of(spec, source, node),
+                origin=origin_of(spec, decisions, node),
                 where=places.text(node) if node.users else "",
             )
         )
     return tuple(rows)
 
 
-def origin_of(spec: Spec, source: PlanSource, node: fx.Node) -> str:
+def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
     """The spec's line where an override asked for it; "solver" where there was a choice; else "default"."""
-    given = source.placements.origins[node.name]
+    given = decisions.placements.origins[node.name]
     if given.startswith("override "):
         return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))
-    return given if source.mesh.tp > 1 and node.users else "default"
+    return given if decisions.mesh.tp > 1 and node.users else "default"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.decisions import PlanSource
+from planner.decisions import Decisions
 from planner.graph.flops import node_flops
 from planner.graph.products import SEE_THROUGH, equation, holds_weight
 from planner.placement.attention_sites import Site, count, is_attention, is_overridden
@@ -27,14 +27,14 @@ SUMMED = "gradients are summed over tp once a step"
 class Reasons:
     """Owns what is asked for many parameters: the attention sites, and the block of each node."""
 
-    def __init__(self, source: PlanSource, sites: tuple[Site, ...]) -> None:
-        self.source, self.tp = source, source.mesh.tp
-        representative = source.blocks.representative
+    def __init__(self, decisions: Decisions, sites: tuple[Site, ...]) -> None:
+        self.decisions, self.tp = decisions, decisions.mesh.tp
+        representative = decisions.blocks.representative
         feeders = {name for site in sites for name in site.feeders}
-        self._feeders = {n for n in source.program.parameters if representative.get(n, n) in feeders}
-        self._asked_for = {site.node.name for site in sites if is_overridden(source.placements, site)}
+        self._feeders = {n for n in decisions.program.parameters if representative.get(n, n) in feeders}
+        self._asked_for = {site.node.name for site in sites if is_overridden(decisions.placements, site)}
         self._site_of = {node.name: site for site in sites for node in site.nodes}
-        self._block = source.blocks.block_of()
+        self._block = decisions.blocks.block_of()
 
     # ---- what a parameter row says
 
@@ -49,11 +49,11 @@ class Reasons:
             return "replicate", "does not reach the loss"
         if self.tp == 1:
             return "replicate", f"{self._readers_words(node)}: tp = 1"
-        placement = self.source.placements.of(node)
+        placement = self.decisions.placements.of(node)
         if not placement.is_sharded:
             return "replicate", self._why_whole(node, placement)
         style, why = self._why_cut(node, placement)
-        asked = self.source.placements.styles.get(node.name)
+        asked = self.decisions.placements.styles.get(node.name)
         if asked is not None and (node.meta["val"].dim() > 1 or style == asked):
             style, why = asked, f"override: {asked}"
         return style, why + _segments(placement, self.tp)
@@ -79,7 +79,7 @@ class Reasons:
     # ---- whole
 
     def _why_whole(self, node: fx.Node, placement: Placement) -> str:
-        if self.source.placements.styles.get(node.name) == "replicate":
+        if self.decisions.placements.styles.get(node.name) == "replicate":
             return "override: replicate"
         partial = f"; {SUMMED}" if placement.kind == "R" else ""
         words = self._readers_words(node)
@@ -92,7 +92,7 @@ class Reasons:
             return "inside the parallel region: every rank holds it and has a part of its gradient"
         reader = next(readers(node))
         others = [n for n in reader.all_input_nodes if n.op == "call_function"]
-        if reader.target is aten.add.Tensor and any(self.source.placements.of(n).kind == "P" for n in others):
+        if reader.target is aten.add.Tensor and any(self.decisions.placements.of(n).kind == "P" for n in others):
             return "after the all-reduce: added once, on every rank alike"
         return "outside the parallel regions: every rank computes it alike"
 
@@ -143,7 +143,7 @@ class Reasons:
 
     def is_uneven(self, node: fx.Node) -> bool:
         """Whether sizes, not costs, keep a parameter whole: a dim of it, or the heads of its attention."""
-        if self.source.placements.of(node).is_sharded or self.tp == 1 or not node.users:
+        if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
             return False
         sites = [s for r in readers(node) for s in self._sites_near(r) if s.node.name not in self._asked_for]
         return any(True for _ in self._uneven_dims(node)) or any(not s.is_cut and not s.divides(self.tp) for s in sites)
@@ -151,13 +151,13 @@ class Reasons:
     # ---- the graph around a reader
 
     def _option(self, node: fx.Node) -> Option:
-        return self.source.placements.options[node.name]
+        return self.decisions.placements.options[node.name]
 
     def _sites_near(self, reader: fx.Node) -> list[Site]:
         """The attention that a projection feeds, or that feeds it."""
         ahead = [n for n in self._walk(reader, cut=False) if is_attention(n)]
         behind = [n for n in self._walk_back(reader) if is_attention(n)]
-        names = (self.source.blocks.representative.get(n.name, n.name) for n in (*ahead, *behind))
+        names = (self.decisions.blocks.representative.get(n.name, n.name) for n in (*ahead, *behind))
         return list(dict.fromkeys(self._site_of[n] for n in names if n in self._site_of))
 
     def _goals(self, reader: fx.Node, *, cut: bool) -> list[fx.Node]:
@@ -173,7 +173,7 @@ class Reasons:
                 yield node
                 if node_flops(node) or is_loss(node):
                     continue
-            if cut and not self.source.placements.of(node).is_sharded:
+            if cut and not self.decisions.placements.of(node).is_sharded:
                 continue
             for user in node.users:
                 if user not in seen and user.op == "call_function" and self._same_block(user, reader):

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from passes.stage_module import LocalParameter, StageModule
+from passes.stage_module import StageModule
 from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
 from planner.placement.types import Placement
+from planner.sharding.parameters import LocalParameter
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
@@ -41,7 +42,7 @@ class Found:
 
 def hub_of(plan: Plan) -> HubFormat:
     """What the planned model told of its checkpoints."""
-    return getattr(plan.source, "hub", None) or HubFormat()
+    return plan.decisions.hub if plan.decisions is not None else HubFormat()
 
 
 def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.stage_module import LocalParameter
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
 from planner.placement.types import I, Placement, Segment
+from planner.sharding.parameters import LocalParameter
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE

@@ -11,7 +11,7 @@ the same order whichever of its parameters got a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.stage_module import LocalParameter
-from planner.sharding import buckets as layouts
-from runtime.verify.in_place import all_gather, reduce_scatter
+from planner.sharding.buckets import Bucket, Range
+from planner.sharding.buffers import Buffer
+from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.in_place import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +44,29 @@ class DataParallel:
         return self.rank if self.sharded else 0
 
 
-@dataclass(frozen=True, slots=True)
-class BufferKey:
-    """Parameters of one key share a buffer: their gradients need the same conversions and the same sums."""
-
-    parameter_dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    partial_over: tuple[str, ...] = ()
-    tied_stages: tuple[int, ...] = ()
-    has_whole_segment: bool = False
-
-    @classmethod
-    def of(cls, local: LocalParameter, parameter: Tensor, gradient_dtype: torch.dtype | None) -> BufferKey:
-        partial_over = tuple(sorted(local.partial_over))
-        tied = tuple(local.tied_stages) if "embedding" in partial_over else ()
-        whole = local.placement.has_whole_segment and "tp" in partial_over
-        return cls(parameter.dtype, gradient_dtype or parameter.dtype, partial_over, tied, whole)
-
-
 @dataclass
-class Slot:
+class ParameterSlot:
     """A parameter's place: one view for its gradient, and the module parameters (several where tied) that feed it."""
 
     local: LocalParameter
     parameters: list[nn.Parameter]
     position: int  # in the order of the backward
-    world: layouts.Range  # in the buffer
+    world: Range  # in the buffer
     main_grad: Tensor
-    bucket: Bucket
+    bucket: BucketTensors
     is_fresh: bool = True  # no gradient yet in this step
 
 
 @dataclass
-class Bucket:
+class BucketTensors:
     """The tensors of one bucket: the whole of it, and the part (``own_…``) of which this rank is the owner."""
 
-    layout: layouts.Bucket
+    layout: Bucket
     parameters: Tensor
     gradients: Tensor
     own_parameters: Tensor
     own_gradients: Tensor
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[ParameterSlot] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)  # parameters whose gradient of the last microbatch is to come
     work: Any = None
     is_reducing: bool = False
@@ -98,21 +81,21 @@ class Bucket:
         self.work, self.is_reducing = None, False
 
 
-class Buffer:
-    """The parameters and gradients of one key, in two contiguous tensors of the same layout."""
+class BufferTensors:
+    """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout."""
 
-    def __init__(self, key: BufferKey, layout: layouts.BufferLayout, shard_rank: int, device: torch.device) -> None:
-        self.key = key
-        self.layout = layout
+    def __init__(self, planned: Buffer, shard_rank: int, device: torch.device) -> None:
+        self.planned, self.layout = planned, planned.layout
         # zeros: padding must not add to norms, nor drift under weight decay
-        self.parameters = torch.zeros(layout.num_elements, dtype=key.parameter_dtype, device=device)
-        self.gradients = torch.zeros(layout.num_elements, dtype=key.gradient_dtype, device=device)
-        self.slots: dict[str, Slot] = {}
-        self.buckets = [self._bucket(bucket, shard_rank) for bucket in layout.buckets]
+        self.parameters = torch.zeros(self.layout.num_elements, dtype=planned.dtype, device=device)
+        self.gradients = torch.zeros(self.layout.num_elements, dtype=planned.gradient_dtype, device=device)
+        self.slots: dict[str, ParameterSlot] = {}
+        self._places = {slot.name: slot for slot in self.layout.slots}
+        self.buckets = [self._bucket(bucket, shard_rank) for bucket in self.layout.buckets]
 
-    def _bucket(self, layout: layouts.Bucket, shard_rank: int) -> Bucket:
+    def _bucket(self, layout: Bucket, shard_rank: int) -> BucketTensors:
         whole, own = layout.world, layout.shard(shard_rank, self.layout.num_ranks)
-        return Bucket(
+        return BucketTensors(
             layout,
             self.parameters[whole.start : whole.stop],
             self.gradients[whole.start : whole.stop],
@@ -120,24 +103,22 @@ class Buffer:
             self.gradients[own.start : own.stop],
         )
 
-    def adopt(self, entries: Sequence[_Entry]) -> None:
-        """Move the parameters into this buffer; a tied parameter's later copies share the slot of the first."""
-        places = {slot.name: slot for slot in self.layout.slots}
-        for entry in entries:
-            fqn, shape = entry.local.fqn, entry.parameter.shape
-            place = places[fqn].world
-            view = self.parameters[place.start : place.stop].view(shape)
-            slot = self.slots.get(fqn)
-            if slot is None:
-                main_grad = self.gradients[place.start : place.stop].view(shape)
-                slot = Slot(entry.local, [], entry.position, place, main_grad, self.buckets[places[fqn].bucket])
-                self.slots[fqn] = slot
-                slot.bucket.slots.append(slot)
-                if not entry.parameter.is_meta:
-                    view.copy_(entry.parameter.detach())
-            slot.position = max(slot.position, entry.position)
-            slot.parameters.append(_rebase(entry.parameter, view))
-            entry.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
+    def adopt(self, entry: _Entry) -> None:
+        """Move a parameter into this buffer; a tied parameter's later copies share the slot of the first."""
+        fqn, shape = entry.local.fqn, entry.parameter.shape
+        place = self._places[fqn]
+        view = self.parameters[place.world.start : place.world.stop].view(shape)
+        slot = self.slots.get(fqn)
+        if slot is None:
+            main_grad = self.gradients[place.world.start : place.world.stop].view(shape)
+            slot = ParameterSlot(entry.local, [], entry.position, place.world, main_grad, self.buckets[place.bucket])
+            self.slots[fqn] = slot
+            slot.bucket.slots.append(slot)
+            if not entry.parameter.is_meta:
+                view.copy_(entry.parameter.detach())
+        slot.position = max(slot.position, entry.position)
+        slot.parameters.append(_rebase(entry.parameter, view))
+        entry.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,33 +138,29 @@ class GradientBuffers:
     def __init__(
         self,
         parameters: Iterable[tuple[LocalParameter, nn.Parameter]],
+        planned: Iterable[Buffer],
         data_parallel: DataParallel,
         *,
-        gradient_dtype: torch.dtype | None = None,
-        alignment: str = "nccl",
-        bucket_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.data_parallel = data_parallel
         self.last_microbatch = False
         self.launches: list[tuple[int, int]] = []
-        self.buffers = [
-            _build(key, entries, data_parallel, alignment, bucket_size, torch.device(device))
-            for key, entries in _by_key(parameters, gradient_dtype).items()
-        ]
+        self.buffers = [BufferTensors(buffer, data_parallel.shard_rank, torch.device(device)) for buffer in planned]
+        for entry in _entries(parameters):
+            (buffer,) = (b for b in self.buffers if entry.local.fqn in b.planned.by_name)
+            buffer.adopt(entry)
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
         self._order = sorted(indexed, key=lambda entry: entry[2].position)
         self._next = 0
         self._gathers: list[Any] = []
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
-            for slot in self.slots
-            for parameter in slot.parameters
-        ]
+        for slot in self.slots:
+            for parameter in slot.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
         self.begin_step()
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ParameterSlot]:
         return [slot for buffer in self.buffers for slot in buffer.slots.values()]
 
     def begin_step(self) -> None:
@@ -221,11 +198,6 @@ class GradientBuffers:
             work.wait()
         self._gathers.clear()
 
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def _rearm(self) -> None:
         for slot in self.slots:
             slot.is_fresh = True
@@ -234,7 +206,7 @@ class GradientBuffers:
         self._next = 0
         self.last_microbatch = False
 
-    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+    def _on_gradient(self, slot: ParameterSlot, parameter: Tensor) -> None:
         assert not slot.bucket.is_reducing, f"a gradient of {slot.local.fqn} came after the reduction of its bucket"
         if slot.is_fresh:
             slot.main_grad.copy_(parameter.grad)  # type: ignore[arg-type]
@@ -263,42 +235,13 @@ class GradientBuffers:
             bucket.work = dist.all_reduce(bucket.gradients, group=dp.group, async_op=True)
 
 
-def _by_key(
-    parameters: Iterable[tuple[LocalParameter, nn.Parameter]], gradient_dtype: torch.dtype | None
-) -> dict[BufferKey, list[_Entry]]:
-    """Trainable parameters by buffer, with their positions in the backward (the reverse of the given order)."""
-    groups: dict[BufferKey, list[_Entry]] = {}
-    seen: set[int] = set()
+def _entries(parameters: Iterable[tuple[LocalParameter, nn.Parameter]]) -> list[_Entry]:
+    """Trainable parameters, each module parameter once, with their positions in the backward (the reverse order)."""
     trainable = [(local, p) for local, p in parameters if local.requires_grad]
-    for position, (local, parameter) in zip(range(len(trainable) - 1, -1, -1), trainable, strict=True):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            key = BufferKey.of(local, parameter, gradient_dtype)
-            groups.setdefault(key, []).append(_Entry(local, parameter, position))
-    for key, entries in groups.items():
-        if key.tied_stages:  # stages list their parameters in different orders, yet the layouts have to be the same
-            entries.sort(key=lambda entry: entry.local.fqn)
-    return groups
-
-
-def _build(
-    key: BufferKey,
-    entries: list[_Entry],
-    dp: DataParallel,
-    alignment: str,
-    bucket_size: int | None,
-    device: torch.device,
-) -> Buffer:
-    sizes = {entry.local.fqn: entry.parameter.numel() for entry in entries}
-    layout = layouts.lay_out(
-        sizes.items(),
-        dp.num_shards,
-        alignment=alignment if dp.sharded else "none",  # nothing is cut, so nothing needs to be aligned
-        bucket_size=bucket_size or layouts.default_bucket_size(dp.size, alignment),
-    )
-    buffer = Buffer(key, layout, dp.shard_rank, device)
-    buffer.adopt(entries)
-    return buffer
+    entries: dict[int, _Entry] = {}
+    for place, (local, parameter) in enumerate(trainable):
+        entries.setdefault(id(parameter), _Entry(local, parameter, len(trainable) - 1 - place))
+    return list(entries.values())
 
 
 def _rebase(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.stage_module import LocalParameter
 from planner.sharding.buckets import OwnedRange
-from runtime.optimizer.buffers import Bucket, Buffer, DataParallel, GradientBuffers
-from runtime.verify.in_place import all_gather
-
-_NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many elements; chunks add up in float64
+from planner.sharding.buffers import Buffer
+from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.buffers import BucketTensors, BufferTensors, DataParallel, GradientBuffers
+from runtime.optimizer.in_place import all_gather
+from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class StepResult:
 class MainShard:
     """This rank's share of one bucket in the optimizer's precision; views of the buffers where the dtypes agree."""
 
-    buffer: Buffer
-    bucket: Bucket
+    buffer: BufferTensors
+    bucket: BucketTensors
     main: Tensor
     grad: Tensor
     counted: tuple[tuple[int, int], ...]  # runs of ``grad`` that this rank counts in the norm
@@ -69,13 +69,13 @@ class DistributedOptimizer:
     def __init__(
         self,
         parameters: Sequence[tuple[LocalParameter, nn.Parameter]],
+        planned: Sequence[Buffer],
         settings: Any,
         *,
-        gradient_dtype: torch.dtype | str | None = None,
         groups: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``settings``: the spec's optimizer section. ``gradient_dtype`` None: as the parameter.
+        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: "dp", "tp", "world", any axis that a
         parameter is partial over; "embedding" as {stages: group}.
@@ -85,10 +85,8 @@ class DistributedOptimizer:
         self.tp_size, self.tp_rank = _size_and_rank(self.groups.get("tp"))
         self.buffers = GradientBuffers(
             parameters,
+            planned,
             DataParallel(self.groups.get("dp"), *_size_and_rank(self.groups.get("dp")), sharded=settings.zero == 1),
-            gradient_dtype=getattr(torch, gradient_dtype) if isinstance(gradient_dtype, str) else gradient_dtype,
-            alignment=settings.alignment,
-            bucket_size=settings.bucket_size,
             device=device,
         )
         self.device = torch.device(device)
@@ -109,9 +107,9 @@ class DistributedOptimizer:
         for shard in self.shards:
             if shard.owns_grad:
                 shard.grad.copy_(shard.bucket.own_gradients)
-        for axis in _in_common_order(shard.buffer.key.partial_over for shard in self.shards):
+        for axis in _in_common_order(shard.buffer.planned.partial_over for shard in self.shards):
             for shard in sorted(self.shards, key=_tied_order):
-                if axis in shard.buffer.key.partial_over:
+                if axis in shard.buffer.planned.partial_over:
                     self._sum_over(axis, shard)
         self._is_reduced = True
 
@@ -173,29 +171,29 @@ class DistributedOptimizer:
 
     # ---- pieces
 
-    def _shard(self, buffer: Buffer, bucket: Bucket) -> MainShard:
-        dtype = torch.float64 if buffer.key.parameter_dtype == torch.float64 else torch.float32
+    def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
+        dtype = buffer.planned.main_dtype
         main = bucket.own_parameters.to(dtype)  # the view itself where the dtype is this one
         grad = bucket.own_gradients if bucket.gradients.dtype == dtype else torch.zeros_like(main)
         main.grad = grad
         dp = self.buffers.data_parallel
         owned = bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
         locals_ = {slot.local.fqn: slot.local for slot in bucket.slots}
-        counted = _merged((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
-        whole = self._whole_indices(owned, locals_).to(main.device) if buffer.key.has_whole_segment else None
+        counted = merged_runs((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
+        whole = self._whole_indices(owned, locals_).to(main.device) if buffer.planned.has_whole_segment else None
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
     def _whole_indices(self, owned: Mapping[str, OwnedRange], locals_: Mapping[str, LocalParameter]) -> Tensor:
         indices = [torch.empty(0, dtype=torch.int64)]
         for fqn, r in owned.items():
-            is_whole = _whole_elements(locals_[fqn], self.tp_size)[r.param.start : r.param.stop]
+            is_whole = whole_elements(locals_[fqn], self.tp_size)[r.param.start : r.param.stop]
             indices.append(is_whole.nonzero().view(-1) + r.local.start)
         return torch.cat(indices)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)
         if isinstance(group, Mapping):
-            group = group[shard.buffer.key.tied_stages]
+            group = group[shard.buffer.planned.tied_stages]
         if group is None:
             return
         if axis == "tp" and shard.whole is not None:
@@ -268,44 +266,8 @@ def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimize
         return torch.optim.AdamW(tensors, foreach=True, **options)
 
 
-def squared_norm(values: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor in float64, without a float64 copy of it.
-
-    torch's float32 norm of 40 M elements is wrong by 0.3 % on a CPU: it adds them one after another.
-    """
-    size = values.numel() - values.numel() % _NORM_CHUNK
-    chunks = torch.linalg.vector_norm(values[:size].view(-1, _NORM_CHUNK), dim=1)
-    tail = torch.linalg.vector_norm(values[size:])
-    return chunks.double().square().sum() + tail.double().square()
-
-
 def _size_and_rank(group: Any) -> tuple[int, int]:
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def _whole_elements(local: LocalParameter, tp: int) -> Tensor:
-    """A flat mask of the local tensor: True where the element lies in a segment that every tp rank holds whole."""
-    placement = local.placement
-    mask = torch.zeros(local.shape, dtype=torch.bool)
-    start = 0
-    for (first, stop), segment in zip(placement.slices(tp, 0), placement.segments, strict=True):
-        if not segment.sharded:
-            mask.narrow(placement.dim, start, stop - first).fill_(True)
-        start += stop - first
-    return mask.view(-1)
-
-
-def _merged(runs: Iterable[tuple[int, int, bool]]) -> tuple[tuple[int, int], ...]:
-    """Counted runs, joined over the (zero) padding between neighbours."""
-    merged: list[tuple[int, int]] = []
-    continues = False
-    for start, stop, is_counted in runs:
-        if is_counted and continues:
-            merged[-1] = (merged[-1][0], stop)
-        elif is_counted:
-            merged.append((start, stop))
-        continues = is_counted
-    return tuple(merged)
 
 
 def _in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
@@ -315,8 +277,8 @@ def _in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
 
 def _tied_order(shard: MainShard) -> tuple[Any, ...]:
     """Among tied buffers the same order on all stages; the sort keeps the order of the others."""
-    key = shard.buffer.key
-    return (key.tied_stages, str(key.parameter_dtype)) if key.tied_stages else ((), "")
+    planned = shard.buffer.planned
+    return (planned.tied_stages, str(planned.dtype)) if planned.tied_stages else ((), "")
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

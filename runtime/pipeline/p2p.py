@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.stage_module import Boundary
 from planner.pipeline.schedule import Order
+from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
 
 
@@ -79,12 +79,13 @@ class Transport:
         """Messages whose buffers are still held."""
         return len(self._sending)
 
-    def post(self, message: Message, boundaries: Sequence[Boundary]) -> None:
+    def post(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> None:
         """Start receiving ``message`` into fresh buffers; nothing happens if it is posted already or stays here."""
         if message in self._posted or self._is_local(message):
             return
         buffers = [
-            torch.empty(b.shape, dtype=b.dtype, device=self.groups.device) for b in _crossing(message, boundaries)
+            torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=self.groups.device)
+            for b in _crossing(message, boundaries)
         ]
         source = self.groups.rank_of_stage(message.sender)
         works = [
@@ -93,7 +94,7 @@ class Transport:
         ]
         self._posted[message] = _Transfer(buffers, works)
 
-    def receive(self, message: Message, boundaries: Sequence[Boundary]) -> list[Tensor]:
+    def receive(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> list[Tensor]:
         """The tensors of ``message``, once they are in: for "F" all values, for "B" the gradients of those with one."""
         if self._is_local(message):
             return self._handed.pop(message)
@@ -155,5 +156,5 @@ class Transport:
         return position * count + index
 
 
-def _crossing(message: Message, boundaries: Sequence[Boundary]) -> list[Boundary]:
+def _crossing(message: Message, boundaries: Sequence[BoundaryPlan]) -> list[BoundaryPlan]:
     return [b for b in boundaries if message.kind == "F" or b.requires_grad]

@@ -9,6 +9,7 @@ sums are left partial, and parts of other ranks are filled with this rank's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from passes.ops import collectives
 from passes.ops.axis import AxisHandle
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
-from planner.decisions import PlanSource
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement
+from planner.sharding.shards import decide_shards
+from planner.spec.spec import Spec
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
@@ -44,13 +46,12 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
     return mine
 
 
-def freeze_parameter(plan: Plan, fqn: str) -> None:
-    """Make a trainable parameter of the captured program a constant, as a capture that loses it would.
+def freeze_parameter(plan: Plan, fqn: str) -> Plan:
+    """The plan with a trainable parameter as a constant, as of a capture that loses it; ``plan`` itself is used up.
 
-    ``plan`` itself is changed. Raises PlanError where the program reads no such parameter.
+    Raises PlanError where the program reads no such parameter.
     """
-    source = plan.source
-    assert isinstance(source, PlanSource), "a loaded plan has no captured program"
+    source, _ = plan.to_run()
     program, values = source.program, dict(source.model.named_parameters()) if source.model is not None else {}
     name = next((node for node, parameter in program.parameters.items() if parameter == fqn), None)
     if name is None or fqn not in values:
@@ -61,6 +62,7 @@ def freeze_parameter(plan: Plan, fqn: str) -> None:
         )
     del program.parameters[name]
     program.constants[name] = values[fqn].detach().clone().to(program.node(name).meta["val"].dtype)
+    return replace(plan, shards=decide_shards(Spec.load({**plan.spec, "cluster": None}), source))
 
 
 def num_collectives(plan: Plan) -> int:

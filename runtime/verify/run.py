@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from passes.lower import check_stages
 from planner import plan
-from planner.capture.canonical.products import NOTHING_IGNORED
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
@@ -123,7 +122,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     untouched = Untouched(model)
     decided = plan(model, spec)
     if job.freeze_parameter is not None:
-        freeze_parameter(decided, job.freeze_parameter)
+        decided = freeze_parameter(decided, job.freeze_parameter)
     batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
     found = _run_plan(decided, batches, job)
     if int(os.environ.get("RANK", "0")) != 0:
@@ -143,55 +142,11 @@ def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
     """A global batch by the spec's inputs; where the loss ignores some labels, a quarter of them are ignored."""
     generator = torch.Generator().manual_seed(spec.seed + seed)
     batch = {n: _random_input(n, i, spec.batch.global_size, generator) for n, i in spec.require_inputs().items()}
-    for name, ignored in ignored_labels(decided).items():
+    for name, ignored in decided.to_run()[0].ignored_labels.items():
         if name in batch and not batch[name].is_floating_point():
             batch[name] = batch[name].clone()
             batch[name][torch.rand(batch[name].shape, generator=generator) < IGNORED_FRACTION] = ignored
     return batch
-
-
-def ignored_labels(decided: Plan) -> dict[str, int]:
-    """Batch key -> the value that the loss skips, for the labels that a cross-entropy of the captured graph reads."""
-    program: Any = getattr(decided.source, "program", None)
-    if program is None:
-        return {}
-    found = {}
-    for node in program.graph.graph.nodes:
-        if getattr(node.target, "_opname", "") == "cross_entropy_loss":
-            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
-            labels = [n for n in _inputs_above(node.args[1]) if n.name in program.inputs]
-            found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
-    read_as_ids = {program.inputs[n.name] for n in _looked_up(program.graph.graph.nodes) if n.name in program.inputs}
-    return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
-
-
-_MOVES = ("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter",
-          "select_scatter", "index_put")  # fmt: skip
-
-
-def _looked_up(nodes: Any) -> set[Any]:
-    """Inputs whose very values are ids of an embedding, also shifted by one: an ignored label would be no row of it.
-
-    ``where`` and ``masked_fill`` end the search: they put another id in the place of an ignored one.
-    """
-    found: set[Any] = set()
-    waiting = [node.args[1] for node in nodes if getattr(node.target, "_opname", "") == "embedding"]
-    while waiting:
-        ids = waiting.pop()
-        if ids not in found:
-            found.add(ids)
-            waiting.extend(ids.all_input_nodes if getattr(ids.target, "_opname", "") in _MOVES else ())
-    return found
-
-
-def _inputs_above(node: Any) -> set[Any]:
-    above, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in above:
-            above.add(node)
-            waiting.extend(node.all_input_nodes)
-    return {node for node in above if node.op == "placeholder"}
 
 
 def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.stage_module import LocalParameter, RankProgram, StageModule
-from planner.decisions import PlanSource
+from passes.stage_module import RankProgram, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
+from planner.sharding.parameters import LocalParameter
 from runtime.distributed.fingerprint import fingerprint
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import shard
@@ -42,9 +42,7 @@ class Held:
 def held_tensors(plan: Plan) -> list[Held]:
     """Parameters by the plan, buffers and lifted constants by the captured graph: on every rank the same list."""
     rows = [Held("parameter", p.name, tuple(p.shape), getattr(torch, p.dtype)) for p in plan.parameters]
-    if not isinstance(plan.source, PlanSource):
-        return rows
-    program = plan.source.program
+    program = plan.to_run()[0].program
     buffers = {fqn: program.node(node).meta["val"] for node, fqn in sorted(program.buffers.items())}
     rows += [Held("buffer", fqn, tuple(value.shape), value.dtype) for fqn, value in buffers.items()]
     constants = sorted(program.constants.items())
@@ -86,8 +84,7 @@ def take_constants(plan: Plan, groups: Groups, differ: list[Held]) -> None:
     """Rank 0's constants into the captured graph, before it is lowered: passes cut and fold them."""
     for held in differ:
         if held.kind == "constant":
-            assert isinstance(plan.source, PlanSource), "held_tensors lists constants of a captured program alone"
-            constants = plan.source.program.constants
+            constants = plan.to_run()[0].program.constants
             constants[held.name] = _from_rank_0(held, constants[held.name], groups).to(constants[held.name].device)
 
 
@@ -112,12 +109,13 @@ def take_weights(
 
 
 def _fingerprints(plan: Plan, held: list[Held]) -> Iterator[int]:
-    model = getattr(plan.source, "model", None)
+    decisions, _ = plan.to_run()
+    model = decisions.model
     assert model is not None, "the model was let go before its weights were compared"
     values = {
         "parameter": dict(model.named_parameters(remove_duplicate=False)),
         "buffer": dict(model.named_buffers(remove_duplicate=False)),
-        "constant": getattr(getattr(plan.source, "program", None), "constants", {}),
+        "constant": decisions.program.constants,
     }
     return (fingerprint(values[tensor.kind][tensor.name]) for tensor in held)
 
@@ -143,7 +141,7 @@ def _buffers(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
     for stage in program.stages:
         if fqn in stage.buffers:
             yield stage.module.get_buffer(stage.attributes[fqn])
-    if program.count_module is not None and isinstance(plan.source, PlanSource):
+    if program.count_module is not None:
         counted = dict(program.count_module.named_buffers())
-        names = [node for node, name in plan.source.program.buffers.items() if name == fqn and node in counted]
+        names = [node for node, name in plan.to_run()[0].program.buffers.items() if name == fqn and node in counted]
         yield from (counted[node] for node in names)

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.stage_module import LocalParameter, StageModule
+from passes.stage_module import StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement
+from planner.sharding.parameters import LocalParameter
 from runtime.distributed.groups import Groups
 from runtime.weights.sources import WeightSource
 
@@ -95,7 +96,7 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
         row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to(dtypes[row.name], copy=True)
         for row in rows
     }
-    persistent = getattr(getattr(plan.source, "hub", None), "persistent_buffers", ())
+    persistent = plan.to_run()[0].hub.persistent_buffers
     cast = plan.spec.get("precision", {}).get("parameters")
     buffers = {name: source.buffer(name).clone() for name in persistent}
     return Kept(

@@ -93,19 +93,16 @@ class InitialWeights(ModelWeights):
 
 def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     """The weights of the model that was planned, fresh ones where it stands on meta. Raises PlanError if it is gone."""
-    model = getattr(plan.source, "model", None)
+    decisions, _ = plan.to_run()
+    model = decisions.model
     if model is None:
-        loaded = plan.source is None
         raise PlanError(
-            "a loaded plan holds no model"
-            if loaded
-            else "the planned model is gone: the first Engine took its weights",
-            fix="plan the model again"
-            + ("" if loaded else ", or keep it alive while several engines take weights from it"),
+            "the planned model is gone: the first Engine took its weights",
+            fix="plan the model again, or keep it alive while several engines take weights from it",
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
-    program, initial = plan.source.program, spec.initialization  # pyright: ignore
+    program, initial = decisions.program, spec.initialization
     roles = parameter_roles(program.graph.graph, program.parameters)
     return InitialWeights(model, roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale)
 

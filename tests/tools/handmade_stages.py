@@ -7,18 +7,25 @@ do not count, and there is a different number of them in every microbatch.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.stage_module import Boundary, LocalParameter, RankProgram, StageModule
+from passes.stage_module import RankProgram, StageModule
+from planner.decisions import Decisions
 from planner.frozen_plan import ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.buffers import buffers_of_rank
+from planner.sharding.parameters import LocalParameter
+from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 
 WIDTH = 6
@@ -107,6 +114,12 @@ class Count(nn.Module):
         return ((target[:, :1] >= 0).sum().to(torch.float64),)
 
 
+def boundary(name: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = True) -> BoundaryPlan:
+    """A value that crosses a cut, whole on every tp rank."""
+    size = math.prod(shape) * dtype.itemsize
+    return BoundaryPlan(name, shape, str(dtype).removeprefix("torch."), size, requires_grad=requires_grad)
+
+
 def build_model(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     return Model()
@@ -166,8 +179,32 @@ def build_plan(
         collectives=(),
         stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
         schedule=SchedulePlan(kind, spec.num_microbatches, tuple(tuple(map(tuple, o)) for o in schedule.orders)),
-        source=SimpleNamespace(model=model),
+        decisions=_decisions(model, mesh),
+        shards=_shards(model, mesh, spec),
     )
+
+
+def _decisions(model: Model, mesh: Mesh) -> Decisions:
+    """Nothing was captured: the stages are made by hand."""
+    nothing: Any = None
+    graph = fx.Graph()
+    graph.output(())
+    program = Program(fx.GraphModule(nn.Module(), graph), {}, {}, {}, {}, {}, {}, "")
+    return Decisions(program, nothing, nothing, nothing, nothing, mesh, 1234, model)
+
+
+def _shards(model: Model, mesh: Mesh, spec: Spec) -> Shards:
+    num_stages, buffers = mesh.pp * mesh.vpp, []
+    for pp_rank in range(mesh.pp):
+        held = [p for stage in range(pp_rank, num_stages, mesh.pp) for p in _parameters(model, stage, num_stages)]
+        buffers += buffers_of_rank(pp_rank, held, spec.optimizer, mesh.dp)
+    return Shards((), (), tuple(buffers), ())
+
+
+def _parameters(model: Model, stage: int, num_stages: int) -> tuple[LocalParameter, ...]:
+    """What a stage holds, in the model's order."""
+    places = {name: _stages_of(name, num_stages) for name, _ in model.named_parameters()}
+    return tuple(_parameter(n, p, places[n], stage) for n, p in model.named_parameters() if stage in places[n])
 
 
 def lower(plan: Plan, rank: int) -> RankProgram:
@@ -186,27 +223,23 @@ def _stages_of(name: str, num_stages: int) -> tuple[int, ...]:
 
 
 def _stage(plan: Plan, index: int, chunk: int) -> StageModule:
-    model, num_stages, micro = plan.source.model, plan.mesh.pp * plan.mesh.vpp, plan.spec["batch"]["micro"]
+    model, num_stages, micro = plan.decisions.model, plan.mesh.pp * plan.mesh.vpp, plan.spec["batch"]["micro"]
     first, last = index == 0, index == num_stages - 1
     kind = Only if first and last else First if first else Last if last else Middle
     module = kind(model, index, num_stages)
     attributes = module.attributes()
-    boundary = (
-        Boundary("hidden", (WIDTH, micro), torch.float64, True, I),
-        Boundary("gate", (micro, WIDTH), torch.float64, True, I),
-        Boundary("kind", (micro, 1), torch.int64, False, I),
+    crossing = (
+        boundary("hidden", (WIDTH, micro), torch.float64),
+        boundary("gate", (micro, WIDTH), torch.float64),
+        boundary("kind", (micro, 1), torch.int64, requires_grad=False),
     )
-    parameters = tuple(
-        _parameter(fqn, p, _stages_of(fqn, num_stages), index)
-        for fqn, p in model.named_parameters()
-        if fqn in attributes
-    )
+    parameters = _parameters(model, index, num_stages)
     return StageModule(
         index,
         chunk,
         fx.symbolic_trace(module),
-        () if first else boundary,
-        () if last else boundary,
+        () if first else crossing,
+        () if last else crossing,
         (("x",) if first else ()) + (("target",) if last else ()),
         (0,) if last else (),
         parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from passes.lower import lower
 from passes.ops.dropout import stream_dropout
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
+from planner.sharding.buckets import lay_out
+from planner.sharding.shards import Shards
 from runtime import Engine
 from runtime.pipeline.executor import StepError
 from runtime.verify.mutants import num_collectives, without_collective
@@ -39,29 +42,33 @@ def without_each_collective(plan: Any, batches: Batches) -> list[Found]:
 
 def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
     """One run for each parameter whose gradient is summed over tp or over stages at a step's end, without that sum."""
-    rank = torch.distributed.get_rank()
     found = {}
     for row in plan.parameters:
         for axis in ("tp", "embedding"):
-            program = lower(plan, rank, thorough=True)
-            changed = _forget_sum(program, row.name, axis)
-            anywhere: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(anywhere, changed)
-            if any(anywhere):
-                found[f"{row.name} over {axis}"] = gradients_of(plan, batches[0], program)
+            shards, changed = _forget_sum(plan.shards, row.name, axis)
+            if changed:
+                found[f"{row.name} over {axis}"] = gradients_of(
+                    dataclasses.replace(plan, shards=shards), batches[0], None
+                )
     return found
 
 
-def _forget_sum(program: RankProgram, fqn: str, axis: str) -> bool:
-    changed = False
-    for stage in program.stages:
-        kept = []
-        for p in stage.parameters:
-            if p.fqn == fqn and axis in p.partial_over:
-                p, changed = dataclasses.replace(p, partial_over=tuple(a for a in p.partial_over if a != axis)), True
-            kept.append(p)
-        stage.parameters = tuple(kept)
-    return changed
+def _forget_sum(shards: Shards, fqn: str, axis: str) -> tuple[Shards, bool]:
+    """The buffers with one parameter, in a buffer of its own, whose gradient is not summed over ``axis``."""
+    buffers = []
+    for buffer in shards.buffers:
+        mine = buffer.by_name.get(fqn)
+        if mine is None or axis not in mine.partial_over:
+            buffers.append(buffer)
+            continue
+        rest = tuple(p for p in buffer.parameters if p.fqn != fqn)
+        partial = dataclasses.replace(mine, partial_over=tuple(a for a in mine.partial_over if a != axis))
+        for members in (rest, (partial,)):
+            layout = lay_out([(p.fqn, prod(p.shape)) for p in members], buffer.layout.num_ranks)
+            buffers += [dataclasses.replace(buffer, parameters=members, layout=layout)] if members else []
+    return dataclasses.replace(shards, buffers=tuple(buffers)), len(buffers) != len(shards.buffers) or any(
+        a is not b for a, b in zip(buffers, shards.buffers, strict=False)
+    )
 
 
 def dropout_masks(plan: Any, batches: Batches) -> dict[str, tuple[bool, Tensor]]:
@@ -154,7 +161,7 @@ def bad_batch(plan: Any, batches: Batches, change: str) -> str:
 
 def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) -> str:
     """A plan for another number of ranks than were started."""
-    other = planner.plan(plan.source.model, {**plan.spec, "mesh": mesh})
+    other = planner.plan(plan.decisions.model, {**plan.spec, "mesh": mesh})
     return error_of(lambda: Engine(other, timeout_seconds=60))
 
 

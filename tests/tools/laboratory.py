@@ -104,7 +104,7 @@ class Lab:
         return self._ask("run", case)
 
     def plan(self, case: Case) -> Any:
-        """The plan's tables (its source stays where it is)."""
+        """The plan's tables (what it was decided on stays where it is)."""
         return self._ask("plan", case)
 
     def close(self) -> None:
@@ -279,8 +279,7 @@ def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | N
 
     decided = plan(entry.model, spec_of(entry, case))
     if kind == "plan":
-        object.__setattr__(decided, "source", None)
-        return decided
+        return type(decided).of(decided)
     batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
     host._num_cases = int(token, 16)
     results = host.run_ranks(case.world_size, case.job or steps, decided, batches, *case.job_arguments)

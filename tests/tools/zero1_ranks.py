@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from passes.stage_module import LocalParameter
 from planner.placement.types import I, Placement, R, Segment, V
+from planner.sharding.buffers import buffers_of_rank
+from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
 
@@ -63,11 +64,19 @@ def local_parameters(model):
     return [(LocalParameter(fqn, tuple(p.shape), p.dtype, I, tuple(p.shape)), p) for fqn, p in model.named_parameters()]
 
 
+def optimizer_of(parameters, options, gradients=None, groups=None):
+    """An optimizer over the buffers that the planner lays out for these parameters."""
+    group = (groups or {}).get("dp")
+    dp = dist.get_world_size(group) if group is not None else 1
+    planned = buffers_of_rank(0, [local for local, _ in parameters], options, dp, gradients)
+    return DistributedOptimizer(parameters, planned, options, groups=groups)
+
+
 def run_case(precision, zero, alignment, bucket_size, groups, dp, dp_rank):
     dtype = getattr(torch, precision[0])
     model = make_model(dtype)
     options = settings(zero=zero, alignment=alignment, bucket_size=bucket_size)
-    optimizer = DistributedOptimizer(local_parameters(model), options, gradient_dtype=precision[1], groups=groups)
+    optimizer = optimizer_of(local_parameters(model), options, precision[1], groups)
     buffers, steps = optimizer.buffers, []
     for step in range(STEPS):
         launched = []
@@ -97,7 +106,7 @@ def run_case(precision, zero, alignment, bucket_size, groups, dp, dp_rank):
 def run_not_finite(groups, dp_rank):
     """Only one rank sees an infinite gradient."""
     model = make_model(torch.float32)
-    optimizer = DistributedOptimizer(local_parameters(model), settings(), groups=groups)
+    optimizer = optimizer_of(local_parameters(model), settings(), groups=groups)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer.buffers.last_microbatch = True
     (model(make_batch(0, torch.float32)) * (float("inf") if dp_rank == 1 else 1.0)).backward()
@@ -147,7 +156,7 @@ def tp_gradient(local, tp_rank, dp_rank, step):
 def run_tp_case(zero, alignment, bucket_size, groups, tp_rank, dp_rank):
     parameters = [(local, nn.Parameter(tp_start(local, tp_rank)[1])) for local in tp_locals(tp_rank)]
     options = settings(zero=zero, alignment=alignment, bucket_size=bucket_size)
-    optimizer = DistributedOptimizer(parameters, options, groups=groups)
+    optimizer = optimizer_of(parameters, options, groups=groups)
     steps = []
     for step in range(STEPS):
         optimizer.wait_parameters()

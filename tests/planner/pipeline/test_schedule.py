@@ -11,18 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.pipeline.schedule import (
-    Action,
-    Schedule,
-    build_schedule,
-    format_order,
-    format_schedule,
-    num_warmup,
-    parse_order,
-    parse_schedule,
-    rank_order,
-    schedule_table,
-)
+from planner.pipeline.schedule import Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
+from planner.pipeline.schedule_text import format_order, format_schedule, parse_order, parse_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
 from planner.report.schedule import schedule_svg, schedule_to_dict

@@ -94,7 +94,7 @@ class ReadOutside(HeadModules):
 
 
 def num_softmaxes(made: Plan) -> int:
-    return sum("softmax" in str(node.target) for node in made.source.program.graph.graph.nodes)  # pyright: ignore
+    return sum("softmax" in str(node.target) for node in made.decisions.program.graph.graph.nodes)  # pyright: ignore
 
 
 def test_dropped_heads_are_joined_too():

@@ -12,7 +12,7 @@ from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.divisibility import divisors, nearest_tp
 from planner.placement.types import Placement, Segment
-from planner.sharding.buffers import Held, whole_elements
+from planner.sharding.parameters import LocalParameter
 from planner.tables.diagnostics import ops_without_rule
 from tests.models.plannable import build, spec_of
 
@@ -75,14 +75,14 @@ def test_memory_is_that_of_the_buffers_with_their_padding():
 
 def test_whole_elements_are_counted_without_making_a_mask():
     placement = Placement("V", 1, (Segment(4), Segment(3, sharded=False), Segment(2)))
-    held = Held("w", torch.float32, placement, (5, 6), ("tp",), ())
+    held = LocalParameter("w", (5, 6), torch.float32, placement, (5, 9), ("tp",))
     mask = torch.tensor([[0, 0, 1, 1, 1, 0]] * 5).flatten()
-    assert [whole_elements(held, 2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
+    assert [held.num_whole_elements(2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
 
 
 def test_ops_without_a_rule_are_named_with_line_and_share():
     made = planned("no rule", mesh={"tp": 2})
-    rows = ops_without_rule(made.source.program)  # type: ignore[attr-defined]
+    rows = ops_without_rule(made.decisions.program)  # type: ignore[attr-defined]
     assert rows
     assert all(r.where.file.endswith("plannable.py") and 0 < r.work_fraction < 1 for r in rows)
     told = [d for d in made.diagnostics if "has no rule" in d.what]
@@ -92,7 +92,7 @@ def test_ops_without_a_rule_are_named_with_line_and_share():
 
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_the_four_families_use_no_op_without_a_rule(model):
-    assert ops_without_rule(planned(model, mesh={"tp": 2}).source.program) == ()  # type: ignore[attr-defined]
+    assert ops_without_rule(planned(model, mesh={"tp": 2}).decisions.program) == ()  # type: ignore[attr-defined]
 
 
 def test_each_linear_embedding_and_loss_is_listed():

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from passes.stage_module import LocalParameter
 from planner.placement.types import I
-from runtime.optimizer.buffers import DataParallel, GradientBuffers
-from runtime.optimizer.zero1 import DistributedOptimizer, squared_norm
+from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.zero1 import squared_norm
 from tests.tools.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
@@ -206,12 +205,16 @@ def entries(**parameters):
     ]
 
 
+def buffers_of(parameters):
+    return ranks.optimizer_of(parameters, ranks.settings()).buffers
+
+
 @pytest.mark.parametrize(("precision", "bytes_a_parameter"), [(p, sum(b)) for p, b in FULL_BYTES.items()])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_one_rank_needs_no_group_and_has_the_bytes_of_the_table(precision, bytes_a_parameter, zero):
     weight = nn.Parameter(torch.randn(64, 2, dtype=getattr(torch, precision[0])))
     options = ranks.settings(zero=zero, alignment="nccl")
-    optimizer = DistributedOptimizer(entries(weight=weight), options, gradient_dtype=precision[1])
+    optimizer = ranks.optimizer_of(entries(weight=weight), options, precision[1])
     before = weight.detach().clone()
     weight.square().sum().backward()
     assert not optimizer.step(0.1).skipped
@@ -221,7 +224,7 @@ def test_one_rank_needs_no_group_and_has_the_bytes_of_the_table(precision, bytes
 
 def test_parameter_used_three_times_in_one_backward_fires_once_with_the_sum():
     weight = nn.Parameter(torch.tensor([2.0]))
-    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    buffers = buffers_of(entries(weight=weight))
     buffers.last_microbatch = True
     (weight * 3 + weight * weight).backward()
     assert buffers.launches == [(0, 0)]
@@ -231,7 +234,7 @@ def test_parameter_used_three_times_in_one_backward_fires_once_with_the_sum():
 
 def test_microbatches_add_up_and_the_next_step_starts_afresh():
     weight = nn.Parameter(torch.tensor([2.0]))
-    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    buffers = buffers_of(entries(weight=weight))
     for factor in (1.0, 10.0):
         (weight * factor).backward()
     assert buffers.launches == []
@@ -245,7 +248,7 @@ def test_microbatches_add_up_and_the_next_step_starts_afresh():
 
 def test_parameter_without_gradient_in_a_step_is_zero_not_stale():
     used, rare = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    buffers = GradientBuffers(entries(used=used, rare=rare), DataParallel())
+    buffers = buffers_of(entries(used=used, rare=rare))
     (used.sum() + rare.sum()).backward()
     buffers.finish_grad_sync()
     assert rare.main_grad.tolist() == [1.0, 1.0, 1.0]
@@ -256,7 +259,7 @@ def test_parameter_without_gradient_in_a_step_is_zero_not_stale():
 
 def test_tied_copies_in_two_chunks_share_value_and_gradient():
     first, second = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([2.0]))
-    buffers = GradientBuffers(entries(tied=first, tied__again=second), DataParallel())
+    buffers = buffers_of(entries(tied=first, tied__again=second))
     buffers.last_microbatch = True
     (second * 3).backward()
     assert buffers.launches == []
@@ -268,7 +271,7 @@ def test_tied_copies_in_two_chunks_share_value_and_gradient():
 
 def test_gradient_after_the_reduction_of_its_bucket_is_refused():
     weight = nn.Parameter(torch.ones(1))
-    buffers = GradientBuffers(entries(weight=weight), DataParallel())
+    buffers = buffers_of(entries(weight=weight))
     buffers.last_microbatch = True
     weight.sum().backward()
     with pytest.raises(AssertionError, match="weight came after the reduction"):
@@ -278,7 +281,7 @@ def test_gradient_after_the_reduction_of_its_bucket_is_refused():
 def test_meta_parameters_get_storage_and_keep_their_identity():
     module = nn.Linear(3, 2, device="meta")
     weight = module.weight
-    DistributedOptimizer(entries(weight=weight, bias=module.bias), ranks.settings())
+    ranks.optimizer_of(entries(weight=weight, bias=module.bias), ranks.settings())
     weight.data.fill_(2.0)
     module.bias.data.fill_(1.0)
     assert module.weight is weight
@@ -287,7 +290,7 @@ def test_meta_parameters_get_storage_and_keep_their_identity():
 
 def test_main_shards_follow_weights_that_were_loaded_later():
     weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    optimizer = DistributedOptimizer(entries(weight=weight), ranks.settings(), gradient_dtype="float32")
+    optimizer = ranks.optimizer_of(entries(weight=weight), ranks.settings(), "float32")
     weight.data.fill_(3.0)
     optimizer.sync_main_from_parameters()
     (weight.sum() * 0).backward()
@@ -299,7 +302,7 @@ def test_loss_scale_leaves_norm_gradients_and_update_alone():
     outcomes = []
     for scale in (1.0, 1024.0):
         weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-        optimizer = DistributedOptimizer(entries(weight=weight), ranks.settings())
+        optimizer = ranks.optimizer_of(entries(weight=weight), ranks.settings())
         (weight.square().sum() * scale).backward()
         optimizer.reduce_gradients()
         gradient = optimizer.gather_gradients(grad_scale=scale)["weight"].tolist()
@@ -311,7 +314,7 @@ def test_loss_scale_leaves_norm_gradients_and_update_alone():
 def test_frozen_parameters_stay_out_of_the_buffers():
     frozen = nn.Parameter(torch.ones(5), requires_grad=False)
     local = LocalParameter("frozen", (5,), torch.float32, I, (5,), requires_grad=False)
-    optimizer = DistributedOptimizer([(local, frozen)], ranks.settings())
+    optimizer = ranks.optimizer_of([(local, frozen)], ranks.settings())
     assert optimizer.buffers.buffers == []
     assert optimizer.step(1e-2).grad_norm == 0.0
 
@@ -319,7 +322,7 @@ def test_frozen_parameters_stay_out_of_the_buffers():
 def test_no_clipping_still_reports_the_norm():
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     options = ranks.OptimizerSpec(clip_grad_norm=None)
-    optimizer = DistributedOptimizer(entries(weight=weight), options)
+    optimizer = ranks.optimizer_of(entries(weight=weight), options)
     (weight.square().sum() / 2).backward()
     optimizer.reduce_gradients()
     assert optimizer.step(1e-2).grad_norm == pytest.approx(5.0)

@@ -11,16 +11,16 @@ import torch
 from torch import fx, nn
 
 from passes.ops.random_state import RandomState
-from passes.stage_module import Boundary, StageModule
+from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
-from planner.placement.types import I
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Executor, Step, StepError
 from runtime.pipeline.p2p import Transport
+from tests.tools.handmade_stages import boundary
 
-VALUE = Boundary("value", (2, 3), torch.float64, True, I)
-MASK = Boundary("mask", (2, 3), torch.bool, False, I)
+VALUE = boundary("value", (2, 3), torch.float64)
+MASK = boundary("mask", (2, 3), torch.bool, requires_grad=False)
 
 
 class Head(nn.Module):

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from passes.ops.random_state import RandomState
-from passes.stage_module import Boundary, StageModule
+from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
-from planner.placement.types import I
 from runtime.distributed.groups import Groups, open_groups
 from runtime.distributed.launch import launch
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Message, Transport
+from tests.tools.handmade_stages import boundary
 
 NUM_MESSAGES = 12
 
-WIDE = Boundary("wide", (3, 4), torch.float64, True, I)
-KIND = Boundary("kind", (2,), torch.int64, False, I)
-FLAG = Boundary("flag", (2,), torch.bool, False, I)
+WIDE = boundary("wide", (3, 4), torch.float64)
+KIND = boundary("kind", (2,), torch.int64, requires_grad=False)
+FLAG = boundary("flag", (2,), torch.bool, requires_grad=False)
 ALL = (WIDE, KIND, FLAG)
 
 
@@ -87,7 +87,7 @@ SCHEDULES: dict[int, list[tuple[str, int, int, int | None]]] = {  # pp: (kind, m
         ("interleaved_1f1b", 20, 3, 20),
     ],
 }
-EDGE = Boundary("h", (NUM_ELEMENTS,), torch.float32, True, I)
+EDGE = boundary("h", (NUM_ELEMENTS,), torch.float32)
 
 
 class Scale(nn.Module):

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.decisions import PlanSource
 from planner.errors import PlanError
+from planner.graph.blocks.blocks import Blocks
+from planner.graph.program import Program
 from planner.placement.attention_sites import Site
-from planner.placement.decide import decide_placements
+from planner.placement.decide import Placements, decide_placements
 from planner.placement.divisibility import divisors
 
 _TRIES = 3  # sizes tried on each side; each costs a decision of its own
 
 
-def check_something_is_cut(source: PlanSource, sites: tuple[Site, ...], vocabulary_multiple: int) -> None:
+def check_something_is_cut(
+    program: Program, blocks: Blocks, placements: Placements, sites: tuple[Site, ...], vocabulary_multiple: int
+) -> None:
     """Raise PlanError where tp was asked for and cuts nothing, unless overrides ask for every matrix to be whole."""
-    tp = source.mesh.tp
-    if tp == 1 or any(option.out.is_sharded for option in source.placements.options.values()):
+    tp = placements.tp
+    if tp == 1 or any(option.out.is_sharded for option in placements.options.values()):
         return
-    matrices = _matrices(source)
-    whole = source.placements.styles
-    if whole and all(whole.get(name) == "replicate" for name in matrices):
+    matrices = _matrices(program)
+    if placements.styles and all(placements.styles.get(name) == "replicate" for name in matrices):
         return
     if not matrices:
         raise PlanError(f"tp = {tp} cuts nothing: the model has no matrix", where="mesh.tp", fix="set mesh.tp: 1")
-    found = list(_that_cut(source, sites, list(matrices.values()), vocabulary_multiple))
+    sizes = [n for n in _sizes(matrices) if not sites or any(site.divides(n) for site in sites)]
+    found = list(_that_cut(program, blocks, tp, sizes, vocabulary_multiple))
     choice = f"choose tp from {{{', '.join(map(str, [1, *sorted(found)]))}}}" if found else "set mesh.tp: 1"
     raise PlanError(
         f"tp = {tp} cuts nothing: no size of any layer can be divided among {tp} ranks to advantage",
@@ -33,22 +36,22 @@ def check_something_is_cut(source: PlanSource, sites: tuple[Site, ...], vocabula
     )
 
 
-def _matrices(source: PlanSource) -> dict[str, tuple[int, ...]]:
+def _matrices(program: Program) -> dict[str, tuple[int, ...]]:
     """Shapes of the matrices that reach the loss, by placeholder."""
-    nodes = [source.program.node(name) for name in source.program.parameters]
+    nodes = [program.node(name) for name in program.parameters]
     return {n.name: tuple(n.meta["val"].shape) for n in nodes if n.users and n.meta["val"].dim() > 1}
 
 
-def _that_cut(
-    source: PlanSource, sites: tuple[Site, ...], shapes: list[tuple[int, ...]], vocabulary_multiple: int
-) -> Iterator[int]:
+def _sizes(matrices: dict[str, tuple[int, ...]]) -> list[int]:
+    """Every number that divides some size of some matrix, in rising order."""
+    return sorted({d for shape in matrices.values() for size in shape for d in divisors(int(size)) if d > 1})
+
+
+def _that_cut(program: Program, blocks: Blocks, tp: int, sizes: list[int], vocabulary_multiple: int) -> Iterator[int]:
     """The nearest tp below and above that do cut something: tried, not guessed."""
-    tp = source.mesh.tp
-    sizes = sorted({d for shape in shapes for size in shape for d in divisors(int(size)) if d > 1})
     for side in ([n for n in reversed(sizes) if n < tp], [n for n in sizes if n > tp]):
-        allowed = [n for n in side if not sites or any(site.divides(n) for site in sites)]
-        for size in allowed[:_TRIES]:
-            tried = decide_placements(source.program, source.blocks, size, vocabulary_multiple=vocabulary_multiple)
+        for size in side[:_TRIES]:
+            tried = decide_placements(program, blocks, size, vocabulary_multiple=vocabulary_multiple)
             if any(option.out.is_sharded for option in tried.options.values()):
                 yield size
                 break

@@ -1,0 +1,57 @@
+"""Which labels of a batch the loss skips: those that a cross-entropy of the captured graph reads as ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from planner.capture.canonical.products import NOTHING_IGNORED
+from planner.graph.program import Program
+
+_MOVES = (
+    *("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter"),
+    *("select_scatter", "index_put"),
+)
+
+
+def ignored_labels(program: Program) -> dict[str, int]:
+    """Batch key → the value that the loss skips; without keys whose values are ids of an embedding too."""
+    nodes = program.graph.graph.nodes
+    found = {}
+    for node in nodes:
+        if _name(node) == "cross_entropy_loss":
+            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
+            labels = [n for n in _inputs_above(node.args[1]) if n.name in program.inputs]
+            found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
+    read_as_ids = {program.inputs[n.name] for n in _looked_up(nodes) if n.name in program.inputs}
+    return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "_opname", "")
+
+
+def _looked_up(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Inputs whose very values are ids of an embedding, also shifted by one: an ignored label would be no row of it.
+
+    ``where`` and ``masked_fill`` end the search: they put another id in the place of an ignored one.
+    """
+    found: set[fx.Node] = set()
+    waiting = [node.args[1] for node in nodes if _name(node) == "embedding"]
+    while waiting:
+        ids = waiting.pop()
+        if isinstance(ids, fx.Node) and ids not in found:
+            found.add(ids)
+            waiting.extend(ids.all_input_nodes if _name(ids) in _MOVES else ())
+    return found
+
+
+def _inputs_above(node: fx.Node) -> set[fx.Node]:
+    above, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in above:
+            above.add(node)
+            waiting.extend(node.all_input_nodes)
+    return {node for node in above if node.op == "placeholder"}

@@ -1,0 +1,38 @@
+"""What crosses from one stage to the next: the live values at the cut, in local shapes, never as partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from planner.decisions import Decisions
+from planner.sharding.type_changes import sent_type
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryPlan:
+    """A value that one stage sends to the next: ``shape`` and ``bytes`` on one rank, ``placement`` over tp."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    placement: str = "I"
+    requires_grad: bool = True
+
+
+def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
+    """What stage ``cut`` sends to stage ``cut + 1``; nothing before the first and after the last."""
+    stages = decisions.stages
+    if not 0 <= cut < stages.num_stages - 1:
+        return ()
+    return tuple(_value(decisions, name) for name in stages.live[cut])
+
+
+def _value(decisions: Decisions, name: str) -> BoundaryPlan:
+    node = decisions.program.node(name)
+    placement, value = sent_type(decisions.placements.of(node)), node.meta["val"]
+    shape = placement.local_shape(tuple(value.shape), decisions.mesh.tp)
+    dtype = str(value.dtype).removeprefix("torch.")
+    size = prod(shape) * value.element_size()
+    return BoundaryPlan(name, shape, dtype, size, str(placement), bool(node.meta["grad"]))

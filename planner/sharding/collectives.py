@@ -1,0 +1,99 @@
+"""What a step exchanges over the gradient buffers, after its last backward has begun.
+
+dp              reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
+tp, embedding   all-reduce of each bucket's shard, where gradients are partial sums
+world           one all-reduce of [|g|², loss]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from planner.errors import require
+from planner.mesh import Mesh
+from planner.sharding import buckets
+from planner.sharding.buffers import Buffer
+
+PHASES = ("forward", "backward", "step")
+PERIODS = ("microbatch", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePlan:
+    """An exchange over ``axis``: ``count`` messages of ``bytes`` each on one rank, per microbatch or step.
+
+    ``where``: the user's module and line; ``stage``: None where no single stage runs it; ``block``: the block it is in.
+    """
+
+    kind: str
+    axis: str
+    phase: str
+    where: str
+    bytes: int
+    count: int
+    per: str
+    stage: int | None = None
+    block: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.phase in PHASES, f"{self.kind} at {self.where} has the unknown phase {self.phase}")
+        require(self.per in PERIODS, f"{self.kind} at {self.where} is counted per {self.per}")
+        require(self.bytes >= 0 and self.count >= 0, f"{self.kind} at {self.where} has a negative size")
+
+
+def sums_of(buffer: Buffer, pp: int) -> tuple[str, ...]:
+    """The groups with another rank over which a buffer's gradients are summed after dp, first to last.
+
+    Chunks of one rank share a tied weight without an exchange.
+    """
+    spans = {"tp": True, "embedding": len({stage % pp for stage in buffer.tied_stages}) > 1}
+    return tuple(axis for axis in ("tp", "embedding") if axis in buffer.partial_over and spans[axis])
+
+
+def step_collectives(mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int) -> tuple[CollectivePlan, ...]:
+    """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank."""
+    rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
+    if mesh.world_size > 1:
+        where = "gradient norm and loss"
+        rows.append(CollectivePlan("all_reduce", "world", "step", where, 2 * torch.float64.itemsize, 1, "step"))
+    return tuple(rows)
+
+
+def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:
+    for bucket in buffer.layout.buckets:
+        place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({_contents(bucket)})"
+
+        def row(kind: str, axis: str, size: int, place: str = place) -> CollectivePlan:
+            return CollectivePlan(kind, axis, "step", place, size, 1, "step", buffer.pp_rank)
+
+        if mesh.dp > 1:
+            size = len(bucket.world) * buffer.gradient_dtype.itemsize
+            yield row("reduce_scatter" if sharded else "all_reduce", "dp", size)
+        for axis in sums_of(buffer, mesh.pp):
+            yield row("all_reduce", axis, _summed_elements(mesh.tp, buffer, bucket, axis) * buffer.main_dtype.itemsize)
+        if mesh.dp > 1 and sharded:
+            yield row("all_gather", "dp", len(bucket.world) * buffer.dtype.itemsize)
+
+
+def _contents(bucket: buckets.Bucket) -> str:
+    first, last = bucket.slots[0].name, bucket.slots[-1].name
+    return f"gradients of {first}" if first == last else f"gradients of {len(bucket.slots)} parameters"
+
+
+def _summed_elements(tp: int, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
+    """Elements of a shard that are added over ``axis``; of parameters with whole segments over tp only those."""
+    num_shards = buffer.layout.num_ranks
+    if axis != "tp" or not buffer.has_whole_segment:
+        return len(bucket.world) // num_shards
+    owned = (bucket.owned_ranges(rank, num_shards) for rank in range(num_shards))
+    return max(
+        sum(
+            buffer.by_name[name].num_whole_elements(tp, r.param.stop)
+            - buffer.by_name[name].num_whole_elements(tp, r.param.start)
+            for name, r in ranges.items()
+        )
+        for ranges in owned
+    )
