@@ -15,30 +15,27 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
 
-from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.pipeline.schedule import Action
 from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
+from runtime.build import build, executor_of, open_rank, parameters_of
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
-from runtime.data.batches import BatchLayout, check_first_batch, num_tokens
-from runtime.distributed.groups import RankMesh, default_store, open_groups
+from runtime.data.batches import num_tokens
+from runtime.data.denominators import denominators
+from runtime.data.first_batch import check_first_batch
+from runtime.distributed.groups import RankMesh
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.lr import learning_rate
-from runtime.optimizer.zero1 import DistributedOptimizer
-from runtime.pipeline.executor import Executor, Step
-from runtime.pipeline.p2p import Transport
-from runtime.report.step_report import StepReport, warn_of
-from runtime.weights.initial_weights import differing, identity_of, take_constants, take_weights
-from runtime.weights.shards import collect, fill, initialise, keep
+from runtime.pipeline.executor import Step
+from runtime.report.step_report import StepReport
+from runtime.weights.gather import collect, from_rank_0
+from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source
 
-MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
 _engines_made = 0
 
 
@@ -69,54 +66,17 @@ class Engine:
         self.step_index = 0
         self._gradients_ready = False
         self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-        self._open(torch.device(device) if device else None, timeout_seconds)
+        self.groups, self._store = open_rank(plan, torch.device(device) if device else None, timeout_seconds)
+        self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
-            self._build(program)
+            built = build(plan, self.spec, self.groups, self._weights, program)
         except BaseException:
             self.groups.destroy()
             raise
-
-    def _open(self, device: torch.device | None, timeout_seconds: float) -> None:
-        global _engines_made
-        common = {
-            "the plan (by hash)": self.plan.hash()[:16],
-            "the version of torch": torch.__version__,
-            "what the model holds (names, shapes, dtypes)": identity_of(self.plan),
-        }
-        tied = [tuple(p.stages) for p in self.plan.parameters if len(p.stages) > 1]
-        self.groups = open_groups(self.plan.mesh, common, tied, device=device, timeout_seconds=timeout_seconds)
-        self.mesh = RankMesh.of(self.plan.mesh, self.groups.rank)
-        warn_of(self.plan, self.groups.rank)
-        store = default_store()
-        self._store = PrefixStore(f"meshwright/engine/{_engines_made}", store) if store is not None else None
-        _engines_made += 1
-
-    def _build(self, program: RankProgram | None) -> None:
-        groups, mesh = self.groups, self.mesh
-        differ = differing(self.plan, groups, self.spec.initial_weights)
-        take_constants(self.plan, groups, differ)
-        self.program = program or lower(self.plan, groups.rank, groups.device)
-        for name, axis in self.program.axes.items():
-            axis.group = getattr(groups, name, None)
-        fresh = fill(self.program.stages, self._weights, mesh.tp, groups.tp_rank, groups.device)
-        self._fresh = take_weights(self.plan, self.program, self._weights, groups, differ, fresh)
-        self._kept = keep(self.plan, self.program.stages, self._weights, groups.rank)
-        self._weights.release()
-        self._decisions.release()
-        self.layout = self._batch_layout()
-        self.optimizer = self._make_optimizer()
-        orders = [tuple(Action(*action) for action in order) for order in self.plan.schedule.orders]
-        transport = Transport(groups, mesh.pp * mesh.vpp, orders)
-        self.executor = Executor(
-            self.program.stages,
-            orders[groups.pp_rank],
-            transport,
-            self.program.random,
-            before_backward=self._before_backward,
-        )
+        self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
+        self._fresh, self._kept = built.fresh, built.kept
         self.loss_scale = LossScale.of(self.spec.precision)
-        if self.program.count_module is not None:
-            self.program.count_module.to(groups.device)
+        self.executor = executor_of(plan, built, self.groups, before_backward=self._before_backward)
 
     # ---- public: steps
 
@@ -156,8 +116,9 @@ class Engine:
     def gather_parameters(self) -> dict[str, Tensor]:
         """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
         self._ready()
-        held = [(p, index, parameter.data) for p, index, parameter in self._parameters()]
-        return self._named({**collect(self.groups, held), **self._kept.parameters})
+        unused = from_rank_0(self.groups, [*self._kept.parameters])
+        dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
+        return self._named({**collect(self.plan.parameters, self._own(), dtypes, self.groups), **self._kept.parameters})
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
@@ -170,8 +131,8 @@ class Engine:
                 fix="call it between forward_backward(batch) and optimizer_step()",
             )
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
-        held = [(p, index, gradients[p.fqn]) for p, index, _ in self._parameters() if p.fqn in gradients]
-        return self._named(collect(self.groups, held))
+        dtypes = {name: buffer.main_dtype for buffer in self._shards.buffers for name in buffer.by_name}
+        return self._named(collect(self.plan.parameters, gradients, dtypes, self.groups))
 
     def load_pretrained(self, directory: str | PathLike[str]) -> None:
         """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
@@ -247,7 +208,7 @@ class Engine:
             self.step_index,
             microbatches,
             self.layout.first_microbatch,
-            self._denominators(batch, local),
+            denominators(self.program, self.layout, batch, self.groups, local=local),
             self.loss_scale.value,
         )
 
@@ -259,26 +220,6 @@ class Engine:
             check_first_batch(
                 self.layout, batch, store, self.mesh.world_size, self.groups.rank, self.groups.timeout, local=local
             )
-
-    @torch.no_grad()
-    def _denominators(self, batch: Mapping[str, Tensor], local: bool) -> list[Tensor]:
-        """What each loss term of the global batch is divided by; the same on every rank.
-
-        A small global batch is counted whole by each rank, without any exchange.
-        """
-        count, names, device = self.program.count_module, self.program.count_inputs, self.groups.device
-        if count is None:
-            return []
-        shared = local or self.layout.num_microbatches * self.mesh.dp > MAX_COUNTED
-        if shared:
-            microbatches = self.layout.microbatches(batch, names, device, local=local)
-        else:
-            microbatches = self.layout.all_microbatches(batch, names, device)
-        counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
-        totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
-        if shared and self.groups.dp is not None:
-            dist.all_reduce(totals, group=self.groups.dp)
-        return list(totals)
 
     def _before_backward(self, is_last: bool) -> None:
         self.optimizer.buffers.last_microbatch = is_last
@@ -306,28 +247,14 @@ class Engine:
         o, s = self.spec.optimizer, self.spec.optimizer.schedule
         return learning_rate(self.step_index, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
 
-    # ---- pieces of the set-up
+    # ---- tensors by name
+
+    def _own(self) -> dict[str, Tensor]:
+        """This rank's shards; of a tied weight's copies any, they are equal."""
+        return {p.fqn: parameter.data for p, _, parameter in self._parameters()}
 
     def _parameters(self) -> list[tuple[LocalParameter, int, nn.Parameter]]:
-        return [(p, stage.index, stage.parameter(p.fqn)) for stage in self.program.stages for p in stage.parameters]
-
-    def _make_optimizer(self) -> DistributedOptimizer:
-        groups = self.groups
-        return DistributedOptimizer(
-            [(p, parameter) for p, _, parameter in self._parameters()],
-            self._shards.buffers_of_rank(groups.pp_rank),
-            self.spec.optimizer,
-            groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},
-            device=groups.device,
-        )
-
-    def _batch_layout(self) -> BatchLayout:
-        """From the spec's inputs, or those that the model was captured with."""
-        spec, read = self.spec, self._decisions.batch_inputs
-        inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
-        computed = {name: dtype for name, (_, dtype) in read.items()}
-        sizes = (spec.batch.global_size, spec.batch.micro, self.mesh.dp)
-        return BatchLayout(inputs, *sizes, self.groups.dp_rank, computed)
+        return parameters_of(self.program)
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the model's order, tied parameters under each of their names."""

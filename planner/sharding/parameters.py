@@ -19,7 +19,7 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import require
-from planner.placement.types import Placement
+from planner.placement.types import I, Placement, Segment
 from planner.spec.sections import STYLES
 
 
@@ -72,6 +72,14 @@ class ParameterPlan:
         else:
             require(0 <= self.dim < len(self.shape), f"{self.name} is cut on dim {self.dim} of {len(self.shape)}")
             require(sum(self.segments) == self.shape[self.dim], f"{self.name}: segments {self.segments} miss its dim")
+
+    @property
+    def placement(self) -> Placement:
+        """How it is cut over tp; I where each rank holds all of it."""
+        if self.dim is None:
+            return I
+        segments = tuple(Segment(n, i not in self.whole_segments) for i, n in enumerate(self.segments))
+        return Placement("V", self.dim, segments, self.padding)
 
     @property
     def num_elements(self) -> int:

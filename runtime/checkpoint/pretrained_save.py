@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.placement.types import I, Placement, Segment
 from planner.sharding.parameters import LocalParameter
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed
 from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept, assemble
+from runtime.weights.gather import from_rank_0, whole
+from runtime.weights.shards import Kept
 
 MAX_SHARD_BYTES = 5_000_000_000
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -79,12 +78,12 @@ def save_pretrained(
 
 def entries_of(plan: Plan, groups: Groups, kept: Kept) -> list[Entry]:
     """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
-    unused = _from_rank_0(groups, [*kept.parameters])
+    unused = from_rank_0(groups, [*kept.parameters])
     rows = [
         Entry(row.name, tuple(row.shape), getattr(torch, row.dtype), None if row.name in unused else row)
         for row in plan.parameters
     ]
-    buffers = _from_rank_0(groups, [Entry(n, tuple(b.shape), b.dtype) for n, b in kept.buffers.items()])
+    buffers = from_rank_0(groups, [Entry(n, tuple(b.shape), b.dtype) for n, b in kept.buffers.items()])
     return [*rows, *buffers]
 
 
@@ -105,51 +104,11 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
     return dict(zip(names, ordered, strict=True))
 
 
-# ---- gathering
-
-
-def _from_rank_0(groups: Groups, value: list[Any]) -> list[Any]:
-    if groups.world is None:
-        return value
-    shared = [value]
-    dist.broadcast_object_list(shared, src=0, group=groups.world)
-    return shared[0]
-
-
 def _whole(entry: Entry, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Tensor | None:
     """The full tensor on rank 0, None elsewhere. Every rank calls it for every entry, in one order."""
-    row = entry.row
-    if row is None:
-        return (kept.parameters | kept.buffers)[entry.name] if groups.rank == 0 else None
-    senders = _senders(row, groups)
-    if groups.rank != 0:
-        if groups.rank in senders:
-            dist.send(own[row.name].contiguous(), 0, group=groups.world)
-        return None
-    shards = []
-    for rank in senders:
-        if rank == 0:
-            shards.append(own[row.name].cpu())
-            continue
-        part = torch.empty(row.local_shape, dtype=entry.dtype, device=groups.device)
-        dist.recv(part, rank, group=groups.world)
-        shards.append(part.cpu())
-    placement = _placement(row)
-    return assemble(shards, placement, row.shape) if placement.is_sharded else shards[0]
-
-
-def _senders(row: ParameterPlan, groups: Groups) -> list[int]:
-    """In tp order: of equal copies over dp, tp and stages the first one sends."""
-    mesh = groups.mesh
-    tp_ranks = range(mesh.tp if row.dim is not None else 1)
-    return [mesh.rank_of(tp=tp, cp=0, dp=0, pp=min(row.stages) % mesh.pp) for tp in tp_ranks]
-
-
-def _placement(row: ParameterPlan) -> Placement:
-    if row.dim is None:
-        return I
-    segments = tuple(Segment(n, i not in row.whole_segments) for i, n in enumerate(row.segments))
-    return Placement("V", row.dim, segments, row.padding)
+    if entry.row is not None:
+        return whole(entry.row, own, entry.dtype, groups)
+    return (kept.parameters | kept.buffers)[entry.name] if groups.rank == 0 else None
 
 
 def _exhaust(tensors: Iterable[Tensor | None]) -> None:

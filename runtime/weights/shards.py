@@ -7,12 +7,11 @@ A rank asks its source for one full tensor at a time and keeps only its shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.stage_module import StageModule
@@ -20,7 +19,6 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement
 from planner.sharding.parameters import LocalParameter
-from runtime.distributed.groups import Groups
 from runtime.weights.sources import WeightSource
 
 
@@ -114,71 +112,6 @@ def shard(full: Tensor, placement: Placement, tp: int, tp_rank: int) -> Tensor:
         full = torch.cat([full, full.new_zeros(padded)], placement.dim)
     parts = [full.narrow(placement.dim, start, stop - start) for start, stop in placement.slices(tp, tp_rank)]
     return torch.cat(parts, placement.dim) if len(parts) > 1 else parts[0]
-
-
-def assemble(shards: Sequence[Tensor], placement: Placement, global_shape: Sequence[int]) -> Tensor:
-    """The full tensor of all tp ranks' shards, without padding."""
-    if not placement.is_sharded:
-        return shards[0].clone()
-    size = global_shape[placement.dim]
-    padded = list(global_shape)
-    padded[placement.dim] = size + placement.padding
-    full = shards[0].new_empty(padded)
-    for tp_rank, part in enumerate(shards):
-        offset = 0
-        for start, stop in placement.slices(len(shards), tp_rank):
-            full.narrow(placement.dim, start, stop - start).copy_(part.narrow(placement.dim, offset, stop - start))
-            offset += stop - start
-    return full.narrow(placement.dim, 0, size).contiguous()
-
-
-class _Entry(NamedTuple):
-    """A shard that a rank sends to rank 0."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placement: Placement
-    global_shape: tuple[int, ...]
-
-
-def collect(groups: Groups, held: Sequence[tuple[LocalParameter, int, Tensor]]) -> dict[str, Tensor]:
-    """Full tensors on the CPU of rank 0, ``{}`` elsewhere. Every rank calls it with (parameter, stage, local tensor).
-
-    One dp rank sends, for a tied parameter its first stage, for a tensor that is whole on every tp rank the first.
-    """
-    own = {p.fqn: (p, tensor) for p, stage, tensor in reversed(held) if _sends(groups, p, stage)}
-    entries = [_Entry(p.fqn, tuple(t.shape), t.dtype, p.placement, p.global_shape) for p, t in own.values()]
-    tensors = [t.detach().contiguous() for _, t in own.values()]
-    if groups.world is None:
-        return {e.fqn: assemble([t.cpu()], e.placement, e.global_shape) for e, t in zip(entries, tensors, strict=True)}
-    listed: list[Any] = [None] * groups.mesh.world_size
-    dist.all_gather_object(listed, entries, group=groups.world)
-    if groups.rank != 0:
-        for tensor in tensors:
-            dist.send(tensor, 0, group=groups.world)
-        return {}
-    shards: dict[str, list[tuple[int, Tensor]]] = {}
-    described: dict[str, _Entry] = {}
-    for rank, theirs in enumerate(listed):
-        for index, entry in enumerate(theirs):
-            if rank == 0:
-                tensor = tensors[index]
-            else:
-                tensor = torch.empty(entry.shape, dtype=entry.dtype, device=groups.device)
-                dist.recv(tensor, rank, group=groups.world)
-            described[entry.fqn] = entry
-            shards.setdefault(entry.fqn, []).append((groups.mesh.coordinate(rank)["tp"], tensor.cpu()))
-    return {fqn: assemble(_in_tp_order(shards[fqn]), e.placement, e.global_shape) for fqn, e in described.items()}
-
-
-def _in_tp_order(shards: Iterable[tuple[int, Tensor]]) -> list[Tensor]:
-    return [tensor for _, tensor in sorted(shards, key=lambda item: item[0])]
-
-
-def _sends(groups: Groups, parameter: LocalParameter, stage: int) -> bool:
-    first = not parameter.tied_stages or stage == min(parameter.tied_stages)
-    return groups.dp_rank == 0 and first and (parameter.placement.is_sharded or groups.tp_rank == 0)
 
 
 def _assign(module: nn.Module, attribute: str, value: Tensor) -> None:

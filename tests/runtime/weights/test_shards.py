@@ -10,7 +10,8 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.placement.types import I, Placement, R, Segment, V
-from runtime.weights.shards import assemble, shard
+from runtime.weights.gather import assemble
+from runtime.weights.shards import shard
 from runtime.weights.sources import InitialWeights, ModelWeights, parameter_roles
 
 

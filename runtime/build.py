@@ -1,0 +1,105 @@
+"""What an engine is made of, in the order in which it is made: groups, stage modules, weights, buffers, executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import nn
+from torch.distributed import PrefixStore, Store
+
+from passes.lower import lower
+from passes.stage_module import RankProgram
+from planner.frozen_plan import Plan
+from planner.pipeline.schedule import Action
+from planner.sharding.parameters import LocalParameter
+from planner.spec.spec import Spec
+from runtime.data.batches import BatchLayout
+from runtime.distributed.groups import Groups, default_store, open_groups
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.pipeline.executor import Executor
+from runtime.pipeline.p2p import Transport
+from runtime.report.step_report import warn_of
+from runtime.weights.initial_weights import Fresh, differing, identity_of, take_constants, take_weights
+from runtime.weights.shards import Kept, fill, keep
+from runtime.weights.sources import WeightSource
+
+_engine_numbers = count()
+
+
+def open_rank(plan: Plan, device: torch.device | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
+    """The process groups of this rank, once all ranks said that they run the same plan, and a store of this engine."""
+    common = {
+        "the plan (by hash)": plan.hash()[:16],
+        "the version of torch": torch.__version__,
+        "what the model holds (names, shapes, dtypes)": identity_of(plan),
+    }
+    tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
+    groups = open_groups(plan.mesh, common, tied, device=device, timeout_seconds=timeout_seconds)
+    warn_of(plan, groups.rank)
+    store, number = default_store(), next(_engine_numbers)
+    return groups, PrefixStore(f"meshwright/engine/{number}", store) if store is not None else None
+
+
+@dataclass(frozen=True)
+class Built:
+    """One rank's program with its weights. ``fresh``: parameters that wait for initial values or a checkpoint."""
+
+    program: RankProgram
+    layout: BatchLayout
+    optimizer: DistributedOptimizer
+    fresh: Fresh
+    kept: Kept
+
+
+def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program: RankProgram | None) -> Built:
+    """Lower the plan for this rank (unless ``program`` is given), take the weights, let go of the model."""
+    decisions, _ = plan.to_run()
+    differ = differing(plan, groups, spec.initial_weights)
+    take_constants(plan, groups, differ)
+    program = program or lower(plan, groups.rank, groups.device)
+    for name, axis in program.axes.items():
+        axis.group = getattr(groups, name, None)
+    if program.count_module is not None:
+        program.count_module.to(groups.device)
+    fresh = fill(program.stages, weights, groups.mesh.tp, groups.tp_rank, groups.device)
+    fresh = take_weights(plan, program, weights, groups, differ, fresh)
+    kept = keep(plan, program.stages, weights, groups.rank)
+    weights.release()
+    decisions.release()
+    return Built(program, _batch_layout(plan, spec, groups), _optimizer(plan, spec, groups, program), fresh, kept)
+
+
+def executor_of(plan: Plan, built: Built, groups: Groups, *, before_backward: Callable[[bool], None]) -> Executor:
+    """The loop over this rank's actions."""
+    orders = [tuple(Action(*action) for action in order) for order in plan.schedule.orders]
+    transport = Transport(groups, len(plan.stages), orders)
+    program = built.program
+    return Executor(program.stages, orders[groups.pp_rank], transport, program.random, before_backward=before_backward)
+
+
+def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, int, nn.Parameter]]:
+    """(what the plan says, stage, the module's parameter) of all that this rank holds."""
+    return [(p, stage.index, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
+
+
+def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
+    """From the spec's inputs, or those that the model was captured with."""
+    read = plan.to_run()[0].batch_inputs
+    inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
+    computed = {name: dtype for name, (_, dtype) in read.items()}
+    sizes = (spec.batch.global_size, spec.batch.micro, groups.mesh.dp)
+    return BatchLayout(inputs, *sizes, groups.dp_rank, computed)
+
+
+def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
+    """Over the buffers that the plan lays out for this pp rank."""
+    return DistributedOptimizer(
+        [(p, parameter) for p, _, parameter in parameters_of(program)],
+        plan.to_run()[1].buffers_of_rank(groups.pp_rank),
+        spec.optimizer,
+        groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},
+        device=groups.device,
+    )

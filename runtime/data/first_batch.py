@@ -1,0 +1,68 @@
+"""The first batch, checked on all ranks at once: a rank with a bad one must not leave the others waiting."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from planner.errors import PlanError
+from runtime.data.batches import BatchLayout
+
+NO_BATCH = "rank 0 has no good batch"
+
+
+def check_first_batch(
+    layout: BatchLayout,
+    batch: Mapping[str, Tensor],
+    store: Store,
+    world_size: int,
+    rank: int,
+    timeout: timedelta,
+    *,
+    local: bool,
+) -> None:
+    """``check`` on all ranks at once, for the first step: a rank with a bad batch must not leave the others waiting.
+
+    Over the store, not a collective: a rank that finds its own batch wrong says so and raises without any wait, and the
+    others raise its words. Global batches must hold the integers of rank 0 everywhere. Raises PlanError.
+    """
+    own, expected = "", NO_BATCH
+    try:
+        layout.check(batch, local=local)
+        expected = _fingerprint(batch, local)
+        if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
+            own = "this batch is not the one that rank 0 was given"
+    except PlanError as error:
+        own = error.what
+        raise
+    finally:
+        if rank == 0:
+            store.set("batch/expected", expected)
+        if own:
+            store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
+        if store.add("batch/num_checked", 1) == world_size:
+            store.set("batch/all_checked", "1")
+    store.wait(["batch/all_checked"], timeout)
+    num_bad = store.add("batch/num_bad", 0)
+    if num_bad:
+        told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
+        raise PlanError(
+            "the first batch does not fit on every rank: " + "; ".join(told),
+            where="batch",
+            fix="give every rank the same global batch, or its own share with train_step(batch, local=True)",
+        )
+
+
+def _fingerprint(batch: Mapping[str, Tensor], local: bool) -> str:
+    if local:
+        return "local"
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        if not batch[name].is_floating_point():
+            digest.update(batch[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
