@@ -262,10 +262,10 @@ def memory_rows(spec: Spec, decisions: Decisions, shards: Shards, in_flight: tup
         zero=spec.optimizer.zero,
         local=local,
     )
-    return tuple(_exact(spec.optimizer.name, decisions, shards, row) for row in rows)
+    return tuple(_exact(decisions, shards, row) for row in rows)
 
 
-def _exact(optimizer: str, decisions: Decisions, shards: Shards, row: MemoryRow) -> MemoryRow:
+def _exact(decisions: Decisions, shards: Shards, row: MemoryRow) -> MemoryRow:
     buffers = shards.buffers_of_rank(row.pp_rank)
     held = parameters_of_rank(decisions, row.pp_rank)
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
@@ -276,7 +276,7 @@ def _exact(optimizer: str, decisions: Decisions, shards: Shards, row: MemoryRow)
         + _registered_bytes(decisions, row.pp_rank)
         + sum(b.layout.num_elements * b.dtype.itemsize for b in buffers),
         gradients=sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in buffers),
-        optimizer=sum(b.optimizer_bytes(optimizer) for b in buffers),
+        optimizer=sum(b.optimizer_bytes for b in buffers),
     )
 
 

@@ -23,7 +23,7 @@ from planner.spec.sections import OptimizerSpec
 from planner.spec.spec import Spec
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-_NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
+_NUM_MOMENTS = 2  # of AdamW, the one optimizer that a spec can name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,12 @@ class Buffer:
     def by_name(self) -> dict[str, LocalParameter]:
         return {p.fqn: p for p in self.parameters}
 
-    def optimizer_bytes(self, name: str) -> int:
+    @property
+    def optimizer_bytes(self) -> int:
         """Bytes of one rank's moments, and of its main parameters and gradients where the buffers are less precise."""
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
-        return self.layout.shard_elements() * main * (_NUM_MOMENTS.get(name, 2) + copies)
+        return self.layout.shard_elements() * main * (_NUM_MOMENTS + copies)
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
