@@ -17,6 +17,7 @@ from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
+from planner.graph.roles import parameter_roles
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.decide import Placements
@@ -57,6 +58,11 @@ class Decisions:
         """Batch key → shape of one sequence and dtype, as the model was captured with them."""
         values = {key: self.program.node(name).meta["val"] for name, key in self.program.inputs.items()}
         return {key: (tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """What each parameter is for, by name: how fresh weights are drawn depends on it."""
+        return parameter_roles(self.program.graph.graph, self.program.parameters)
 
     @cached_property
     def ignored_labels(self) -> dict[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,18 @@ def test_groups_and_schedules_load_no_torch():
     code = "import sys, planner.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+MODULES = {"pyyaml": "yaml"}  # where the name of the package is not that of its module
+
+
+def test_every_dependency_is_imported_by_something():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=\[ ]", entry)[0] for entry in listed}
+    roots = {
+        name.partition(".")[0]
+        for package in (*UPSTREAM, "runtime")
+        for path in (ROOT / package).rglob("*.py")
+        for name in imported(path)
+    }
+    assert {name for name in names if MODULES.get(name, name) not in roots} == set()

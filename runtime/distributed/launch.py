@@ -84,11 +84,6 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_sec
     return _results(outcomes, timed_out, timeout_seconds)
 
 
-def launched_world_size() -> int:
-    """The number of ranks that a launcher started: WORLD_SIZE, or 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _context() -> Any:
     """A fork server that has imported torch before any rank starts; spawn where there is none."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from planner.capture.model.meta_init import buffer_value
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.graph.roles import parameter_roles
 from planner.spec.spec import Spec
 
 
@@ -102,9 +101,10 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
-    program, initial = decisions.program, spec.initialization
-    roles = parameter_roles(program.graph.graph, program.parameters)
-    return InitialWeights(model, roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale)
+    initial = spec.initialization
+    return InitialWeights(
+        model, decisions.roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale
+    )
 
 
 def _real(tensor: Tensor, what: str) -> Tensor:
