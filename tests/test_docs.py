@@ -1,0 +1,146 @@
+"""What the documents say of the code is so: the tree of folders, the recipe, the passes, the layers, and every path."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from passes.lower import PASSES
+from tests.tools.paths import ROOT
+
+DOCUMENTS = sorted(p for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/README.md")))
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+HOUSES = ("planner", "passes", "runtime")
+TOPS = (*HOUSES, "specs", "examples", "benchmarks", "tests")
+PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join((*TOPS, 'docs'))})/[\w./-]*)(?:::(\w+))?")
+MODULE = re.compile(rf"`((?:{'|'.join(HOUSES)})(?:\.\w+)+)`")
+
+
+def section(title: str) -> str:
+    """The text below a heading of architecture.md."""
+    return re.split(r"^## ", ARCHITECTURE.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0]
+
+
+def tree() -> Iterator[tuple[Path, str]]:
+    """(folder, its line) of the tree in architecture.md, where two spaces are a level."""
+    parents: list[str] = []
+    for line in section("The rooms").split("```")[1].strip("\n").splitlines():
+        found = re.fullmatch(r"( *)(\w+)/ +(.+)", line)
+        assert found, line
+        indent, name, text = found.groups()
+        parents = [*parents[: len(indent) // 2], name]
+        yield Path(*parents), text
+
+
+def folders() -> set[Path]:
+    """Every folder with Python files of its own, but those of tests that mirror one of a house."""
+    found = {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")}
+    return {folder for folder in found if not mirrored(folder)}
+
+
+def mirrored(folder: Path) -> Path | None:
+    """tests/planner/graph → planner/graph."""
+    first, *rest = folder.parts
+    return Path(*rest) if first == "tests" and rest and rest[0] in HOUSES else None
+
+
+def test_the_tree_has_every_folder_and_no_other():
+    listed = [folder for folder, _ in tree()]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == folders()
+
+
+def test_the_line_of_a_folder_is_the_docstring_of_its_init():
+    lines = {folder: text for folder, text in tree() if (ROOT / folder / "__init__.py").is_file()}
+    docstrings = {f: ast.get_docstring(ast.parse((ROOT / f / "__init__.py").read_text())) or "" for f in lines}
+    assert lines == {folder: text.partition("\n")[0] for folder, text in docstrings.items()}
+    assert set(lines) >= {folder for folder in folders() if folder.parts[0] in HOUSES}
+
+
+def test_tests_mirror_the_houses():
+    held = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
+    mirrors = {original for folder in held if (original := mirrored(folder))}
+    assert {folder for folder in mirrors if not (ROOT / folder / "__init__.py").is_file()} == set()
+    assert len(mirrors) > 10
+
+
+def names_in(path: Path) -> set[str]:
+    """What a Python file defines at its top."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_that_a_document_names_exists(document):
+    for path, name in PATH.findall(document.read_text()):
+        file = ROOT / path.rstrip(".")
+        assert file.exists(), path
+        assert not name or name in names_in(file), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        assert target.startswith("https://") or (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_dotted_name_that_a_document_names_exists(document):
+    for dotted in MODULE.findall(document.read_text()):
+        assert resolved(dotted) is not None, dotted
+
+
+def resolved(dotted: str) -> Any:
+    """A module, or what stands in one."""
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        parent, _, name = dotted.rpartition(".")
+        return getattr(resolved(parent), name) if parent else None
+
+
+def test_the_recipe_has_the_steps_of_plan_in_their_order():
+    listed = re.findall(r"^\d+\. `([\w.]+)`", section("The recipe"), re.MULTILINE)
+    tree = ast.parse((ROOT / "planner" / "api.py").read_text())
+    imported = {a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    (decide,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_decide")
+    helpers = {id(node) for inner in decide.body if isinstance(inner, ast.FunctionDef) for node in ast.walk(inner)}
+    calls = [node for node in ast.walk(decide) if isinstance(node, ast.Call) and id(node) not in helpers]
+    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset))  # arguments before what takes them
+    called = [ast.unparse(call.func) for call in calls]
+    assert listed == [n for n in called if n.partition(".")[0] in imported - {"shown_if_slow"}]
+
+
+def test_the_gates_are_those_of_the_passes():
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section("Gates between passes"), re.MULTILINE)
+    facts = {
+        step.name: [check.__name__.replace("_", " ") for check in (*step.leaves, *step.leaves_slowly)]
+        for step in PASSES
+    }
+    assert {name: re.findall(r"[a-z][a-z ]+[a-z]", re.sub(r"\(.*?\)", "", text)) for name, text in rows} == facts
+    assert [name for name, _ in rows] == [step.name for step in PASSES]
+
+
+def test_the_layers_are_those_of_the_contracts():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layered = [c for c in contracts if c["type"] == "layers"]
+    expected = {c.get("containers", ["houses"])[0]: c["layers"] for c in layered}
+    drawn: dict[str, str] = {}
+    for line in section("Layers").split("```")[1].strip("\n").splitlines():
+        name = "".join(takewhile(str.isalpha, line)) or [*drawn][-1]
+        drawn[name] = drawn.get(name, "") + line.removeprefix(name).strip() + " "
+    assert {n: [layer.strip("() ") for layer in text.split(">")] for n, text in drawn.items()} == expected
