@@ -13,12 +13,12 @@ section 2.2.)
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import PlanError, require
 
-KINDS = ("gpipe", "1f1b", "interleaved_1f1b")
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 
 
@@ -146,11 +146,7 @@ def schedule_table(num_microbatches: int, vpp: int, group_size: int) -> list[tup
 
 def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_size: int, extra_warmup: int = 0) -> int:
     """Warm-up forwards of a rank, of ``total`` = microbatches·vpp forwards in all."""
-    if kind == "gpipe":
-        return total
-    behind = pp - pp_rank - 1
-    warmup = behind * 2 + (vpp - 1) * group_size if vpp > 1 else behind
-    return min(warmup + extra_warmup, total)
+    return min(KINDS[kind].num_warmup(pp - pp_rank - 1, total, vpp, group_size) + extra_warmup, total)
 
 
 def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
@@ -161,30 +157,28 @@ def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int)
         if size < 1:
             what = f"{kind} schedule: {name} = {size}"
             raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
-    _check_vpp(kind, pp, vpp)
-    if kind == "interleaved_1f1b" and num_microbatches < pp:
-        raise PlanError(
-            f"{kind} over pp = {pp} ranks needs at least {pp} microbatches, since a rank begins its next chunk when a "
-            f"group has passed all ranks, but there are {num_microbatches}",
-            where="batch.global",
-            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use 1f1b "
-            "with vpp: 1, which runs any number",
-        )
-    if kind == "interleaved_1f1b":
-        _check_groups(pp, num_microbatches, group_size)
-
-
-def _check_vpp(kind: str, pp: int, vpp: int) -> None:
-    interleaved = kind == "interleaved_1f1b"
-    if vpp > 1 and not interleaved:
-        fix = "use interleaved_1f1b, or set vpp to 1"
+    if vpp > 1 and not KINDS[kind].runs_chunks:
+        fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
         raise PlanError(f"{kind} runs one chunk a rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
-    if interleaved and (vpp == 1 or pp == 1):
+    KINDS[kind].check(pp, num_microbatches, vpp, group_size)
+
+
+def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+    if vpp == 1 or pp == 1:
         raise PlanError(
             f"interleaved_1f1b needs several chunks on several ranks, but pp = {pp} and vpp = {vpp}",
             where="mesh.vpp",
             fix="use 1f1b" if pp == 1 else "set vpp to 2 or more, or use 1f1b",
         )
+    if num_microbatches < pp:
+        raise PlanError(
+            f"interleaved_1f1b over pp = {pp} ranks needs at least {pp} microbatches, since a rank begins its next "
+            f"chunk when a group has passed all ranks, but there are {num_microbatches}",
+            where="batch.global",
+            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use 1f1b "
+            "with vpp: 1, which runs any number",
+        )
+    _check_groups(pp, num_microbatches, group_size)
 
 
 def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
@@ -204,6 +198,31 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
             where="batch.global",
             fix=f"use {lower} or {upper} microbatches, or another group_size",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What makes a kind of schedule: all else follows from the table.
+
+    ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
+    ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
+    stages on a rank.
+    """
+
+    num_warmup: Callable[[int, int, int, int], int]
+    check: Callable[[int, int, int, int], None] = lambda pp, num_microbatches, vpp, group_size: None
+    runs_chunks: bool = False
+
+
+KINDS = {
+    "gpipe": Kind(lambda behind, total, vpp, group_size: total),
+    "1f1b": Kind(lambda behind, total, vpp, group_size: behind),
+    "interleaved_1f1b": Kind(
+        lambda behind, total, vpp, group_size: behind * 2 + (vpp - 1) * group_size,
+        _check_interleaved,
+        runs_chunks=True,
+    ),
+}
 
 
 def unknown_kind(kind: str) -> PlanError:

@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 
 from planner.errors import PlanError, SpecError
 from planner.mesh import Mesh
+from planner.pipeline.schedule import KINDS
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
@@ -96,7 +97,7 @@ class TensorParallelSpec(Section):
 
 
 class PipelineSpec(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = key("1f1b", "gpipe | 1f1b | interleaved_1f1b")
+    schedule: Literal[tuple(KINDS)] = key("1f1b", " | ".join(KINDS))  # pyright: ignore[reportInvalidTypeForm]
     split: tuple[Size, ...] | Auto = key(AUTO, "or the number of blocks of each stage: [6, 6]")
     group_size: Size | None = key(None, "microbatches of an interleaved group; null: pp")
 

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from planner.errors import PlanError, SpecError, Where
+from planner.pipeline.schedule import KINDS
 from planner.spec.cluster import find_cluster
 from planner.spec.fields import AUTO, Count, Name, NullIsNone, Section, key, required
 from planner.spec.inputs import resolve_like
@@ -186,7 +187,7 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
 
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:
     pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
-    if vpp not in (1, AUTO) and schedule != "interleaved_1f1b":
+    if vpp not in (1, AUTO) and not KINDS[schedule].runs_chunks:
         yield SpecError(
             f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
             where="mesh.vpp",

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.errors import PlanError
+from planner.graph.roles import parameter_roles
 from planner.placement.types import I, Placement, R, Segment, V
 from runtime.weights.gather import assemble
 from runtime.weights.shards import shard
-from runtime.weights.sources import InitialWeights, ModelWeights, parameter_roles
+from runtime.weights.sources import InitialWeights, ModelWeights
 
 
 @st.composite
