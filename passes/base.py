@@ -45,7 +45,7 @@ class StageGraph:
 class LowerContext:
     """What a pass may read beside the stage: the decisions, the plan's rows of collectives, and this rank's handles."""
 
-    source: Decisions
+    decisions: Decisions
     shards: Shards
     rows: tuple[CollectivePlan, ...]
     tp: AxisHandle

@@ -56,7 +56,7 @@ def readers_get_the_type_that_they_want(stage: StageGraph, context: LowerContext
 
 def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, fx.Node, Placement]]:
     """(reader, value, wanted type) of all that the stage reads, of what it sends, and of its loss."""
-    program, placements = context.source.program, context.source.placements
+    program, placements = context.decisions.program, context.decisions.placements
     for node in stage.graph.nodes:
         if change := node.meta.get("change"):
             yield node, node.all_input_nodes[0], change.before
@@ -128,7 +128,10 @@ class _Trials:
     """
 
     def __init__(self, stage: StageGraph, context: LowerContext) -> None:
-        self.program, self.axis = context.source.program, AxisHandle(context.tp.name, context.tp.size, context.tp.rank)
+        self.program, self.axis = (
+            context.decisions.program,
+            AxisHandle(context.tp.name, context.tp.size, context.tp.rank),
+        )
         self.due: dict[fx.Node, tuple[int, ...]] = {}
         self.held: dict[fx.Node, Any] = {}  # what stands for a value in a call's key
         self.tensors: dict[Any, Any] = {}

@@ -38,7 +38,7 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
     lines = []
     for index in indices:
         lines.append(f"stage {index} of rank {rank}")
-        differences = Differences({} if full else context.source.blocks.representative)
+        differences = Differences({} if full else context.decisions.blocks.representative)
         stage = extract(context, index)
         differences.seen("extract", stage)
         run_passes(stage, context, PASSES, differences.seen)

@@ -21,7 +21,11 @@ from planner.sharding.type_changes import runs_here
 
 def extract(context: LowerContext, index: int) -> StageGraph:
     """The part of the graph that stage ``index`` computes."""
-    program, stages, denominators = context.source.program, context.source.stages, context.source.terms.denominators
+    program, stages, denominators = (
+        context.decisions.program,
+        context.decisions.stages,
+        context.decisions.terms.denominators,
+    )
     stage = StageGraph(index, fx.Graph(), nn.Module())
     captured = [n for n in program.graph.graph.nodes if n.op != "output"]
     mine = [n for n in captured if n.op == "call_function" and stages.runs_on(n.name, index)]

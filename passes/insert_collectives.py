@@ -26,10 +26,10 @@ NAMES_IN_CODE: dict[str, tuple[str, type]] = {
 
 def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
     """One call for each change, right after its value, shared by all its readers."""
-    source = context.source
+    decisions = context.decisions
     for name, node in stage.env.items():
-        captured = source.program.node(name)
-        node.meta["placement"] = type_at(source.placements, source.stages, captured, stage.index)
+        captured = decisions.program.node(name)
+        node.meta["placement"] = type_at(decisions.placements, decisions.stages, captured, stage.index)
     changes = context.shards.changes[stage.index]
     if not changes:
         return

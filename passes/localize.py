@@ -41,7 +41,7 @@ aten = torch.ops.aten
 def localize(stage: StageGraph, context: LowerContext) -> None:
     """Rewrite every op of the stage whose form is not simply the same op on what a rank holds."""
     for name, node in list(stage.env.items()):
-        option = context.source.placements.options[name]
+        option = context.decisions.placements.options[name]
         if node.op == "call_function" and context.tp.size > 1 and option.form not in SAME_OP:
             REWRITES[option.form](_Scene(stage, node, option, context.tp))
 

@@ -51,14 +51,14 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
     ``thorough``: look at what takes long to prove, too. Raises PassError where a pass did not leave what it must.
     """
     context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
-    source = context.source
+    decisions = context.decisions
     modules = [lower_stage(context, index, chunk) for chunk, index in enumerate(indices)]
-    counts = source.terms.counts
+    counts = decisions.terms.counts
     if counts is not None:
-        counts = fx.GraphModule(_constants_of(source, counts), _with_constants(source.program, counts))
+        counts = fx.GraphModule(_constants_of(decisions, counts), _with_constants(decisions.program, counts))
         place(counts.graph, context.device)
         counts.recompile()
-    inputs = tuple(source.program.inputs[n] for n in source.terms.count_inputs if n in source.program.inputs)
+    inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
     return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs)
 
 
@@ -106,9 +106,11 @@ def run_passes(
 
 
 def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule:
-    source, shards, tp_rank, device = context.source, context.shards, context.tp.rank, context.device
-    program = source.program
-    parameters = tuple(local_parameter(source, program.node(name), stage.index, tp_rank) for name in stage.parameters)
+    decisions, shards, tp_rank, device = context.decisions, context.shards, context.tp.rank, context.device
+    program = decisions.program
+    parameters = tuple(
+        local_parameter(decisions, program.node(name), stage.index, tp_rank) for name in stage.parameters
+    )
     for name, local in zip(stage.parameters, parameters, strict=True):
         empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
         stage.root.register_parameter(name, nn.Parameter(empty, local.requires_grad))
@@ -128,7 +130,7 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
         shards.received(stage.index),
         shards.sent(stage.index),
         tuple(program.inputs[n] for n in stage.inputs),
-        tuple(source.terms.denominators.index(n) for n in stage.denominators),
+        tuple(decisions.terms.denominators.index(n) for n in stage.denominators),
         parameters,
         tuple(program.buffers[n] for n in stage.buffers),
         attributes,
@@ -136,15 +138,15 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
     )
 
 
-def _constants_of(source: Decisions, graph: fx.GraphModule) -> nn.Module:
+def _constants_of(decisions: Decisions, graph: fx.GraphModule) -> nn.Module:
     """What the counts read beside the batch: lifted constants, and buffers of the model (such as class weights)."""
-    root, program = nn.Module(), source.program
+    root, program = nn.Module(), decisions.program
     for node in graph.graph.nodes:
         if node.op == "placeholder" and node.name in program.constants:
             root.register_buffer(node.name, program.constants[node.name].detach().clone())
         elif node.op == "placeholder" and node.name in program.buffers:
-            assert source.model is not None, "the model was let go before its buffers were read"
-            value = buffer_value(source.model, program.buffers[node.name])
+            assert decisions.model is not None, "the model was let go before its buffers were read"
+            value = buffer_value(decisions.model, program.buffers[node.name])
             root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
     return root
 

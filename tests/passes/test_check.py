@@ -134,7 +134,7 @@ def test_a_listed_collective_that_no_stage_runs_is_found(mlps):
 def test_a_size_that_stayed_global_is_found(attention, monkeypatch, target):
     def forgotten(stage: StageGraph, context: LowerContext) -> None:
         node = find(stage, target)
-        node.update_arg(1, context.source.program.node(node.meta["origin"]).args[1])
+        node.update_arg(1, context.decisions.program.node(node.meta["origin"]).args[1])
 
     broken(monkeypatch, "localize", forgotten)
     error = caught(attention)

@@ -20,9 +20,9 @@ from planner.placement.decide import Placements
 def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int = 0, seed: int = 0) -> LowerContext:
     """For passes that read the placements, the axis and the random state alone."""
     nothing = cast(Any, None)
-    source = Decisions(nothing, nothing, placements or Placements(tp, {}, {}), nothing, nothing, nothing, seed)
+    decisions = Decisions(nothing, nothing, placements or Placements(tp, {}, {}), nothing, nothing, nothing, seed)
     handle = AxisHandle("tp", tp, tp_rank)
-    return LowerContext(source, nothing, (), handle, RandomState(seed, tp_rank), torch.device("cpu"))
+    return LowerContext(decisions, nothing, (), handle, RandomState(seed, tp_rank), torch.device("cpu"))
 
 
 def stage_after(plan: Plan, last: str, rank: int = 0, chunk: int = 0) -> StageGraph:
