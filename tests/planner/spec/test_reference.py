@@ -63,4 +63,4 @@ def test_the_values_of_the_reference_are_the_defaults():
     leaves = [(path, node) for path, node in keys(SCHEMA) if "$ref" not in str(node)]
     stated = {path: at(value, path) for path, _ in leaves if path.split(".")[0] not in EXAMPLES}
     assert stated == {path: node["default"] for path, node in leaves if path in stated}
-    assert len(stated) == 32
+    assert len(stated) >= 32  # a new key touches no number
