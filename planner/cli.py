@@ -20,6 +20,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from planner.errors import PlanError
+from planner.pipeline.schedule import KINDS
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
@@ -151,7 +152,7 @@ def schedule_command(
     microbatches: Annotated[int, typer.Option(help="Microbatches of one step of one dp rank.")],
     vpp: Annotated[int, typer.Option(help="Chunks of each rank (virtual stages).")] = 1,
     group_size: Annotated[int | None, typer.Option(help="Microbatches of a group; as --pp if not given.")] = None,
-    kind: Annotated[str | None, typer.Option(help="gpipe, 1f1b or interleaved_1f1b; by --vpp if not given.")] = None,
+    kind: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; by --vpp if not given.")] = None,
     format: Annotated[ScheduleFormat, typer.Option(help="How to print the schedule.")] = ScheduleFormat.table,
 ) -> None:
     """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""

@@ -268,11 +268,11 @@ def test_wrong_types_in_a_dict_name_the_dotted_path(keys, what):
 
 def test_bad_value_lists_the_allowed_ones(tmp_path):
     assert_expected_inline(
-        error(tmp_path, TWO_LINES + "pipeline:\n  schedule: 1f1\n"),
+        error(tmp_path, TWO_LINES + "optimizer:\n  schedule:\n    kind: cosin\n"),
         """\
-pipeline.schedule cannot be the string '1f1'
-  at:  spec.yaml:4
-  fix: did you mean '1f1b'? choose one of: gpipe, 1f1b, interleaved_1f1b""",
+optimizer.schedule.kind cannot be the string 'cosin'
+  at:  spec.yaml:5
+  fix: did you mean 'cosine'? choose one of: constant, cosine, linear""",
     )
     assert_expected_inline(
         dict_error(precision={"parameters": "fp8"}),
