@@ -13,19 +13,19 @@ from torch import nn
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
-from planner.capture.loss.shares import share_loss
+from planner.capture.loss.shares import LossTerms, share_loss
 from planner.cost.memory import memory_rows
 from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.graph.blocks.blocks import find_blocks
+from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
-from planner.placement.attention_sites import attention_sites, check_attention
-from planner.placement.decide import decide_placements
+from planner.placement.attention_sites import AttentionSite, attention_sites, check_attention
+from planner.placement.decide import Placements, decide_placements
 from planner.placement.overrides import kinds_by_override
 from planner.placement.rules.table import has_rule
 from planner.placement.uncut import check_something_is_cut
@@ -61,32 +61,12 @@ def plan(
 
 
 def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
+    """Every step that decides or refuses, in its order."""
     _refuse_what_is_missing(spec)
     mesh = _mesh(spec)
     inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
-    with shown_if_slow("capturing the model"):
-        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
-        simplify_masks(program)
-
-    def captured_wider(times: int) -> Program:
-        with shown_if_slow("capturing the model at another batch size"):
-            return capture(model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
-
-    terms = share_loss(program, spec.batch.global_size // spec.batch.micro, captured_wider)
-    with shown_if_slow("finding the repeated blocks"):
-        blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
-    with shown_if_slow(f"deciding how to cut {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
-        placements = decide_placements(
-            program,
-            blocks,
-            mesh.tp,
-            dict(spec.tensor_parallel.overrides),
-            sequence_parallel=spec.tensor_parallel.sequence_parallel,
-            vocabulary_multiple=spec.tensor_parallel.vocabulary_multiple,
-        )
-    sites = attention_sites(program, blocks, placements)
-    check_attention(program, placements, sites)
-    check_something_is_cut(program, blocks, placements, sites, spec.tensor_parallel.vocabulary_multiple)
+    program, terms = _captured(model, spec, inputs)
+    blocks, placements, sites = _placed(program, spec, mesh)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
     schedule = planned(
         build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
@@ -98,6 +78,39 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, decisions, shards, schedule, sites, memory)
     return Plan.of(tables, decisions, shards)
+
+
+def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, LossTerms]:
+    """The canonical program, its loss as the share of one microbatch, and what those shares are divided by."""
+    with shown_if_slow("capturing the model"):
+        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
+        simplify_masks(program)
+
+    def at_size(times: int) -> Program:  # where one capture leaves in doubt how the loss follows the batch
+        with shown_if_slow("capturing the model at another batch size"):
+            return capture(model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
+
+    return program, share_loss(program, spec.batch.global_size // spec.batch.micro, at_size)
+
+
+def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:
+    """Repeated blocks, the type of every value over tp, the attention; a tp that cuts nothing is refused."""
+    asked = spec.tensor_parallel
+    with shown_if_slow("finding the repeated blocks"):
+        blocks = kinds_by_override(program, find_blocks(program), asked.overrides)
+    with shown_if_slow(f"deciding how to cut {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
+        placements = decide_placements(
+            program,
+            blocks,
+            mesh.tp,
+            dict(asked.overrides),
+            sequence_parallel=asked.sequence_parallel,
+            vocabulary_multiple=asked.vocabulary_multiple,
+        )
+    sites = attention_sites(program, blocks, placements)
+    check_attention(program, placements, sites)
+    check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
+    return blocks, placements, sites
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -31,7 +31,7 @@ _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in an
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class AttentionSite:
     """Attention of one kind: its products, query and key heads (0 where there is no such dim), what projects into it.
 
     ``feeders``: names of the weights whose products its operands are made of, those of the first block of the kind.
@@ -76,7 +76,7 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def attention_sites(program: Program, blocks: Blocks, placements: Placements) -> tuple[Site, ...]:
+def attention_sites(program: Program, blocks: Blocks, placements: Placements) -> tuple[AttentionSite, ...]:
     """Every site, one for each kind of block, in graph order."""
     groups: dict[tuple[str, int], list[fx.Node]] = {}
     for node in program.graph.graph.nodes:
@@ -85,11 +85,11 @@ def attention_sites(program: Program, blocks: Blocks, placements: Placements) ->
     return tuple(_site(placements, nodes) for nodes in groups.values())
 
 
-def _site(placements: Placements, nodes: list[fx.Node]) -> Site:
+def _site(placements: Placements, nodes: list[fx.Node]) -> AttentionSite:
     heads, groups = head_counts(nodes[0])
     is_cut = any(not placements.options[n.name].whole for n in nodes)
     feeders = dict.fromkeys(w.name for n in nodes for operand in _operands(n) for w in _weights_behind(operand))
-    return Site(tuple(nodes), heads, groups, is_cut, tuple(feeders))
+    return AttentionSite(tuple(nodes), heads, groups, is_cut, tuple(feeders))
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -159,12 +159,12 @@ def weight_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_overridden(placements: Placements, site: Site) -> bool:
+def is_overridden(placements: Placements, site: AttentionSite) -> bool:
     """Whether the spec asks for a weight of this attention in one style."""
     return any(placements.origins[name].startswith("override") for name in site.feeders)
 
 
-def check_attention(program: Program, placements: Placements, sites: tuple[Site, ...]) -> None:
+def check_attention(program: Program, placements: Placements, sites: tuple[AttentionSite, ...]) -> None:
     """Raise PlanError where tp was asked for and no attention of the model can be cut, unless overrides say so."""
     tp = placements.tp
     refused = [s for s in sites if not s.divides(tp)]

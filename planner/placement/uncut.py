@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
-from planner.placement.attention_sites import Site
+from planner.placement.attention_sites import AttentionSite
 from planner.placement.decide import Placements, decide_placements
 from planner.placement.divisibility import divisors
 
@@ -15,7 +15,7 @@ _TRIES = 3  # sizes tried on each side; each costs a decision of its own
 
 
 def check_something_is_cut(
-    program: Program, blocks: Blocks, placements: Placements, sites: tuple[Site, ...], vocabulary_multiple: int
+    program: Program, blocks: Blocks, placements: Placements, sites: tuple[AttentionSite, ...], vocabulary_multiple: int
 ) -> None:
     """Raise PlanError where tp was asked for and cuts nothing, unless overrides ask for every matrix to be whole."""
     tp = placements.tp

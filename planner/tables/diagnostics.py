@@ -20,7 +20,7 @@ from planner.graph.places import Places, glob_of
 from planner.graph.products import holds_weight
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.placement.attention_sites import Site, weight_of
+from planner.placement.attention_sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
@@ -36,7 +36,7 @@ _CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, 
 def diagnostic_rows(
     decisions: Decisions,
     parameters: tuple[ParameterPlan, ...],
-    sites: tuple[Site, ...],
+    sites: tuple[AttentionSite, ...],
     reasons: Reasons,
     places: Places,
 ) -> tuple[Diagnostic, ...]:
@@ -136,7 +136,7 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
                 yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
 
 
-def _attention(decisions: Decisions, sites: tuple[Site, ...], places: Places) -> Iterator[Diagnostic]:
+def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places) -> Iterator[Diagnostic]:
     for site in sites:
         if not site.is_cut:
             tp = nearest_tp([site.heads], decisions.mesh.tp) if site.heads else [1]

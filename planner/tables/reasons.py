@@ -11,7 +11,7 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.graph.flops import node_flops
 from planner.graph.products import SEE_THROUGH, equation, holds_weight
-from planner.placement.attention_sites import Site, count, is_attention, is_overridden
+from planner.placement.attention_sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of
@@ -27,7 +27,7 @@ SUMMED = "gradients are summed over tp once a step"
 class Reasons:
     """Owns what is asked for many parameters: the attention sites, and the block of each node."""
 
-    def __init__(self, decisions: Decisions, sites: tuple[Site, ...]) -> None:
+    def __init__(self, decisions: Decisions, sites: tuple[AttentionSite, ...]) -> None:
         self.decisions, self.tp = decisions, decisions.mesh.tp
         representative = decisions.blocks.representative
         feeders = {name for site in sites for name in site.feeders}
@@ -125,7 +125,7 @@ class Reasons:
         if blocked is not None:
             yield f"{op_name(blocked)}, which reads the result, has no rule"
 
-    def _uneven_keys(self, reader: fx.Node, site: Site) -> Iterator[str]:
+    def _uneven_keys(self, reader: fx.Node, site: AttentionSite) -> Iterator[str]:
         """Query heads are cut, yet there are too few key heads to go round."""
         keys, rest = divmod(int(reader.meta["val"].shape[-1]), site.head_size)
         if not rest and keys < self.tp:
@@ -153,7 +153,7 @@ class Reasons:
     def _option(self, node: fx.Node) -> Option:
         return self.decisions.placements.options[node.name]
 
-    def _sites_near(self, reader: fx.Node) -> list[Site]:
+    def _sites_near(self, reader: fx.Node) -> list[AttentionSite]:
         """The attention that a projection feeds, or that feeds it."""
         ahead = [n for n in self._walk(reader, cut=False) if is_attention(n)]
         behind = [n for n in self._walk_back(reader) if is_attention(n)]

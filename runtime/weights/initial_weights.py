@@ -30,7 +30,7 @@ Fresh = list[tuple[StageModule, LocalParameter]]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InitialTensor:
     """A tensor that every rank has when it begins; ``kind``: parameter, buffer or constant."""
 
     kind: str
@@ -39,14 +39,14 @@ class Held:
     dtype: torch.dtype
 
 
-def held_tensors(plan: Plan) -> list[Held]:
+def held_tensors(plan: Plan) -> list[InitialTensor]:
     """Parameters by the plan, buffers and lifted constants by the captured graph: on every rank the same list."""
-    rows = [Held("parameter", p.name, tuple(p.shape), getattr(torch, p.dtype)) for p in plan.parameters]
+    rows = [InitialTensor("parameter", p.name, tuple(p.shape), getattr(torch, p.dtype)) for p in plan.parameters]
     program = plan.to_run()[0].program
     buffers = {fqn: program.node(node).meta["val"] for node, fqn in sorted(program.buffers.items())}
-    rows += [Held("buffer", fqn, tuple(value.shape), value.dtype) for fqn, value in buffers.items()]
+    rows += [InitialTensor("buffer", fqn, tuple(value.shape), value.dtype) for fqn, value in buffers.items()]
     constants = sorted(program.constants.items())
-    return rows + [Held("constant", name, tuple(value.shape), value.dtype) for name, value in constants]
+    return rows + [InitialTensor("constant", name, tuple(value.shape), value.dtype) for name, value in constants]
 
 
 def identity_of(plan: Plan) -> str:
@@ -54,7 +54,7 @@ def identity_of(plan: Plan) -> str:
     return hashlib.sha256(repr(held_tensors(plan)).encode()).hexdigest()[:16]
 
 
-def differing(plan: Plan, groups: Groups, mode: str) -> list[Held]:
+def differing(plan: Plan, groups: Groups, mode: str) -> list[InitialTensor]:
     """What some rank holds with other values than rank 0. Every rank calls it.
 
     Raises PlanError on every rank, where ``mode`` is require_equal and something differs.
@@ -80,7 +80,7 @@ def differing(plan: Plan, groups: Groups, mode: str) -> list[Held]:
     return [tensor for tensor, _ in found]
 
 
-def take_constants(plan: Plan, groups: Groups, differ: list[Held]) -> None:
+def take_constants(plan: Plan, groups: Groups, differ: list[InitialTensor]) -> None:
     """Rank 0's constants into the captured graph, before it is lowered: passes cut and fold them."""
     for held in differ:
         if held.kind == "constant":
@@ -90,7 +90,7 @@ def take_constants(plan: Plan, groups: Groups, differ: list[Held]) -> None:
 
 @torch.no_grad()
 def take_weights(
-    plan: Plan, program: RankProgram, source: WeightSource, groups: Groups, differ: list[Held], fresh: Fresh
+    plan: Plan, program: RankProgram, source: WeightSource, groups: Groups, differ: list[InitialTensor], fresh: Fresh
 ) -> Fresh:
     """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns what is still fresh."""
     for held in differ:
@@ -108,7 +108,7 @@ def take_weights(
     return [(stage, parameter) for stage, parameter in fresh if parameter.fqn not in taken]
 
 
-def _fingerprints(plan: Plan, held: list[Held]) -> Iterator[int]:
+def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
     decisions, _ = plan.to_run()
     model = decisions.model
     assert model is not None, "the model was let go before its weights were compared"
@@ -120,7 +120,7 @@ def _fingerprints(plan: Plan, held: list[Held]) -> Iterator[int]:
     return (fingerprint(values[tensor.kind][tensor.name]) for tensor in held)
 
 
-def _from_rank_0(held: Held, value: Tensor | None, groups: Groups) -> Tensor:
+def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> Tensor:
     """The whole tensor, on this rank's device. As bytes: no backend sends every dtype."""
     if groups.rank == 0 and value is not None:
         full = value.detach().to(device=groups.device, dtype=held.dtype, copy=True).contiguous()
