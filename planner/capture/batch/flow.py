@@ -112,8 +112,18 @@ def _product(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
         inner = {-1, -2} if is_attention else summed.get(operand, set())  # pyright: ignore
         if dims and (size < 2 or any(d - size in inner for d, *_ in dims)):
             return _anywhere(node)
-        found.update(_aligned(dims, operand, node))
+        found.update(_beside_vector(dims, operand, node) or _aligned(dims, operand, node))
     return frozenset(found)
+
+
+def _beside_vector(dims: Dims, operand: fx.Node, node: fx.Node) -> Dims:
+    """Of a matrix times a vector, or a vector times a matrix: the dim that is summed over is gone; else none."""
+    left, right = node.all_input_nodes[0], node.all_input_nodes[-1]
+    if operand is left and len(_shape(right)) == 1:
+        return dims
+    last = len(_shape(operand)) - 1
+    is_after = operand is right and len(_shape(left)) == 1
+    return frozenset((d - (d == last), step, count) for d, step, count in dims) if is_after else frozenset()
 
 
 def _reduced(node: fx.Node, dims: Dims) -> Dims:

@@ -172,7 +172,7 @@ def linear_along_dim(site: Site) -> Iterator[Option]:
 def unfold(site: Site) -> Iterator[Option]:
     """unfold(x, dim, size, step) gives [.., windows, .., size]: cut on any other dim."""
     (x,) = site.inputs
-    dim = int(site.node.args[1]) % len(site.shape(x))  # pyright: ignore[reportArgumentType]
+    dim = int(site.node.args[1]) % max(1, len(site.shape(x)))  # pyright: ignore[reportArgumentType]
     last = len(site.shape(x))
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim not in (dim, last)}):
         yield site.option(cut, {x: cut}, Form.PARTS)

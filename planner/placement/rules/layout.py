@@ -215,7 +215,7 @@ def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
 def select_rows(site: Site) -> Iterator[Option]:
     """index_select(x, dim, index), gather with a whole index: cut on any other dim; linear in x."""
     x = site.inputs[0]
-    dim = int(site.node.args[1]) % len(site.shape(x))  # pyright: ignore[reportArgumentType]
+    dim = int(site.node.args[1]) % max(1, len(site.shape(x)))  # pyright: ignore[reportArgumentType]
     for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
         yield site.option(cut, {x: cut}, Form.PARTS)
     yield site.partial([x])

@@ -59,7 +59,18 @@ class Mixing(nn.Module):
         return x - x.transpose(0, 1).flip(1).mean(1, keepdim=True).transpose(0, 1)
 
 
-BODIES = [nn.Identity, Seq2Seq, TimeFirst, Mixing]
+class Vector(nn.Module):
+    """Products with a vector, on either side, which take a dim away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right, self.left = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x @ self.right).unsqueeze(-1) + (self.left @ x).unsqueeze(1)
+
+
+BODIES = [nn.Identity, Seq2Seq, TimeFirst, Mixing, Vector]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -82,7 +93,7 @@ def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Ca
     assert compared > 5
 
 
-@pytest.mark.parametrize(("body", "captures"), [(Seq2Seq, 1), (TimeFirst, 1), (Mixing, 2)])
+@pytest.mark.parametrize(("body", "captures"), [(Seq2Seq, 1), (TimeFirst, 1), (Vector, 1), (Mixing, 2)])
 def test_one_capture_is_enough_where_no_op_runs_along_the_batch(
     body: Callable[[], nn.Module], captures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
