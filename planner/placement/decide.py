@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
+from planner.graph.aten import value_bytes
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.flops import node_flops
 from planner.graph.program import Program
@@ -57,7 +58,7 @@ def decide_placements(
     edges, producers, readers = _edges(program, nodes, rep)
     chosen = [n for n in nodes if rep[n.name] == n.name]
     candidates = Candidates(chosen, tp, producers, readers, None, vocabulary_multiple)
-    costs, weights = _costs(nodes, rep, blocks), Weights()
+    costs, weights = _costs(program, nodes, rep, blocks), Weights()
     if sequence_parallel and tp > 1:
         plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, tp)
         candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple)
@@ -96,34 +97,36 @@ def _edges(
     return edges, {k: list(v.values()) for k, v in producers.items()}, {k: list(v.values()) for k, v in readers.items()}
 
 
-def _bytes(node: fx.Node) -> float:
-    val = node.meta["val"]
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return float(sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)))
-
-
-def _costs(nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
+def _costs(program: Program, nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
     """Normalise to one block: its FLOPs, its matrices, and the tensor that passes between blocks."""
     instances = Counter(rep.values())
     flops = {n.name: float(node_flops(n)) for n in nodes if rep[n.name] == n.name and n.op == "call_function"}
     matrix = {
-        n.name: _bytes(n)
+        n.name: float(value_bytes(n))
         for n in nodes
         if rep[n.name] == n.name and n.meta.get("parameter") and len(n.meta["val"].shape) > 1
     }
     count = max(1, len(blocks.instances))
     block_flops = max(1.0, sum(v * instances[k] for k, v in flops.items()) / count)
     block_bytes = max(1.0, sum(v * instances[k] for k, v in matrix.items()) / count)
-    inner = [_bytes(n) for n in nodes if n.op == "call_function" and n.meta.get("grad") and flops.get(n.name)]
-    residual = sorted(inner)[len(inner) // 4] if inner else 1.0
+    residual = _residual_bytes(program, blocks, [n for n in nodes if flops.get(n.name)])
     return Costs(
         {k: v / block_flops for k, v in flops.items()},
         {k: v / block_bytes for k, v in matrix.items()},
-        {n.name: _bytes(n) / max(residual, 1.0) for n in nodes},
+        {n.name: value_bytes(n) / residual for n in nodes},
         dict(instances),
         of_weights=_made_of_weights(nodes, 0),
         of_matrices=_made_of_weights(nodes, 2),
     )
+
+
+def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node]) -> float:
+    """Of what passes between blocks the median; without blocks, the lower quartile of what products make."""
+    sizes = sorted(value_bytes(n) for n in _between_blocks(program, blocks))
+    if sizes:
+        return float(max(sizes[len(sizes) // 2], 1))
+    made = sorted(value_bytes(n) for n in products if n.meta.get("grad"))
+    return float(max(made[len(made) // 4], 1)) if made else 1.0
 
 
 def _made_of_weights(nodes: list[fx.Node], least_dims: int) -> frozenset[str]:

@@ -7,8 +7,8 @@
 
 so that all readers share one f. Both sums being equalities, the relaxation is nearly integral: where each value has one
 reader it is so exactly, and what is left to branch on are the shared conversions. The cost of a block, first to last in
-weight: FLOPs that every rank repeats, matrices that every rank holds whole, bytes moved, number of collectives. One
-block of each kind is decided; copies follow it.
+weight: FLOPs that every rank repeats, matrices that every rank holds whole, bytes moved, number of collectives; the
+weights and their bounds are in ``Weights``. One block of each kind is decided; copies follow it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,30 @@ class Edge:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a typing costs, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call."""
+    """What a typing costs, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call.
+
+    One sum stands for the order FLOPs, matrices, bytes, calls, as far as what comes later cannot outweigh what comes
+    first. Of a block, where s = 1 − 1/tp ≥ 1/2 of the work is repeated on a rank that cuts nothing:
+
+        moved     up to 8 changes of type of a residual, 2 calls each:     16 · (bytes + call)            =  17
+        matrices  all of them whole:                                       s · parameters                 ≥  50 > moved
+        FLOPs     all of them repeated:                                    s · flops                      ≥ 500 > both
+
+    so a block is cut unless that saves less than 17/50 of its matrices and (17 + 100)/500 of its FLOPs. In between:
+
+        reshard   parameters + moved = 117 < reshard < s · flops: no matrix is cut at the price of an activation that
+                  goes back and forth; FLOPs are, from 300/(1000 s) of a block's on: 60 % at tp 2, a third at tp 16
+        logits    more than parameters + moved = 117 too: no head is held whole to save the exchange of a loss
+        detour    less than moved, more than one change of type (2.1): a norm is cut only where nothing else goes
+    """
 
     flops: float = 1e3
     parameters: float = 1e2
     bytes: float = 1.0
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
-    reshard: float = 300.0  # a cut activation made whole, or a whole one cut: worth it for a third of a block's FLOPs
+    reshard: float = 300.0  # a cut activation made whole, or a whole one cut
+    logits: float = 300.0  # a loss that sees whole logits and need not, whatever they cost to make
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
     detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
@@ -128,7 +144,7 @@ class _Program:
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
             cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
         if option.whole and any(o.form is Form.CLASSES for o in self.candidates.options[node.name]):
-            cost += weights.reshard  # a loss that need not see whole logits should not, whatever they cost to make
+            cost += weights.logits
         if (option.whole or option.form is Form.PARTIAL) and node.op == "call_function" and node.meta.get("grad"):
             cost += weights.whole * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
