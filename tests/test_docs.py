@@ -115,14 +115,21 @@ def resolved(dotted: str) -> Any:
 
 def test_the_recipe_has_the_steps_of_plan_in_their_order():
     listed = re.findall(r"^\d+\. `([\w.]+)`", section("The recipe"), re.MULTILINE)
-    tree = ast.parse((ROOT / "planner" / "api.py").read_text())
-    imported = {a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
-    (decide,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_decide")
-    helpers = {id(node) for inner in decide.body if isinstance(inner, ast.FunctionDef) for node in ast.walk(inner)}
-    calls = [node for node in ast.walk(decide) if isinstance(node, ast.Call) and id(node) not in helpers]
-    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset))  # arguments before what takes them
-    called = [ast.unparse(call.func) for call in calls]
-    assert listed == [n for n in called if n.partition(".")[0] in imported - {"shown_if_slow"}]
+    body = ast.parse((ROOT / "planner" / "api.py").read_text()).body
+    imported = {a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    called = [n for n in calls_of("_decide", functions) if n.partition(".")[0] in imported]
+    assert listed == [n for n in called if n not in ("shown_if_slow", "PlanError")]
+
+
+def calls_of(name: str, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
+    """What a function calls, in the order of the calls, and what the functions of its file call in their place."""
+    body = functions[name].body
+    inner = {id(node) for within in body if isinstance(within, ast.FunctionDef) for node in ast.walk(within)}
+    calls = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call) and id(node) not in inner]
+    for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # arguments before their reader
+        called = ast.unparse(call.func)
+        yield from calls_of(called, functions) if called in functions else (called,)
 
 
 def test_the_gates_are_those_of_the_passes():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.report.sections import Section, sections
 from planner.spec.spec import Spec
+from runtime.cli import app
+from tests.tools.paths import ROOT
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 LENGTH, VOCABULARY, SIZE = 8, 37, 16
 
 
@@ -64,3 +69,48 @@ def test_every_attribute_of_the_engine_that_is_named_exists(namespace):
     assert ".mesh.dp_rank" in named
     for path in named:
         reduce(getattr, path.strip(".").split("."), namespace["engine"])
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[Section]:
+    pytest.importorskip("transformers")
+    command = re.search(r"^`meshwright plan (\S+) (\S+)` prints this", README, re.MULTILINE)
+    assert command
+    model, spec = command.groups()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return sections(plan(load_model(model), spec))
+
+
+def test_the_plan_that_is_shown_is_printed(printed):
+    """Rows, columns and the ends of cells may be left out there, as ``…``; all else stands in the plan."""
+    (sample,) = blocks("text")
+    by_title = {section.title: section for section in printed}
+    num_rows = 0
+    for title, *lines in (part.splitlines() for part in sample.strip().split("\n\n")):
+        section = by_title[title]
+        if not section.rows:
+            assert all(any(shows(line, said) for said in section.note.splitlines()) for line in lines)
+            continue
+        columns, *rows = (re.split(r"  +", line) for line in lines if line != "…")
+        places = [section.columns.index(column) for column in columns]
+        assert places == sorted(places)
+        for cells in rows:
+            assert len(cells) == len(places)
+            assert any(all(map(shows, cells, [row[p] for p in places])) for row in section.rows), cells
+        num_rows += len(rows)
+    assert num_rows > 12
+
+
+def shows(cell: str, whole: str) -> bool:
+    return whole.startswith(cell.removesuffix("…").rstrip()) if cell.endswith("…") else cell == whole
+
+
+def test_every_command_is_shown_with_options_that_it_has():
+    commands: dict[str, Any] = get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    shown = re.findall(r"^    meshwright (\w+)(.*)$", README, re.MULTILINE)
+    assert {name for name, _ in shown} == set(commands) - {"search"}  # which is not there yet
+    for name, rest in shown:
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        given = set(re.findall(r"(?<!\S)\[?(--?[a-z][\w-]*)", rest.partition("#")[0]))
+        assert given <= known, name
