@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.tools import jobs
-from tests.tools.laboratory import Case, Lab, compare
+from tests.tools.comparison import compare
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}]
 

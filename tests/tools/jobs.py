@@ -20,7 +20,8 @@ from planner.sharding.shards import Shards
 from runtime import Engine
 from runtime.pipeline.executor import StepError
 from runtime.verify.mutants import num_collectives, without_collective
-from tests.tools.laboratory import Found, steps
+from tests.tools.comparison import Found
+from tests.tools.laboratory import steps
 
 Batches = list[dict[str, Tensor]]
 
