@@ -29,7 +29,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.conversions import ALL_REDUCE, TABLE
 from planner.placement.types import I, Placement
 from planner.sharding.type_changes import sent_type

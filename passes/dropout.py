@@ -20,7 +20,7 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.ops.attention import shared_key_attention
 from passes.ops.dropout import stream_attention, stream_dropout, stream_random
-from planner.graph.aten import is_random
+from planner.graph.ops.aten import is_random
 
 aten = torch.ops.aten
 

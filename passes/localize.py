@@ -29,7 +29,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from planner.graph.aten import arguments, named, position_of
+from planner.graph.ops.aten import arguments, named, position_of
 from planner.placement.rules.forms import Form
 from planner.placement.rules.layout import pieces_of
 from planner.placement.rules.table import Option

@@ -24,9 +24,9 @@ from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
-from planner.placement.attention_sites import AttentionSite, attention_sites, check_attention
+from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
 from planner.placement.decide import Placements, decide_placements
-from planner.placement.overrides import kinds_by_override
+from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.rules.table import has_rule
 from planner.placement.uncut import check_something_is_cut
 from planner.sharding.shards import decide_shards

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from planner.graph.aten import arguments, aten, draws, is_mutable
+from planner.graph.ops.aten import arguments, aten, draws, is_mutable
 
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
             aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
-from planner.graph.aten import is_mutable
 from planner.graph.constants import computed, follows
+from planner.graph.ops.aten import is_mutable
 from planner.graph.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24

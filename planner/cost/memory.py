@@ -25,7 +25,7 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import require
-from planner.graph.aten import is_view, tensors_of
+from planner.graph.ops.aten import is_view, tensors_of
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement

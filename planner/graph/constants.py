@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.aten import aten, is_random
+from planner.graph.ops.aten import aten, is_random
 from planner.graph.program import Program
 from planner.graph.walks import in_order, operands, walk
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import networkx as nx
 from torch import fx
 
-from planner.graph.aten import is_random
-from planner.graph.flops import node_flops
+from planner.graph.ops.aten import is_random
+from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 from planner.graph.walks import ancestors, readers, walk
 

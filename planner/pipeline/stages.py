@@ -18,8 +18,8 @@ from torch import fx
 
 from planner.errors import PlanError, Where
 from planner.graph.blocks.blocks import Blocks
-from planner.graph.flops import node_cost as default_cost
 from planner.graph.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+from planner.graph.ops.flops import node_cost as default_cost
 from planner.graph.program import Program
 
 

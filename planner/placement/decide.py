@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.graph.aten import value_bytes
 from planner.graph.blocks.blocks import Blocks
-from planner.graph.flops import node_flops
+from planner.graph.ops.aten import value_bytes
+from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.candidates import Candidates
-from planner.placement.override_styles import Overrides
-from planner.placement.overrides import asked_of
+from planner.placement.overrides.kinds import asked_of
+from planner.placement.overrides.styles import Overrides
 from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, solve
 from planner.placement.types import Placement, Segment

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
-from planner.placement.attention_sites import AttentionSite
+from planner.placement.attention.sites import AttentionSite
 from planner.placement.decide import Placements, decide_placements
 from planner.placement.divisibility import divisors
 

@@ -8,7 +8,7 @@ from planner.cost.memory import MemoryRow
 from planner.decisions import Decisions
 from planner.graph.places import Places
 from planner.pipeline.schedule import SchedulePlan
-from planner.placement.attention_sites import AttentionSite
+from planner.placement.attention.sites import AttentionSite
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.collectives import collective_rows

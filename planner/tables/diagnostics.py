@@ -14,13 +14,13 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import Where
-from planner.graph.flops import node_cost, node_flops
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.flops import node_cost, node_flops
+from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.ops.products import holds_weight
 from planner.graph.places import Places, glob_of
-from planner.graph.products import holds_weight
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.placement.attention_sites import AttentionSite, weight_of
+from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.flops import node_flops
-from planner.graph.products import SEE_THROUGH, equation, holds_weight
-from planner.placement.attention_sites import AttentionSite, count, is_attention, is_overridden
+from planner.graph.ops.flops import node_flops
+from planner.graph.ops.products import SEE_THROUGH, equation, holds_weight
+from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of

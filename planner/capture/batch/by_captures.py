@@ -60,7 +60,7 @@ from planner.capture.loss.loss_ops import (
 from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
-from planner.graph.aten import arguments, reduced_dims
+from planner.graph.ops.aten import arguments, reduced_dims
 from planner.graph.program import Program
 
 EVERYTHING = Part(Fraction(0), Fraction(1))

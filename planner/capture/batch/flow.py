@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from planner.capture.loss.counts import REDUCTIONS
 from planner.capture.loss.loss_ops import CASTS
-from planner.graph.aten import reduced_dims
+from planner.graph.ops.aten import reduced_dims
 from planner.graph.program import Program
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import fx
 
 from planner.capture.loss.counts import reduces_batch
-from planner.graph.aten import named, reduced_dims
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.aten import named, reduced_dims
+from planner.graph.ops.own_backward import OwnBackward
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
          "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",

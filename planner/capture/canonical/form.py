@@ -4,7 +4,7 @@
     view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (capture.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
-    own_backward(tensors, key)           → the user's Function (planner.graph.own_backward)
+    own_backward(tensors, key)           → the user's Function (planner.graph.ops.own_backward)
     wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
 
 Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
@@ -29,8 +29,8 @@ from planner.capture.canonical.layout import LAYOUT
 from planner.capture.canonical.products import PRODUCTS
 from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
 from planner.errors import PlanError
-from planner.graph.aten import aten
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.aten import aten
+from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")

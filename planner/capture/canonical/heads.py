@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from planner.graph.aten import aten, draws, is_pointwise, shape_of
-from planner.graph.products import PRODUCTS, equation
+from planner.graph.ops.aten import aten, draws, is_pointwise, shape_of
+from planner.graph.ops.products import PRODUCTS, equation
 
 ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
 REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default}

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.emit import Emit, Rewrite, dim_of, reshaped, table
-from planner.graph.aten import aten, shape_of
+from planner.graph.ops.aten import aten, shape_of
 
 
 def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
-from planner.graph.aten import aten, named, shape_of
+from planner.graph.ops.aten import aten, named, shape_of
 
 UNREDUCED = 0
 

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.gradients.call_sites import called_by_user
 from planner.errors import PlanError, Where
-from planner.graph.aten import is_mutable
-from planner.graph.own_backward import Autocast
+from planner.graph.ops.aten import is_mutable
+from planner.graph.ops.own_backward import Autocast
 from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten

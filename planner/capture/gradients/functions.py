@@ -2,7 +2,7 @@
 
 torch.export keeps what the forward of a Function computes, and gradients are derived from that again. For a fused or
 memory-saving Function it is the same; for a straight-through estimator or a reversed gradient it is not, and the
-Function stays one op with its own backward (planner.graph.own_backward). So each distinct use is tried once, on
+Function stays one op with its own backward (planner.graph.ops.own_backward). So each distinct use is tried once, on
 small random tensors of the shapes that it was given:
 
     d(Function.apply)/dx   against   d(Function.forward)/dx by autograd

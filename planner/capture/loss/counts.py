@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.aten import reduced_dims
+from planner.graph.ops.aten import reduced_dims
 from planner.graph.program import Program
 from planner.graph.walks import ancestors
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from planner.capture.loss.counts import AVERAGES, SUMS
 from planner.capture.loss.kinds import SHARE, Kind
-from planner.graph.aten import arguments, reduced_dims
+from planner.graph.ops.aten import arguments, reduced_dims
 
 aten = torch.ops.aten
 

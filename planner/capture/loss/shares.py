@@ -53,9 +53,9 @@ from planner.capture.loss.loss_ops import (
 )
 from planner.capture.loss.scaling import Scaling
 from planner.errors import PlanError
-from planner.graph.aten import arguments
 from planner.graph.constants import SHAPE_READERS, Constants
-from planner.graph.own_backward import adds_up
+from planner.graph.ops.aten import arguments
+from planner.graph.ops.own_backward import adds_up
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, walk

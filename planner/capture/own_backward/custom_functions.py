@@ -1,7 +1,7 @@
 """What becomes of each custom Function that a forward applies, decided while it is exported.
 
     its backward is the derivative of its forward    the ops of its forward, as torch.export records them
-    anything else                                    one call with its own backward (planner.graph.own_backward)
+    anything else                                    one call with its own backward (planner.graph.ops.own_backward)
 
 A Function of the second kind runs on every rank as the user wrote it, so it must be told by its arguments alone: one
 that writes into them, or that reads tensors of the model besides them, is refused with its line.
@@ -37,7 +37,7 @@ from planner.capture.own_backward.applications import (
 )
 from planner.capture.own_backward.trials import RandomBackward, facts_of
 from planner.errors import PlanError
-from planner.graph.own_backward import Autocast, Facts, Operand, Output, OwnBackward
+from planner.graph.ops.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 
 WRITTEN_FIX = "let the forward compute a new tensor (`x * 2` in place of `x.mul_(2)`)"
 HIDDEN_FIX = "give the Function every tensor that it reads as an argument of apply, and return its gradient"

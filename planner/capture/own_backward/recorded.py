@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.own_backward import OwnBackward
 
 _CALLS: dict[str, OwnBackward] = {}
 _LIBRARY = torch.library.Library("meshwright", "DEF")

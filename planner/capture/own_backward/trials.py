@@ -30,7 +30,7 @@ from planner.capture.own_backward.applications import (
     has_gradient,
     on_the_side,
 )
-from planner.graph.own_backward import Cut, Facts
+from planner.graph.ops.own_backward import Cut, Facts
 
 MANY_ELEMENTS = 10**5
 SIZES = (1e-6, 1e-3, 1.0, 1e3, 1e8)  # of arriving gradients

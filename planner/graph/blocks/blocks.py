@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from planner.graph.aten import value_bytes
 from planner.graph.blocks.module_calls import CONTAINER_SHARE, module_blocks
 from planner.graph.blocks.periods import Flow, Run, find_runs, live_bytes
 from planner.graph.blocks.structure import Group, Structure
-from planner.graph.flops import node_flops
 from planner.graph.live_sets import anchors, live_values, recomputed_nodes
+from planner.graph.ops.aten import value_bytes
+from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 
 # Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.

@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.blocks.structure import Group, Structure
-from planner.graph.flops import node_flops
+from planner.graph.ops.flops import node_flops
 
 # A block whose inner blocks do at least this share of its work is only their container (a stage of stages of layers).
 CONTAINER_SHARE = 0.9

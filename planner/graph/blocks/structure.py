@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.aten import tensors_of
+from planner.graph.ops.aten import tensors_of
 from planner.graph.program import Program
 
 

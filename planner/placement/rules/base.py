@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from planner.graph.own_backward import adds_up
+from planner.graph.ops.own_backward import adds_up
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.graph.products import equation, is_made_of_weights
+from planner.graph.ops.products import equation, is_made_of_weights
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment

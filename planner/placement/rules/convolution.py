@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.graph.aten import named
+from planner.graph.ops.aten import named
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.aten import named
+from planner.graph.ops.aten import named
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reduction import along_dim

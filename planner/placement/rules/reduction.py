@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.graph.aten import aten, reduced_dims
+from planner.graph.ops.aten import aten, reduced_dims
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from planner.graph.aten import is_pointwise, ops_named
-from planner.graph.own_backward import OwnBackward
+from planner.graph.ops.aten import is_pointwise, ops_named
+from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.rules.attention import attention
 from planner.placement.rules.base import Option, Rule, Site
 from planner.placement.rules.contraction import contraction, grouped

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from planner.graph.aten import aten
 from planner.graph.constants import Constants, computed, is_made_of
+from planner.graph.ops.aten import aten
 from planner.graph.program import Program
 
 

@@ -19,7 +19,7 @@ from planner.capture.own_backward.applications import Application
 from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
 from planner.errors import PlanError, Where
 from planner.graph.blocks.structure import Structure
-from planner.graph.own_backward import Cut, OwnBackward
+from planner.graph.ops.own_backward import Cut, OwnBackward
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R, Segment, V

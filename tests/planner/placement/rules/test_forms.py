@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from passes.localize import REWRITES, SAME_OP, STATISTICS
-from planner.graph.aten import op_named
+from planner.graph.ops.aten import op_named
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
 from planner.placement.rules.pointwise import pointwise

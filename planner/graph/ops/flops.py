@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
+from planner.graph.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
 
 # How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.
 # What matters here is the share of the memory-bound ops, a few per cent of a block; a cluster file knows better.

@@ -17,14 +17,14 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
+from planner.graph.ops.products import PRODUCTS, equation, holds_weight
 from planner.graph.places import glob_of
-from planner.graph.products import PRODUCTS, equation, holds_weight
 from planner.graph.program import Program
 from planner.graph.source_lines import module_of, where_of
 from planner.graph.walks import operands, walk
+from planner.placement.attention.scores import has_scores, is_product_of_activations
 from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words
-from planner.placement.scores import has_scores, is_product_of_activations
 
 aten = torch.ops.aten
 _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model

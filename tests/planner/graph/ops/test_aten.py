@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from planner.graph.aten import (
+from planner.graph.ops.aten import (
     arguments,
     aten,
     draws,

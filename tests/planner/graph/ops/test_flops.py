@@ -10,8 +10,8 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.graph.aten import is_random, is_view
-from planner.graph.flops import node_bytes, node_cost, node_flops
+from planner.graph.ops.aten import is_random, is_view
+from planner.graph.ops.flops import node_bytes, node_cost, node_flops
 from tests.models.small import hugging_face
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from string import ascii_letters
 
 from torch import fx
 
-from planner.graph.aten import aten, ops_named
+from planner.graph.ops.aten import aten, ops_named
 
 PRODUCTS = frozenset(ops_named("linear mm bmm matmul einsum"))
 SEE_THROUGH = {aten.reshape.default, aten.permute.default, aten.to.dtype, aten.contiguous.default}

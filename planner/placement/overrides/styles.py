@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.graph.flops import node_flops
+from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 from planner.graph.walks import readers, walk
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
-from planner.placement.overrides import Asked
+from planner.placement.overrides.kinds import Asked
 from planner.placement.rules.contraction import contraction, grouped
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of

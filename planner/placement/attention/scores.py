@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.graph.flops import node_flops
-from planner.graph.products import is_made_of_weights
+from planner.graph.ops.flops import node_flops
+from planner.graph.ops.products import is_made_of_weights
 from planner.graph.walks import Step, operands, readers, walk
 
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""Facts of one op: its arguments, its cost, what it contracts."""

@@ -1,0 +1,1 @@
+"""Where scores are computed, and whether tp divides their heads."""

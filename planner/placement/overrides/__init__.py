@@ -1,0 +1,1 @@
+"""What a spec asks for by hand: which blocks, which styles."""
