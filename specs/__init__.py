@@ -1,1 +1,1 @@
-"""Example specs and cluster descriptions, shipped as package data."""
+"""Example specs, shipped as package data."""
