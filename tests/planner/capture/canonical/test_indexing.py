@@ -1,0 +1,155 @@
+"""Indices of known runs are slices, writes into parts are concatenations; each case computes what the model does."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.models.one_body import OneBody
+from tests.tools.canonical import canonical
+
+
+def test_a_run_of_indices_is_a_slice():
+    assert_expected_inline(
+        canonical(lambda _, x: torch.cat([x[:, [3, 4, 5]], x[:, [0, 1, 2]]], 1)),
+        """\
+v0 = aten.slice.Tensor(x, 1, 3, 6)
+v1 = aten.slice.Tensor(x, 1, 0, 3)
+v2 = aten.cat([v0, v1], 1)
+""",
+    )
+    assert_expected_inline(
+        canonical(lambda _, x: x[:, [0, 1, 2, 3, 4, 5]].sin()),
+        """\
+v0 = aten.sin(x)
+""",
+    )
+
+
+def test_negative_indices_are_counted_from_the_end():
+    assert_expected_inline(
+        canonical(lambda _, x: x + x[:, [-2, -1]].sum(1, keepdim=True)),
+        """\
+v0 = aten.slice.Tensor(x, 1, 4, 6)
+v1 = aten.sum.dim_IntList(v0, [1], True)
+v2 = aten.add.Tensor(x, v1)
+""",
+    )
+
+
+def test_rows_in_another_order_stay_an_index():
+    assert canonical(lambda _, x: x[:, [5, 4, 3, 2, 1, 0]]).count("aten.index.Tensor(x, ") == 1
+    assert canonical(lambda _, x: x[:, [0, 0, 1, 1, 2, 2]]).count("aten.index.Tensor(x, ") == 1
+
+
+def test_an_index_that_the_batch_gives_stays():
+    def chosen(_: OneBody, x: Tensor) -> Tensor:
+        return x[:, x[..., 0].argsort(-1)[0]]
+
+    assert canonical(chosen).count("aten.index.Tensor(x, ") == 1
+
+
+def test_a_write_into_a_part_is_a_concatenation():
+    def written(m: OneBody, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 2:4] = m.up(x)[:, 2:4]
+        return y
+
+    assert_expected_inline(
+        canonical(written),
+        """\
+v0 = aten.mul.Tensor(x, 2)
+v1 = aten.linear(x, up.weight)
+v2 = aten.add.Tensor(v1, up.bias)
+v3 = aten.slice.Tensor(v2, 1, 2, 4)
+v4 = aten.slice.Tensor(v0, 1, 0, 2)
+v5 = aten.slice.Tensor(v0, 1, 4, 6)
+v6 = aten.cat([v4, v3, v5], 1)
+""",
+    )
+
+
+def test_a_write_of_one_row_is_a_concatenation():
+    def written(m: OneBody, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, -1] = m.scale
+        return y
+
+    assert_expected_inline(
+        canonical(written),
+        """\
+v0 = aten.mul.Tensor(x, 2)
+v1 = aten.expand(scale, [2, 8])
+v2 = aten.reshape(v1, [2, 1, 8])
+v3 = aten.slice.Tensor(v0, 1, 0, 5)
+v4 = aten.cat([v3, v2], 1)
+""",
+    )
+
+
+def test_parts_written_one_after_the_other_are_one_concatenation_of_what_was_written():
+    def written(m: OneBody, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[:, :3] = x[:, 3:].sin()
+        y[:, 3:] = x[:, :3].cos()
+        return y
+
+    found = canonical(written)
+    assert "empty" not in found
+    assert_expected_inline(
+        found,
+        """\
+v0 = aten.slice.Tensor(x, 1, 3, 6)
+v1 = aten.sin(v0)
+v2 = aten.slice.Tensor(x, 1, 0, 3)
+v3 = aten.cos(v2)
+v4 = aten.cat([v1, v3], 1)
+""",
+    )
+
+
+def test_a_copy_into_the_whole_is_its_source_cast_and_broadcast():
+    def copied(m: OneBody, x: Tensor) -> Tensor:
+        return x + torch.empty_like(x).copy_(m.scale.float())
+
+    assert_expected_inline(
+        canonical(copied),
+        """\
+v0 = aten.to.dtype(scale, torch.float32)
+v1 = aten.to.dtype(v0, torch.float64)
+v2 = aten.expand(v1, [2, 6, 8])
+v3 = aten.add.Tensor(x, v2)
+""",
+    )
+
+
+def test_a_repeat_is_a_new_dim_that_is_expanded():
+    assert_expected_inline(
+        canonical(lambda _, x: x[..., :4].repeat(1, 1, 2)),
+        """\
+v0 = aten.slice.Tensor(x, 2, 0, 4)
+v1 = aten.reshape(v0, [2, 6, 1, 4])
+v2 = aten.expand(v1, [2, 6, 2, 4])
+v3 = aten.reshape(v2, [2, 6, 8])
+""",
+    )
+
+
+def test_a_repeat_of_one_element_is_expanded_in_place():
+    assert_expected_inline(
+        canonical(lambda _, x: x[:, :1].repeat(1, 6, 1)),
+        """\
+v0 = aten.slice.Tensor(x, 1, 0, 1)
+v1 = aten.expand(v0, [2, 6, 8])
+""",
+    )
+
+
+def test_a_repeat_of_nothing_is_nothing():
+    assert_expected_inline(
+        canonical(lambda _, x: x.repeat(1, 1, 1).sin()),
+        """\
+v0 = aten.sin(x)
+""",
+    )
