@@ -212,8 +212,8 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
     warm = {"dtype": None if not first.rest.get("precision") else getattr(torch, first.rest["precision"]["parameters"])}
     try:
         inputs = {k: torch.empty((first.micro, *v[0]), dtype=v[1], device="meta") for k, v in entry.inputs.items()}
-        capture_once(entry.model, inputs, loss="auto", **warm)
-    except Exception:
+        capture_once(entry.model, inputs, has_rule=planner.api.has_rule, loss="auto", **warm)
+    except PlanError:
         captured.clear()  # each fork meets the error by itself
     while True:
         try:
