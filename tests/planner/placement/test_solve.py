@@ -178,7 +178,7 @@ mean: I -> I   whole
 
 
 def test_readers_of_one_value_pay_for_its_f_once():
-    """Its f costs 1, and so does the sum at the end; with an f for each reader, to compute all of it (2.5) is cheaper."""
+    """Its f costs 1, and so does the sum at the end; with an f for each reader, computing all (2.5) is cheaper."""
     asked = problem("two readers of one f", 2)
     weights = Weights(flops=5.0, parameters=0.0, bytes=0.0, call=1.0, step=100.0, reshard=100.0)
     answer = solve(asked.candidates, asked.costs, asked.edges, weights)
