@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.placement.rules.base import Option, Site, aligned
+from planner.placement.rules.base import Covers, Option, Site, aligned
 from planner.placement.rules.forms import Form
 from planner.placement.types import Placement, R, V
 
@@ -49,3 +49,8 @@ def _of_key_heads(cut: Placement, ratio: int, tp: int) -> Placement | None:
 def _masks(site: Site, cut: Placement) -> dict[fx.Node, Placement]:
     out_shape = site.shape()
     return {n: aligned(cut, out_shape, site.shape(n)) for n in site.inputs[3:]}
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (Covers(attention, "scaled_dot_product_attention", gives={Form.PARTS, Form.SHARED_KEYS}),)

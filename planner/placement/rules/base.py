@@ -9,12 +9,14 @@ candidates to its output, and from its output's back to its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from planner.graph.ops.aten import ops_named
 from planner.graph.ops.own_backward import adds_up
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
@@ -38,6 +40,21 @@ class Option:
 
 
 Rule = Callable[["Site"], Iterable[Option]]
+
+
+@dataclass(frozen=True)
+class Covers:
+    """A rule, the ATen ops that it is for (``names``: "op" or "op.overload", with blanks between; or ``targets``), and
+    the forms that it may give beside WHOLE and PARTIAL, which any op may be; nothing else is accepted of it."""
+
+    rule: Rule
+    names: str = ""
+    targets: tuple[Any, ...] = ()
+    gives: Set[Form] = frozenset({Form.PARTS})
+
+    def ops(self) -> tuple[Any, ...]:
+        """The targets of a captured graph's nodes."""
+        return (*self.targets, *ops_named(self.names))
 
 
 class Site:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from planner.graph.ops.products import equation, is_made_of_weights
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
 
@@ -82,3 +82,11 @@ def _segmentations(
         if size and is_made_of_weights(node) and site.divides(size):
             found.add(((Segment(size),), 0))
     return sorted(found)
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (
+    Covers(contraction, "linear mm bmm matmul einsum", gives={Form.COLUMN, Form.ROW}),
+    Covers(grouped, "_grouped_mm", gives={Form.COLUMN, Form.ROW}),
+)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from planner.graph.ops.aten import named
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
 
@@ -110,3 +110,28 @@ def batch_norm(site: Site) -> Iterator[Option]:
     cuts |= {c.moved(1) for n in others for c in site.candidates(n) if c.dim == 0}
     for cut in sorted(c for c in cuts if not c.padding and not c.has_whole_segment):
         yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, Form.PARTS)
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (
+    Covers(
+        convolution,
+        "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
+        gives={Form.COLUMN, Form.ROW, Form.GROUPS},
+    ),
+    Covers(group_norm, "group_norm", gives={Form.PARTS, Form.GROUPS}),
+    Covers(
+        batch_norm,
+        "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
+        "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats",
+    ),
+    Covers(
+        spatial,
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
+        "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
+        "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
+        "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec",
+    ),
+)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, R, Segment, padded_vocabulary
 
@@ -44,3 +44,8 @@ def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
         padded = padded_vocabulary(rows, site.tp, site.vocabulary_multiple)
         return [Placement("V", dim, (Segment(rows),), padded - rows)]
     return []
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (Covers(embedding, "embedding", gives={Form.PARTS, Form.VOCABULARY}),)

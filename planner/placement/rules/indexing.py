@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from planner.graph.ops.aten import named
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reduction import along_dim
 from planner.placement.types import P, Placement, R
@@ -194,3 +194,20 @@ def one_hot(site: Site) -> Iterator[Option]:
     last = len(site.shape(ids))
     for cut in sorted({c for n in (ids, site.node) for c in site.candidates(n) if c.dim < last}):
         yield site.option(cut, {ids: cut}, Form.PARTS)
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (
+    Covers(linear_along_dim, "cumsum flip roll diff"),
+    Covers(index, "index.Tensor"),
+    Covers(gather, "gather", gives={Form.PARTS, Form.PICKED}),
+    Covers(scatter, "scatter.src scatter.value scatter_add scatter_reduce.two"),
+    Covers(index_add, "index_add index_copy"),
+    Covers(index_put, "index_put"),
+    Covers(pad, "pad constant_pad_nd"),
+    Covers(triangle, "tril triu"),
+    Covers(unfold, "unfold"),
+    Covers(one_hot, "one_hot"),
+    Covers(complex_view, "view_as_complex view_as_real"),
+)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reshape import reshape_cut
 from planner.placement.types import Placement, R, Segment
@@ -219,3 +219,17 @@ def select_rows(site: Site) -> Iterator[Option]:
     for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
         yield site.option(cut, {x: cut}, Form.PARTS)
     yield site.partial([x])
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (
+    Covers(getitem, targets=(operator.getitem,)),
+    Covers(reshape, "reshape", gives={Form.SIZES}),
+    Covers(permute, "permute"),
+    Covers(expand, "expand", gives={Form.SIZES}),
+    Covers(split, "split_with_sizes", gives={Form.SPLIT}),
+    Covers(slice_, "slice.Tensor", gives={Form.PARTS, Form.SEGMENT, Form.STRIDED}),
+    Covers(cat, "cat"),
+    Covers(select_rows, "index_select"),
+)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, R
@@ -27,3 +27,8 @@ def cross_entropy(site: Site) -> Iterator[Option]:
     cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
     for cut in sorted(cuts | set(vocabulary_cuts(site, shape[1], 1))):
         yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, Form.CLASSES)
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.graph.ops.aten import aten, reduced_dims
-from planner.placement.rules.base import Option, Site
+from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement
 
@@ -120,3 +120,25 @@ def norm(site: Site) -> Iterator[Option]:
         elif len(normalized) == 1 and not cut.padding and not cut.has_whole_segment and site.grad(site.node):
             given = dict.fromkeys(site.inputs[1:], cut.moved(0)) | {x: cut}
             yield replace(site.option(cut, given, Form.OVER_RANKS), detour=True)
+
+
+# ---- which ops these rules are for, and what they may give beside whole and partial
+
+COVERS = (
+    Covers(norm, "layer_norm rms_norm", gives={Form.PARTS, Form.OVER_RANKS}),
+    Covers(
+        reduction,
+        "amax amin var var.dim var.correction std std.dim std.correction var_mean.dim var_mean.correction "
+        "std_mean.dim std_mean.correction nansum nanmean prod prod.dim_int any any.dim any.dims all all.dim "
+        "all.dims argmax argmin max min max.dim min.dim median.dim aminmax count_nonzero.dim_IntList "
+        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm",
+    ),
+    Covers(total, "sum sum.dim_IntList", gives={Form.PARTS, Form.SUM}),
+    Covers(mean, "mean mean.dim", gives={Form.PARTS, Form.MEAN}),
+    Covers(logsumexp, "logsumexp", gives={Form.PARTS, Form.OVER_RANKS}),
+    Covers(softmax, "softmax.int log_softmax.int", gives={Form.PARTS, Form.OVER_RANKS}),
+    Covers(
+        along_dim,
+        "_softmax _log_softmax sort sort.stable topk cumprod argsort cummax cummin logcumsumexp _safe_softmax",
+    ),
+)

@@ -1,124 +1,35 @@
-"""The rule table: one small file a family of ops, one visible table from op to rule."""
+"""The rule table: a small file a family of ops, each of which ends with what it covers; here they come together."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-from planner.graph.ops.aten import is_pointwise, ops_named
+from planner.graph.ops.aten import is_pointwise
 from planner.graph.ops.own_backward import OwnBackward
-from planner.placement.rules.attention import attention
-from planner.placement.rules.base import Option, Rule, Site
-from planner.placement.rules.contraction import contraction, grouped
-from planner.placement.rules.convolution import batch_norm, convolution, group_norm, spatial
-from planner.placement.rules.embedding import embedding
+from planner.placement.rules import attention, contraction, convolution, embedding, indexing, layout, loss, reduction
+from planner.placement.rules.base import Covers, Option, Rule, Site
+from planner.placement.rules.contraction import grouped
 from planner.placement.rules.forms import Form
-from planner.placement.rules.indexing import (
-    complex_view,
-    gather,
-    index,
-    index_add,
-    index_put,
-    linear_along_dim,
-    one_hot,
-    pad,
-    scatter,
-    triangle,
-    unfold,
-)
-from planner.placement.rules.layout import cat, expand, getitem, permute, reshape, select_rows, slice_, split
-from planner.placement.rules.loss import cross_entropy
 from planner.placement.rules.own_backward import own_backward
 from planner.placement.rules.pointwise import pointwise
-from planner.placement.rules.reduction import along_dim, logsumexp, mean, norm, reduction, softmax, total
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 
-
-def _ops(rule: Rule, names: str) -> dict[Any, Rule]:
-    return dict.fromkeys(ops_named(names), rule)
+FAMILIES = (attention, contraction, convolution, embedding, indexing, layout, loss, reduction)
 
 
-RULES: dict[Any, Rule] = {
-    operator.getitem: getitem,
-    **_ops(contraction, "linear mm bmm matmul einsum"),
-    **_ops(embedding, "embedding"),
-    **_ops(attention, "scaled_dot_product_attention"),
-    **_ops(cross_entropy, "cross_entropy_loss"),
-    **_ops(norm, "layer_norm rms_norm"),
-    **_ops(reshape, "reshape"),
-    **_ops(permute, "permute"),
-    **_ops(expand, "expand"),
-    **_ops(split, "split_with_sizes"),
-    **_ops(slice_, "slice.Tensor"),
-    **_ops(cat, "cat"),
-    **_ops(select_rows, "index_select"),
-    **_ops(
-        reduction,
-        "amax amin var var.dim var.correction std std.dim "
-        "std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction nansum nanmean "
-        "prod prod.dim_int any any.dim any.dims all all.dim all.dims argmax argmin max min "
-        "max.dim min.dim median.dim aminmax count_nonzero.dim_IntList norm.Scalar norm.ScalarOpt_dim "
-        "linalg_vector_norm",
-    ),
-    **_ops(total, "sum sum.dim_IntList"),
-    **_ops(mean, "mean mean.dim"),
-    **_ops(logsumexp, "logsumexp"),
-    **_ops(softmax, "softmax.int log_softmax.int"),
-    **_ops(
-        along_dim,
-        "_softmax _log_softmax sort sort.stable topk cumprod argsort cummax cummin logcumsumexp _safe_softmax",
-    ),
-    **_ops(linear_along_dim, "cumsum flip roll diff"),
-    **_ops(index, "index.Tensor"),
-    **_ops(gather, "gather"),
-    **_ops(scatter, "scatter.src scatter.value scatter_add scatter_reduce.two"),
-    **_ops(index_add, "index_add index_copy"),
-    **_ops(index_put, "index_put"),
-    **_ops(pad, "pad constant_pad_nd"),
-    **_ops(triangle, "tril triu"),
-    **_ops(unfold, "unfold"),
-    **_ops(one_hot, "one_hot"),
-    **_ops(complex_view, "view_as_complex view_as_real"),
-    **_ops(convolution, "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"),
-    **_ops(group_norm, "group_norm"),
-    **_ops(
-        batch_norm,
-        "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
-        "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats",
-    ),
-    **_ops(
-        spatial,
-        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
-        "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
-        "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
-        "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec",
-    ),
-    **_ops(grouped, "_grouped_mm"),
-}
+def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
+    """Op → its rule; no op has two."""
+    table: dict[Any, Rule] = {}
+    for covers in covered:
+        for op in covers.ops():
+            assert table.setdefault(op, covers.rule) is covers.rule, f"{op} has two rules"
+    return table
 
 
-# What a rule may give beside WHOLE and PARTIAL, which any op may be; nothing else is accepted of it.
-GIVES: dict[Rule, frozenset[Form]] = {
-    contraction: frozenset({Form.COLUMN, Form.ROW}),
-    grouped: frozenset({Form.COLUMN, Form.ROW}),
-    convolution: frozenset({Form.COLUMN, Form.ROW, Form.GROUPS}),
-    group_norm: frozenset({Form.PARTS, Form.GROUPS}),
-    embedding: frozenset({Form.PARTS, Form.VOCABULARY}),
-    attention: frozenset({Form.PARTS, Form.SHARED_KEYS}),
-    cross_entropy: frozenset({Form.CLASSES}),
-    norm: frozenset({Form.PARTS, Form.OVER_RANKS}),
-    softmax: frozenset({Form.PARTS, Form.OVER_RANKS}),
-    logsumexp: frozenset({Form.PARTS, Form.OVER_RANKS}),
-    total: frozenset({Form.PARTS, Form.SUM}),
-    mean: frozenset({Form.PARTS, Form.MEAN}),
-    gather: frozenset({Form.PARTS, Form.PICKED}),
-    reshape: frozenset({Form.SIZES}),
-    expand: frozenset({Form.SIZES}),
-    split: frozenset({Form.SPLIT}),
-    slice_: frozenset({Form.PARTS, Form.SEGMENT, Form.STRIDED}),
-}
+COVERED = tuple(covers for family in FAMILIES for covers in family.COVERS)
+RULES = _table(COVERED)
+GIVES: dict[Rule, frozenset[Form]] = {covers.rule: frozenset(covers.gives) for covers in COVERED}
 ANY_OP = frozenset({Form.WHOLE, Form.PARTIAL})
 
 
