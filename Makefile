@@ -10,10 +10,9 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(BIN)/python examples/train_gpt2.py
 
-# The tests of one process run two at a time; those that start ranks have the cores for themselves.
+# Two files at a time: the tests of a file share what they start, and ranks that wait leave their core to the other file.
 test: lint types
-	$(BIN)/pytest -n 2 tests/planner tests/passes tests/tools
-	$(BIN)/pytest --ignore tests/planner --ignore tests/passes --ignore tests/tools
+	$(BIN)/pytest -n 2 --dist loadfile
 
 quick: $(READY)
 	$(BIN)/pytest -m "not slow"
