@@ -44,7 +44,7 @@ def warned(centered: bool) -> list[warnings.WarningMessage]:
 def test_an_engine_tells_what_its_plan_warns_of_at_the_line_that_makes_it():
     (told,) = warned(centered=True)
     assert "aten.mean.dim mixes the sequences of a batch" in str(told.message)
-    assert "test_report.py" in str(told.message)
+    assert "test_step_report.py" in str(told.message)
     assert told.filename == __file__
 
 
