@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.pipeline.schedule import Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
+from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
 from planner.pipeline.schedule_text import format_order, format_schedule, parse_order, parse_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
@@ -130,11 +130,9 @@ def test_kind_left_out_interleaves_only_with_vpp():
 
 
 @st.composite
-def schedules(draw, kinds=("gpipe", "1f1b", "interleaved_1f1b")) -> Schedule:
+def schedules(draw, kinds=tuple(KINDS)) -> Schedule:
     kind = draw(st.sampled_from(kinds))
-    if kind == "gpipe":
-        return build_schedule(kind, draw(st.integers(1, 6)), draw(st.integers(1, 14)))
-    if kind == "1f1b":
+    if not KINDS[kind].runs_chunks:
         pp = draw(st.integers(1, 6))
         return build_schedule(kind, pp, draw(st.integers(1, pp + 12)))
     pp, vpp = draw(st.integers(2, 5)), draw(st.integers(2, 4))
