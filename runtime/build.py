@@ -80,9 +80,9 @@ def executor_of(plan: Plan, built: Built, groups: Groups, *, before_backward: Ca
     return Executor(program.stages, orders[groups.pp_rank], transport, program.random, before_backward=before_backward)
 
 
-def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, int, nn.Parameter]]:
-    """(what the plan says, stage, the module's parameter) of all that this rank holds."""
-    return [(p, stage.index, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
+def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:
+    """(what the plan says, the module's parameter) of all that this rank holds."""
+    return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
 
 
 def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
@@ -97,7 +97,7 @@ def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
     """Over the buffers that the plan lays out for this pp rank."""
     return DistributedOptimizer(
-        [(p, parameter) for p, _, parameter in parameters_of(program)],
+        parameters_of(program),
         plan.to_run()[1].buffers_of_rank(groups.pp_rank),
         spec.optimizer,
         groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},

@@ -14,12 +14,11 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
 from runtime.build import build, executor_of, open_rank, parameters_of
 from runtime.checkpoint.pretrained_load import load_pretrained
@@ -154,7 +153,7 @@ class Engine:
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()
-        save_pretrained(self.plan, self._parameters(), self.groups, self._kept, directory, max_shard_bytes)
+        save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Not there yet. Raises PlanError."""
@@ -251,10 +250,7 @@ class Engine:
 
     def _own(self) -> dict[str, Tensor]:
         """This rank's shards; of a tied weight's copies any, they are equal."""
-        return {p.fqn: parameter.data for p, _, parameter in self._parameters()}
-
-    def _parameters(self) -> list[tuple[LocalParameter, int, nn.Parameter]]:
-        return parameters_of(self.program)
+        return {p.fqn: parameter.data for p, parameter in parameters_of(self.program)}
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the model's order, tied parameters under each of their names."""

@@ -20,6 +20,7 @@ from planner.graph.ops.products import holds_weight
 from planner.graph.places import Places, glob_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
+from planner.graph.walks import operands, walk
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
@@ -66,7 +67,8 @@ MOST_NAMED = 4
 
 def _untrained(program: Program) -> Iterator[Diagnostic]:
     """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
-    trained = _with_gradient(program)
+    reached = walk([program.node(program.loss)], operands, into=lambda node: bool(node.meta.get("grad")))
+    trained = {node.name for node in reached}
     names = [f for n, f in program.parameters.items() if program.node(n).meta["grad"] and n not in trained]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -76,18 +78,6 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
             names[0].rpartition(".")[0],
             "set requires_grad_(False) on them if this is meant",
         )
-
-
-def _with_gradient(program: Program) -> set[str]:
-    """Names of what the gradient of the loss reaches."""
-    reached: set[str] = set()
-    waiting = [program.node(program.loss)]
-    while waiting:
-        node = waiting.pop()
-        if node.name not in reached and node.meta.get("grad"):
-            reached.add(node.name)
-            waiting.extend(node.all_input_nodes)
-    return reached
 
 
 def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:

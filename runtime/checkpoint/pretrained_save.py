@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.errors import PlanError
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.sharding.parameters import LocalParameter
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
@@ -53,16 +52,15 @@ class Entry:
 
 def save_pretrained(
     plan: Plan,
-    held: Sequence[tuple[LocalParameter, int, nn.Parameter]],
+    own: Mapping[str, Tensor],
     groups: Groups,
     kept: Kept,
     directory: str | PathLike[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """``held``: this rank's (parameter, stage, tensor). The same call on every rank; raises PlanError on all."""
+    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
     if max_shard_bytes < 1:
         raise PlanError(f"max_shard_bytes is {max_shard_bytes}", fix="give a positive number of bytes")
-    own = {p.fqn: parameter.data for p, _, parameter in held}
     files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
     tensors = (_whole(entry, own, groups, kept) for entries in files.values() for entry in entries)
     with agreed(groups):

@@ -87,11 +87,7 @@ class Lab:
             self._process.terminate()
 
     def _ask(self, kind: str, case: Case) -> Any:
-        send(self._connection, (kind, case))
-        answer, error = receive(self._connection)
-        if error is not None:
-            raise error
-        return answer
+        return answer_of(self._connection, kind, case)
 
 
 def send(connection: Connection, value: Any) -> None:
@@ -101,6 +97,15 @@ def send(connection: Connection, value: Any) -> None:
 
 def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
+
+
+def answer_of(connection: Connection, kind: str, case: Case) -> Any:
+    """What the process at the other end says to a question. Raises its error."""
+    send(connection, (kind, case))
+    answer, error = receive(connection)
+    if error is not None:
+        raise error
+    return answer
 
 
 @cache
@@ -178,11 +183,7 @@ class Bench:
         there.close()
 
     def ask(self, kind: str, case: Case) -> Any:
-        send(self._connection, (kind, case))
-        answer, error = receive(self._connection)
-        if error is not None:
-            raise error
-        return answer
+        return answer_of(self._connection, kind, case)
 
     def close(self) -> None:
         self._connection.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
 from planner.capture.canonical.products import NOTHING_IGNORED
 from planner.graph.program import Program
+from planner.graph.walks import ancestors, operands, walk
 
 _MOVES = (
     *("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter"),
@@ -22,7 +23,7 @@ def ignored_labels(program: Program) -> dict[str, int]:
     for node in nodes:
         if _name(node) == "cross_entropy_loss":
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
-            labels = [n for n in _inputs_above(node.args[1]) if n.name in program.inputs]
+            labels = [n for n in ancestors([node.args[1]]) if n.name in program.inputs]
             found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
     read_as_ids = {program.inputs[n.name] for n in _looked_up(nodes) if n.name in program.inputs}
     return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
@@ -32,26 +33,11 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "_opname", "")
 
 
-def _looked_up(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     """Inputs whose very values are ids of an embedding, also shifted by one: an ignored label would be no row of it.
 
     ``where`` and ``masked_fill`` end the search: they put another id in the place of an ignored one.
     """
-    found: set[fx.Node] = set()
-    waiting = [node.args[1] for node in nodes if _name(node) == "embedding"]
-    while waiting:
-        ids = waiting.pop()
-        if isinstance(ids, fx.Node) and ids not in found:
-            found.add(ids)
-            waiting.extend(ids.all_input_nodes if _name(ids) in _MOVES else ())
-    return found
-
-
-def _inputs_above(node: fx.Node) -> set[fx.Node]:
-    above, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in above:
-            above.add(node)
-            waiting.extend(node.all_input_nodes)
-    return {node for node in above if node.op == "placeholder"}
+    ids = [node.args[1] for node in nodes if _name(node) == "embedding"]
+    start = [value for value in ids if isinstance(value, fx.Node)]
+    return walk(start, operands, stop=lambda node: _name(node) not in _MOVES)
