@@ -4,8 +4,9 @@
     a backward of stage s waits for its own forward and that microbatch's backward of stage s + 1
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
-First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. Then along
-that grid with costs, which gives start and end of every action.
+First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. What each
+link carries must come in one order at both its ends (``planner.pipeline.links``). Then along that grid with costs,
+which gives start and end of every action.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
+from planner.pipeline.links import check_links
 from planner.pipeline.schedule import Action, Order, Schedule, SchedulePlan
 
 Steps = tuple[tuple[Action | None, ...], ...]
@@ -44,9 +46,11 @@ def simulate(
 ) -> Simulation:
     """Run ``schedule``; a cost is one number or a number for each stage (stage = chunk·pp + rank), in any unit of time.
 
-    Raises PlanError when ranks wait for each other forever; it shows the grid and what each rank waits for.
+    Raises PlanError when ranks wait for each other forever (it shows the grid and what each rank waits for), and when
+    two ranks have a link's messages in different orders.
     """
     steps = _lock_steps(schedule)
+    check_links(schedule)
     costs = {"F": _per_stage(forward_cost, schedule), "B": _per_stage(backward_cost, schedule)}
     spans = _spans(schedule, steps, costs)
     duration = max(end for rank in spans for _, end in rank)

@@ -19,8 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from passes.ops.random_state import RandomState
 from passes.stage_module import StageModule
 from planner.errors import PlanError
+from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.schedule import Action
-from runtime.pipeline.p2p import Message, Transport
+from runtime.pipeline.p2p import Transport
 
 
 class StepError(RuntimeError):
@@ -114,13 +115,13 @@ class Executor:
         """Start to receive what ``action`` will need."""
         stage = self.stages[action.chunk]
         if action.kind == "F" and stage.receives:
-            self.transport.post(_values_into(stage, action), stage.receives)
+            self.transport.post(_into(stage, action), stage.receives)
         if action.kind == "B" and any(b.requires_grad for b in stage.sends):
-            self.transport.post(_gradients_into(stage, action), stage.sends)
+            self.transport.post(_into(stage, action), stage.sends)
 
     def _forward(self, step: Step, action: Action) -> None:
         stage = self.stages[action.chunk]
-        received = self.transport.receive(_values_into(stage, action), stage.receives) if stage.receives else []
+        received = self.transport.receive(_into(stage, action), stage.receives) if stage.receives else []
         if torch.is_grad_enabled():
             received = [t.requires_grad_(b.requires_grad) for t, b in zip(received, stage.receives, strict=True)]
         microbatch = step.microbatches[action.microbatch]
@@ -130,7 +131,7 @@ class Executor:
         )
         sent = outputs[: len(stage.sends)]
         if stage.sends:
-            self.transport.send(Message("F", stage.index, action.microbatch), sent)
+            self.transport.send(_out_of(stage, action), sent)
         if stage.has_loss:
             loss = outputs[-1].detach().to(torch.float64)
             self._loss = loss if self._loss is None else self._loss + loss
@@ -142,7 +143,7 @@ class Executor:
         saved = self._saved.pop((action.chunk, action.microbatch))
         gradients: list[Tensor] = []
         if any(b.requires_grad for b in stage.sends):
-            gradients.extend(self.transport.receive(_gradients_into(stage, action), stage.sends))
+            gradients.extend(self.transport.receive(_into(stage, action), stage.sends))
         if saved.loss_gradient is not None:
             gradients.append(saved.loss_gradient)
         if self.before_backward is not None:
@@ -156,7 +157,7 @@ class Executor:
         leaves = [t for t, b in zip(received, stage.receives, strict=True) if b.requires_grad]
         if leaves:
             gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
-            self.transport.send(Message("B", stage.index - 1, action.microbatch), gradients)
+            self.transport.send(_out_of(stage, action), gradients)
 
     def _describe(self, step: Step, action: Action, error: Exception) -> str:
         groups, stage = self.transport.groups, self.stages[action.chunk]
@@ -175,9 +176,9 @@ def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor],
     return Saved(received, edges, torch.full_like(outputs[-1], scale) if stage.has_loss else None)
 
 
-def _values_into(stage: StageModule, action: Action) -> Message:
-    return Message("F", stage.index - 1, action.microbatch)
+def _into(stage: StageModule, action: Action) -> Message:
+    return received_by(action.kind, stage.index, action.microbatch)
 
 
-def _gradients_into(stage: StageModule, action: Action) -> Message:
-    return Message("B", stage.index, action.microbatch)
+def _out_of(stage: StageModule, action: Action) -> Message:
+    return sent_by(action.kind, stage.index, action.microbatch)

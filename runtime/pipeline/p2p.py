@@ -1,8 +1,9 @@
 """Boundary tensors: what crosses from one stage to the next, and its gradient on the way back.
 
 Boundary i lies between stage i and stage i + 1. A message is all tensors of one boundary for one microbatch in one
-direction: "F" carries values down, "B" gradients up. Receives are posted ahead of their use, so that gloo and NCCL fill
-the buffer while the rank computes. Stages on the same rank hand their tensors over directly.
+direction: "F" carries values down, "B" gradients up (``planner.pipeline.links``). Receives are posted ahead of their
+use, so that gloo and NCCL fill the buffer while the rank computes. Stages on the same rank hand their tensors over
+directly.
 
 No send is waited for inside a step: with a large interleaved group both neighbours send many messages before either
 receives the first of them, and would wait for each other. A sent buffer is freed when it is known to be taken over:
@@ -20,25 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.pipeline.links import Message
 from planner.pipeline.schedule import Order
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
-
-
-class Message(NamedTuple):
-    """What is sent: values ("F") or gradients ("B") of the boundary below stage ``boundary``, for one microbatch."""
-
-    kind: str
-    boundary: int
-    microbatch: int
-
-    @property
-    def sender(self) -> int:
-        return self.boundary if self.kind == "F" else self.boundary + 1
-
-    @property
-    def receiver(self) -> int:
-        return self.boundary + 1 if self.kind == "F" else self.boundary
 
 
 class _Transfer(NamedTuple):
@@ -142,13 +128,12 @@ class Transport:
                 self._sending.pop(sent).wait()
 
     def _is_local(self, message: Message) -> bool:
-        pp = self.groups.mesh.pp
-        return message.sender % pp == message.receiver % pp
+        return message.link(self.groups.mesh.pp) is None
 
     def _group(self, message: Message) -> Any:
-        pp = self.groups.mesh.pp
-        link = (message.sender % pp, message.receiver % pp, message.kind)
-        return self.groups.links.get(link, self.groups.pp)
+        link = message.link(self.groups.mesh.pp)
+        assert link is not None, f"{message} stays on this rank"
+        return self.groups.links[link] if self.groups.links else self.groups.pp
 
     def _tag(self, message: Message, index: int, count: int) -> int:
         """A number for each tensor of a step; a step's messages are all in before the next uses the numbers again."""
