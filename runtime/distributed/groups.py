@@ -20,6 +20,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed.first_use import use_each_once
+from runtime.distributed.links import backend_of, make_links
 
 _default_groups_made = 0
 _rendezvous_store: Store | None = None
@@ -144,10 +146,12 @@ def open_groups(
     except PlanError:
         groups.close()
         raise
-    _make_axis_groups(groups)
+    on_nccl = backend_of(groups) == "nccl"
+    _make_axis_groups(groups, ("tp", "dp") if on_nccl else ("tp", "dp", "pp"))  # there links take the place of pp
     _make_embedding_groups(groups, tied_sets)
-    if dist.get_backend(groups.world) == "nccl" or device.type == "cuda":
-        _make_links(groups)
+    if on_nccl:
+        make_links(groups)
+        use_each_once(groups)
     return groups
 
 
@@ -216,8 +220,8 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def _make_axis_groups(groups: Groups) -> None:
-    for axis in ("tp", "dp", "pp"):
+def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
+    for axis in axes:
         if getattr(groups.mesh, axis) > 1:
             setattr(groups, axis, _make(groups, groups.mesh.groups(axis)))
 
@@ -242,21 +246,3 @@ def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]])
             continue
         members = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp")]
         groups.embedding[stages] = _make(groups, members)
-
-
-def _make_links(groups: Groups) -> None:
-    """One two-rank group for each sender, receiver and direction of the pipeline.
-
-    NCCL has no tags and runs the messages of one group in one stream: on a shared group, two neighbours that both send
-    first would wait for each other. On a link of its own, every message has one sender order and one receiver order.
-    """
-    pp, wraps = groups.mesh.pp, groups.mesh.vpp > 1
-    for sender in range(pp):
-        for step, kind in ((1, "F"), (-1, "B")):
-            receiver = (sender + step) % pp
-            if pp == 1 or (sender + step != receiver and not wraps):
-                continue
-            members = [sorted((line[sender], line[receiver])) for line in groups.mesh.groups("pp")]
-            own = _make(groups, members)
-            if own is not None:
-                groups.links[sender, receiver, kind] = own

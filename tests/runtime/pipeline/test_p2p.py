@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from passes.ops.random_state import RandomState
-from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from runtime.distributed.groups import Groups, open_groups
@@ -17,6 +13,7 @@ from runtime.distributed.launch import launch
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Message, Transport
 from tests.tools.handmade_stages import boundary
+from tests.tools.scale_stages import scale_batches, scale_loss, scale_stages
 
 NUM_MESSAGES = 12
 
@@ -87,26 +84,6 @@ SCHEDULES: dict[int, list[tuple[str, int, int, int | None]]] = {  # pp: (kind, m
         ("interleaved_1f1b", 20, 3, 20),
     ],
 }
-EDGE = boundary("h", (NUM_ELEMENTS,), torch.float32)
-
-
-class Scale(nn.Module):
-    """One stage: x · weight, and the sum of it on the last stage."""
-
-    def __init__(self, is_last: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
-        self.is_last = is_last
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return ((x * self.weight).sum() if self.is_last else x * self.weight,)
-
-
-def stage(index: int, pp: int, vpp: int) -> StageModule:
-    first, last = index == 0, index == pp * vpp - 1
-    receives, sends, inputs = () if first else (EDGE,), () if last else (EDGE,), ("x",) if first else ()
-    module: Any = Scale(last)
-    return StageModule(index, index // pp, module, receives, sends, inputs, (), (), (), {}, last)
 
 
 def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
@@ -115,7 +92,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
     for kind, microbatches, vpp, group_size in SCHEDULES[pp]:
         schedule = build_schedule(kind, pp, microbatches, vpp, group_size)
         groups = open_groups(Mesh(pp=pp, vpp=vpp), {}, [], timeout_seconds=20)
-        stages = [stage(chunk * pp + groups.pp_rank, pp, vpp) for chunk in range(vpp)]
+        stages = scale_stages(groups.pp_rank, pp, vpp, NUM_ELEMENTS)
         held: list[int] = []
         transport = Transport(groups, pp * vpp, schedule.orders)
         executor = Executor(
@@ -125,8 +102,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
             RandomState(0, 0),
             before_backward=lambda _, transport=transport, held=held: held.append(transport.num_sending),
         )
-        batches = [{"x": torch.full((NUM_ELEMENTS,), m + 1.0)} for m in range(microbatches)]
-        loss = executor.run(Step(0, batches, 0, []))
+        loss = executor.run(Step(0, scale_batches(microbatches, NUM_ELEMENTS), 0, []))
         gradients = [s.module.get_parameter("weight").grad for s in stages]
         found.append((0.0 if loss is None else loss.item(), [g.item() for g in gradients if g is not None], held))
         groups.close()
@@ -138,7 +114,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
 def test_every_schedule_ends_whatever_the_size_of_its_groups(pp):
     ranks = launch(run_schedules, pp, pp, timeout_seconds=90)
     for index, (kind, microbatches, vpp, _) in enumerate(SCHEDULES[pp]):
-        total = 2.0 ** (pp * vpp) * NUM_ELEMENTS * microbatches * (microbatches + 1) / 2
+        total = scale_loss(pp * vpp, microbatches, NUM_ELEMENTS)
         assert sum(rank[index][0] for rank in ranks) == pytest.approx(total, rel=1e-6)
         gradients = [gradient for rank in ranks for gradient in rank[index][1]]
         assert gradients == pytest.approx([total / 2] * (pp * vpp), rel=1e-5)

@@ -1,0 +1,53 @@
+"""Links as process groups: one of two ranks for each sender, receiver and direction of the pipeline.
+
+NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
+first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
+
+A receive that is posted ahead is a kernel that spins until its message comes. ``LINK_CTAS`` blocks are all that it may
+occupy, so that the products beside it keep the device's other multiprocessors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from planner.pipeline.links import links
+
+if TYPE_CHECKING:
+    from runtime.distributed.groups import Groups
+
+LINK_CTAS = 2
+
+
+def backend_of(groups: Groups) -> str:
+    """Which backend carries tensors of this rank's device: the default group may have one for each type of device."""
+    if groups.world is None:
+        return ""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(groups.world).split(","))
+    return backends.get(groups.device.type, "")
+
+
+def make_links(groups: Groups) -> None:
+    """Fill ``groups.links``. All ranks create all, in one order, for the device's backend alone."""
+    backend = backend_of(groups)
+    for link in links(groups.mesh.pp, groups.mesh.vpp):
+        for line in groups.mesh.groups("pp"):
+            members = sorted((line[link.sender], line[link.receiver]))
+            group: Any = dist.new_group(
+                members, timeout=groups.timeout, backend=backend, pg_options=link_options(backend)
+            )
+            if groups.rank in members:
+                groups.links[link] = group
+                groups.made.append(group)
+
+
+def link_options(backend: str) -> Any:
+    """Options that keep a link's kernels small; None where the backend has none. A group keeps what it is given."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = 1
+    options.config.max_ctas = LINK_CTAS
+    return options

@@ -1,0 +1,136 @@
+"""Every communicator is used once before the first step, in an order that no mesh gets stuck in; and the links."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.mesh import Mesh
+from planner.pipeline.links import links
+from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
+from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.launch import launch
+from runtime.distributed.links import LINK_CTAS, backend_of, link_options, make_links
+from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
+
+MESHES = {
+    "tp2": (Mesh(tp=2), []),
+    "dp3": (Mesh(dp=3), []),
+    "pp2-vpp2": (Mesh(pp=2, vpp=2), [(0, 3)]),
+    "pp4": (Mesh(pp=4), [(0, 3), (1, 2, 3)]),
+    "pp3-vpp2-dp2": (Mesh(pp=3, vpp=2, dp=2), [(0, 5), (1, 4)]),
+    "tp2-pp2-dp2": (Mesh(tp=2, pp=2, dp=2), [(0, 1)]),
+    "tp2-cp2-pp2": (Mesh(tp=2, cp=2, pp=2), []),
+    "tp4-pp4-dp2": (Mesh(tp=4, pp=4, dp=2), [(0, 3)]),
+    "tp2-pp2-dp3-pp first": (Mesh(tp=2, pp=2, dp=3, order="pp-tp-cp-ep-dp"), [(0, 1)]),
+}
+
+
+def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRules) -> Groups:
+    """As ``open_groups`` makes them where the device speaks NCCL: links, and no group of pp."""
+    groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60))
+    for axis, lines in (("world", [range(mesh.world_size)]), ("tp", mesh.groups("tp")), ("dp", mesh.groups("dp"))):
+        made = [rules.new_group(line) for line in lines if len(line) > 1]
+        setattr(groups, axis, next(filter(None, made), None))
+    for stages in tied:
+        pp_ranks = sorted({stage % mesh.pp for stage in stages})
+        lines = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp") if len(pp_ranks) > 1]
+        groups.embedding[stages] = next(filter(None, [rules.new_group(line) for line in lines]), None)  # pyright: ignore
+    make_links(groups)
+    return groups
+
+
+def opened(mesh: Mesh, tied: list[tuple[int, ...]], use=use_each_once) -> tuple[Outcome, list]:
+    made: list = []
+
+    def work(rank: int, rules: NcclRules) -> str:
+        use(groups_of(rank, mesh, tied, rules))
+        made[:] = rules.made
+        return "ended"
+
+    return run_ranks(mesh.world_size, work), made
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_no_mesh_gets_stuck_and_every_communicator_is_built(name):
+    outcome, made = opened(*MESHES[name])
+    assert (outcome.stuck, outcome.error) == ({}, None)
+    assert outcome.results == ["ended"] * MESHES[name][0].world_size
+    assert all(group.used == set(group.members) for group in made)
+    assert all(sum(group.calls.values()) or group.posted for group in made)
+
+
+def test_the_last_first_on_every_second_rank_is_stuck():
+    mesh, tied = MESHES["pp4"]
+    ordered = communicators(mesh, tied)
+    outcome, _ = opened(mesh, tied, lambda groups: use_in_turn(groups, ordered[:: 1 if groups.rank % 2 else -1]))
+    assert outcome.error is None
+    assert outcome.stuck
+    assert all("the first use of" in what for what in outcome.stuck.values())
+
+
+def test_the_list_has_every_group_of_the_mesh_with_the_sender_of_a_link_first():
+    mesh = Mesh(tp=2, pp=2, dp=2)
+    found = communicators(mesh, [(0, 1)])
+    names = [name for name, _ in found]
+    assert names == [
+        "world",
+        *["tp"] * 4,
+        *["dp"] * 4,
+        *["pp"] * 4,
+        *[(0, 1)] * 4,
+        *[(0, 1, "F")] * 4,
+        *[(1, 0, "B")] * 4,
+    ]
+    assert [members for name, members in found if name == (0, 1, "F")] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [members for name, members in found if name == (1, 0, "B")] == [(4, 0), (5, 1), (6, 2), (7, 3)]
+
+
+def test_a_link_has_few_blocks_on_nccl_and_no_options_elsewhere(monkeypatch):
+    def options() -> SimpleNamespace:
+        return SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None))
+
+    assert link_options("gloo") is None
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    first, second = link_options("nccl"), link_options("nccl")
+    assert (first.config.min_ctas, first.config.max_ctas) == (1, LINK_CTAS)
+    assert first is not second
+
+
+def test_every_link_is_made_with_its_options():
+    mesh, tied = MESHES["pp3-vpp2-dp2"]
+    _, made = opened(mesh, tied)
+    limited = [group.members for group in made if group.options is not None]
+    assert len(limited) == len(links(3, 2)) * 2
+    assert {group.options.config.max_ctas for group in made if group.options} == {LINK_CTAS}
+
+
+def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int]:
+    """Links and first use on real groups; then a message over each link."""
+    groups = open_groups(Mesh(**sizes), {}, tied, timeout_seconds=60)
+    made = len(groups.made)
+    make_links(groups)
+    use_each_once(groups)
+    arrived = 0
+    for (sender, receiver, _), group in groups.links.items():
+        box = torch.tensor([float(groups.rank)])
+        ranks = [groups.mesh.rank_of(**{**groups.coordinate, "pp": pp}) for pp in (sender, receiver)]
+        if groups.rank == ranks[0]:
+            dist.send(box, ranks[1], group=group)
+        else:
+            dist.recv(box, ranks[0], group=group)
+            arrived += box.item() == ranks[0]
+    backend = backend_of(groups)
+    assert len(groups.made) == made + len(groups.links)
+    groups.close()
+    return backend, len(groups.links), arrived
+
+
+@pytest.mark.slow
+def test_first_use_and_links_on_gloo():
+    found = launch(use_on_gloo, 4, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)], timeout_seconds=100)
+    assert [(backend, arrived) for backend, _, arrived in found] == [("gloo", 2)] * 4
