@@ -29,7 +29,7 @@ from runtime.weights.sources import WeightSource
 _engine_numbers = count()
 
 
-def open_rank(plan: Plan, device: torch.device | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
+def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
     """The process groups of this rank, once all ranks said that they run the same plan, and a store of this engine."""
     common = {
         "the plan (by hash)": plan.hash()[:16],

@@ -20,6 +20,7 @@ from planner.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.data.byte_batches import ByteBatches, read_text
+from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.report.progress import Progress
@@ -46,7 +47,7 @@ def train(job: Job, num_ranks: int | None = None, show_plan: Callable[[Any], Non
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or launched(os.environ).world_size > 1:
         return run_rank(job)
     spec = Spec.load(job.spec)
     decided = plan(load_model(job.model), spec)
@@ -75,7 +76,7 @@ def run_rank(job: Job) -> list[StepRow]:
     batches = ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
-    leads = int(os.environ.get("RANK", "0")) == 0
+    leads = not launched(os.environ).rank
     decided = plan(model, spec)
     alone = _with_values(model, job, spec) if job.compare and leads else None
     del model

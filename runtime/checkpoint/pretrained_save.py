@@ -63,7 +63,7 @@ def save_pretrained(
         raise PlanError(f"max_shard_bytes is {max_shard_bytes}", fix="give a positive number of bytes")
     files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
     tensors = (_whole(entry, own, groups, kept) for entries in files.values() for entry in entries)
-    with agreed(groups):
+    with agreed(groups, rank_0_is_long=True):
         if groups.rank == 0:
             try:
                 _write(Path(directory), files, tensors, _texts(plan, kept))

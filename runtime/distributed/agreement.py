@@ -10,14 +10,15 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from runtime.distributed.groups import Groups
+from runtime.distributed.patience import until_rank_0_is_done
 
 
 @contextmanager
-def agreed(groups: Groups) -> Iterator[None]:
+def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
     """All ranks enter and leave together; a PlanError or OSError of any rank inside is raised on all of them.
 
     The error is that of the lowest rank that has one. Inside there must be no exchange between ranks, unless each rank
-    takes part in it whatever went wrong.
+    takes part in it whatever went wrong. ``rank_0_is_long``: the others may wait for it beyond the group's timeout.
     """
     found: PlanError | None = None
     try:
@@ -27,15 +28,17 @@ def agreed(groups: Groups) -> Iterator[None]:
     except OSError as error:
         found = PlanError(f"{error.strerror or error}", where=str(error.filename or ""))
         found.__cause__ = error
+    if rank_0_is_long:
+        until_rank_0_is_done(groups)
     agree(groups, found)
 
 
 def agree(groups: Groups, error: PlanError | None) -> None:
     """Exchange errors and raise the first one on every rank."""
     errors: list[Any] = [error]
-    if groups.world is not None:
+    if groups.host is not None:
         errors = [None] * groups.mesh.world_size
-        dist.all_gather_object(errors, error, group=groups.world)
+        dist.all_gather_object(errors, error, group=groups.host)
     for rank, found in enumerate(errors):
         if found is None:
             continue

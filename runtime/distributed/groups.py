@@ -1,14 +1,14 @@
 """Mesh → process groups: which ranks this rank reduces, gathers and exchanges boundaries with.
 
-Uses the default process group where one exists and makes one where not (environment of torchrun or
-``distributed.launch``); one rank alone needs neither launcher nor group. Before anything else runs, the ranks meet once
-and compare what must be the same everywhere, so that a difference becomes one error on every rank and not a hang.
+Uses the default process group where one exists and makes one where not (environment of torchrun, srun, mpirun or
+``distributed.launch``); one rank alone needs neither launcher nor group. Before any group is made the ranks meet once
+and compare what must go together, so that a difference becomes one error on every rank and not a hang.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed.default_group import default_backends, next_store, open_world
+from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 from runtime.distributed.first_use import use_each_once
-from runtime.distributed.links import backend_of, make_links
-
-_default_groups_made = 0
-_rendezvous_store: Store | None = None
+from runtime.distributed.links import make_links
+from runtime.distributed.meeting import Seat, meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,10 @@ class RankMesh(Mesh):
 class Groups:
     """The process groups of one rank; a group of one rank is None.
 
-    Owns: the default group where ``owns_default``, and every group in ``made``. ``embedding`` maps the stages that hold
-    a tied parameter to the group of this rank's tp and dp coordinate over them.
+    Owns: the default group where ``owns_default``, and every group in ``made``. ``world`` and the groups of the axes
+    carry tensors of ``device`` over ``backend``; ``host`` carries host memory and Python objects over gloo, and is
+    ``world`` where that does. ``embedding`` maps the stages that hold a tied parameter to the group of this rank's tp
+    and dp coordinate over them.
     """
 
     mesh: Mesh
@@ -68,6 +70,8 @@ class Groups:
     timeout: timedelta
     owns_default: bool = False
     world: ProcessGroup | None = None
+    host: ProcessGroup | None = None
+    backend: str = "gloo"
     tp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     pp: ProcessGroup | None = None
@@ -95,8 +99,9 @@ class Groups:
         return self.mesh.rank_of(**{**self.coordinate, "pp": stage % self.mesh.pp})
 
     def barrier(self) -> None:
-        if self.world is not None:
-            dist.barrier(group=self.world)
+        """Of the hosts: what devices still compute is not waited for."""
+        if self.host is not None:
+            dist.barrier(group=self.host)
 
     def close(self) -> None:
         """Wait for all ranks and end the groups made here; the user's own default group stays."""
@@ -111,7 +116,7 @@ class Groups:
         else:
             for group in self.made:
                 dist.destroy_process_group(group)
-        self.world = self.tp = self.dp = self.pp = None
+        self.world = self.host = self.tp = self.dp = self.pp = None
         self.embedding, self.links, self.made = {}, {}, []
 
 
@@ -120,47 +125,70 @@ def open_groups(
     identity: dict[str, str],
     tied: Iterable[tuple[int, ...]],
     *,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     timeout_seconds: float = 600.0,
 ) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
     ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on
-    several stages. Raises PlanError on every rank when the launched world is not the mesh, or identities differ.
+    several stages. Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
+    ranks' devices do not go together.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != mesh.world_size:
-        raise _wrong_world(mesh, world_size)
-    device = device or default_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size == 1:
-        return Groups(mesh, 0, device, timeout)
-    owns_default = not dist.is_initialized()
-    if owns_default:
-        _make_default_group(device, timeout)
-    groups = Groups(mesh, dist.get_rank(), device, timeout, owns_default, dist.group.WORLD)
-    try:
-        tied_sets = _meet(groups, identity, tied)
-    except PlanError:
-        groups.close()
-        raise
-    on_nccl = backend_of(groups) == "nccl"
+    place = launched(os.environ, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
+    if place.world_size != mesh.world_size:
+        raise _wrong_world(mesh, place.world_size)
+    rank = known_rank(place)
+    if mesh.world_size == 1:
+        return Groups(mesh, 0, _begin_on(_device(device, place)), timeout)
+    store = next_store(rank, mesh.world_size, timeout)
+    seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
+    verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
+    own = _begin_on(torch.device(seat.device))
+    world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
+    groups = Groups(
+        mesh, rank, own, timeout, world.owns_default, world.device, world.host, verdict.backend, made=world.made
+    )
+    on_nccl = groups.backend == "nccl"
     _make_axis_groups(groups, ("tp", "dp") if on_nccl else ("tp", "dp", "pp"))  # there links take the place of pp
-    _make_embedding_groups(groups, tied_sets)
+    _make_embedding_groups(groups, verdict.tied)
     if on_nccl:
         make_links(groups)
         use_each_once(groups)
     return groups
 
 
-def default_device() -> torch.device:
-    """This rank's own GPU where the machine has one for each local rank, else the CPU."""
-    local_rank, num_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and num_local <= torch.cuda.device_count():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def _device(given: torch.device | str | None, place: Launched) -> torch.device:
+    return choose_device(given, place, cuda_available=torch.cuda.is_available(), device_count=torch.cuda.device_count())
+
+
+def _begin_on(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _seat(
+    place: Launched, given: torch.device | str | None, identity: dict[str, str], tied: Iterable[tuple[int, ...]]
+) -> Seat:
+    """What this rank brings to the meeting; that it finds no device is told there, not here alone."""
+    host, stages = socket.gethostname(), tuple(sorted(set(tied)))
+    try:
+        device = _device(given, place)
+        if device.type not in ("cpu", "cuda"):
+            raise PlanError(f"several ranks cannot run on {device}", where="device", fix='give "cuda" or "cpu"')
+    except PlanError as error:
+        return Seat(host, error=(error.what, str(error.where or ""), error.fix), identity=identity, tied=stages)
+    named = given is not None and torch.device(given).index is not None
+    return Seat(host, str(device), _gpu(device, host), named, identity, stages)
+
+
+def _gpu(device: torch.device, host: str) -> str:
+    """A name that no other GPU has, whatever each rank is shown of the machine; empty for the CPU."""
+    if device.type != "cuda":
+        return ""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return str(uuid) if uuid else f"{host} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.index}"
 
 
 def default_store() -> Store | None:
@@ -178,48 +206,6 @@ def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
     )
 
 
-def _make_default_group(device: torch.device, timeout: timedelta) -> None:
-    """A default group over a part of the store that no earlier group of this process has used.
-
-    Keys of a group that was destroyed stay in the launcher's store; the next group must not read its dead addresses.
-    """
-    global _default_groups_made, _rendezvous_store
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if _rendezvous_store is None:
-        _rendezvous_store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    store = PrefixStore(f"meshwright/{_default_groups_made}", _rendezvous_store)
-    _default_groups_made += 1
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _meet(groups: Groups, identity: dict[str, str], tied: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Compare identities over all ranks; return the union of their tied stage sets, in one order."""
-    seen: list[Any] = [None] * groups.mesh.world_size
-    dist.all_gather_object(seen, (identity, sorted(set(tied))), group=groups.world)
-    for name in identity:
-        values = [others.get(name) for others, _ in seen]
-        if len(set(values)) > 1:
-            raise _differ(name, values)
-    return sorted({stages for _, sets in seen for stages in sets})
-
-
-def _differ(name: str, values: Sequence[str | None]) -> PlanError:
-    """What most ranks have is taken as right; the others are named."""
-    usual, _ = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(values) if value != usual]
-    first = values[odd[0]]
-    return PlanError(
-        f"{name} differs between ranks: {_listed(odd)} of {len(values)} (rank {odd[0]} has {first}, most have {usual})",
-        fix="start every rank with the same model, spec and versions",
-    )
-
-
-def _listed(ranks: Sequence[int], most: int = 8) -> str:
-    names = ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
-
-
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
     for axis in axes:
         if getattr(groups.mesh, axis) > 1:
@@ -227,10 +213,10 @@ def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
 
 
 def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | None:
-    """Create a group for each list of ranks; return the one with this rank. All ranks create all, in one order."""
+    """The group with this rank, of the device's backend alone. All ranks make one for each list, in one order."""
     own = None
     for ranks in members:
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=groups.backend)
         if groups.rank in ranks:
             own = group
             groups.made.append(group)

@@ -21,17 +21,9 @@ if TYPE_CHECKING:
 LINK_CTAS = 2
 
 
-def backend_of(groups: Groups) -> str:
-    """Which backend carries tensors of this rank's device: the default group may have one for each type of device."""
-    if groups.world is None:
-        return ""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(groups.world).split(","))
-    return backends.get(groups.device.type, "")
-
-
 def make_links(groups: Groups) -> None:
     """Fill ``groups.links``. All ranks create all, in one order, for the device's backend alone."""
-    backend = backend_of(groups)
+    backend = groups.backend
     for link in links(groups.mesh.pp, groups.mesh.vpp):
         for line in groups.mesh.groups("pp"):
             members = sorted((line[link.sender], line[link.receiver]))

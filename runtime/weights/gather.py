@@ -1,6 +1,8 @@
 """Whole tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
 
-Of equal copies, over dp, tp and the stages of a tied weight, the first one sends.
+Of equal copies, over dp, tp and the stages of a tied weight, the first one sends. Shards go from host memory to host
+memory: no communicator of the device is made for each sender, and rank 0's device never holds a whole tensor. A rank
+sends when rank 0 asks for it, so that no copies pile up while rank 0 writes, and none waits for less than that takes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from planner.placement.types import Placement
 from planner.sharding.parameters import ParameterPlan
 from runtime.distributed.groups import Groups
+from runtime.distributed.patience import call, wait_for_rank_0
 
 
 def collect(
@@ -31,20 +34,25 @@ def collect(
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
     """The full tensor of one row on the CPU of rank 0, None elsewhere."""
     senders = _senders(row, groups)
-    if groups.rank != 0:
-        if groups.rank in senders:
-            dist.send(own[row.name].detach().contiguous(), 0, group=groups.world)
-        return None
-    shards = [_from(rank, row, own, dtype, groups) for rank in senders]
-    return assemble(shards, row.placement, row.shape)
+    if groups.rank == 0:
+        return assemble(_shards(senders, row, own, dtype, groups), row.placement, row.shape)
+    if groups.rank in senders:
+        wait_for_rank_0(groups)
+        dist.send(own[row.name].detach().cpu().contiguous(), 0, group=groups.host)
+    return None
 
 
-def _from(rank: int, row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor:
-    if rank == 0:
-        return own[row.name].detach().cpu()
-    part = torch.empty(row.local_shape, dtype=dtype, device=groups.device)
-    dist.recv(part, rank, group=groups.world)
-    return part.cpu()
+def _shards(
+    senders: Sequence[int], row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups
+) -> list[Tensor]:
+    """On rank 0, in the order of ``senders``: all are asked, then awaited."""
+    others = [rank for rank in senders if rank != 0]
+    parts = {rank: torch.empty(row.local_shape, dtype=dtype) for rank in others}
+    works: list[Any] = [dist.irecv(parts[rank], rank, group=groups.host) for rank in others]
+    call(groups, others)
+    for work in works:
+        work.wait()
+    return [own[row.name].detach().cpu() if rank == 0 else parts[rank] for rank in senders]
 
 
 def _senders(row: ParameterPlan, groups: Groups) -> list[int]:
@@ -72,8 +80,8 @@ def assemble(shards: Sequence[Tensor], placement: Placement, global_shape: Seque
 
 def from_rank_0(groups: Groups, value: Any) -> Any:
     """Rank 0's picklable ``value``, on every rank."""
-    if groups.world is None:
+    if groups.host is None:
         return value
     shared = [value]
-    dist.broadcast_object_list(shared, src=0, group=groups.world)
+    dist.broadcast_object_list(shared, src=0, group=groups.host)
     return shared[0]

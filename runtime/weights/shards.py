@@ -91,12 +91,12 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
     rows = [row for row in plan.parameters if 0 in row.stages and row.name not in held]
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     parameters = {
-        row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to(dtypes[row.name], copy=True)
+        row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to("cpu", dtypes[row.name], copy=True)
         for row in rows
     }
     persistent = plan.to_run()[0].hub.persistent_buffers
     cast = plan.spec.get("precision", {}).get("parameters")
-    buffers = {name: source.buffer(name).clone() for name in persistent}
+    buffers = {name: source.buffer(name).to("cpu", copy=True) for name in persistent}
     return Kept(
         parameters, {n: b.to(getattr(torch, cast)) if cast and b.is_floating_point() else b for n, b in buffers.items()}
     )

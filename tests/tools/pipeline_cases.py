@@ -61,7 +61,7 @@ def run_schedule(
 
     def work(rank: int, rules: NcclRules) -> Ran:
         mesh = Mesh(pp=schedule.pp, vpp=schedule.vpp)
-        groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60))
+        groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
         groups.world = rules.new_group(range(mesh.world_size))  # pyright: ignore[reportAttributeAccessIssue]
         make_links(groups)
         if first_use:

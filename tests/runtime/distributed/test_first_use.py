@@ -14,7 +14,7 @@ from planner.pipeline.links import links
 from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
 from runtime.distributed.groups import Groups, open_groups
 from runtime.distributed.launch import launch
-from runtime.distributed.links import LINK_CTAS, backend_of, link_options, make_links
+from runtime.distributed.links import LINK_CTAS, link_options, make_links
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 
 MESHES = {
@@ -32,7 +32,7 @@ MESHES = {
 
 def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRules) -> Groups:
     """As ``open_groups`` makes them where the device speaks NCCL: links, and no group of pp."""
-    groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60))
+    groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
     for axis, lines in (("world", [range(mesh.world_size)]), ("tp", mesh.groups("tp")), ("dp", mesh.groups("dp"))):
         made = [rules.new_group(line) for line in lines if len(line) > 1]
         setattr(groups, axis, next(filter(None, made), None))
@@ -124,7 +124,7 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
         else:
             dist.recv(box, ranks[0], group=group)
             arrived += box.item() == ranks[0]
-    backend = backend_of(groups)
+    backend = dist.get_backend_config(next(iter(groups.links.values())))
     assert len(groups.made) == made + len(groups.links)
     groups.close()
     return backend, len(groups.links), arrived
@@ -133,4 +133,4 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
 @pytest.mark.slow
 def test_first_use_and_links_on_gloo():
     found = launch(use_on_gloo, 4, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)], timeout_seconds=100)
-    assert [(backend, arrived) for backend, _, arrived in found] == [("gloo", 2)] * 4
+    assert [(backend, arrived) for backend, _, arrived in found] == [("cpu:gloo,cuda:gloo", 2)] * 4

@@ -1,0 +1,127 @@
+"""The group over all ranks for tensors of their device, and the one for host memory and Python objects.
+
+    default group    wanted    for the device    for the host
+    none             gloo      it, made here     the same
+    none             nccl      it, made here     gloo, made here
+    gloo             gloo      it                the same
+    gloo             nccl      nccl, made here   it
+    nccl             nccl      it                gloo, made here
+    gloo and nccl    nccl      it                gloo, made here
+    gloo and nccl    gloo      gloo, made here   the same       on the CPU it is taken as it is
+    nccl             gloo      an error on the CPU; gloo, made here, where ranks share a GPU
+
+Two groups, never one of two backends: then no tensor can take the way of the other kind of memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from planner.errors import PlanError
+
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_num_meetings = 0
+_rendezvous_store: Store | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """``made``: the groups that were made here beside the default group."""
+
+    device: ProcessGroup
+    host: ProcessGroup
+    owns_default: bool
+    made: list[ProcessGroup]
+
+
+def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A part of the ranks' store that no earlier meeting or group of this process has used.
+
+    Keys of a group that was destroyed stay in the launcher's store; the next group must not read its dead addresses.
+    Raises PlanError where the environment names no store, or none answers.
+    """
+    global _num_meetings, _rendezvous_store
+    _num_meetings += 1
+    part = f"meshwright/{_num_meetings}"
+    if dist.is_initialized():
+        return PrefixStore(part, dist.distributed_c10d._get_default_store())
+    if _rendezvous_store is None:
+        _rendezvous_store = _rendezvous(rank, world_size, timeout)
+    return PrefixStore(part, _rendezvous_store)
+
+
+def default_backends() -> dict[str, str]:
+    """Device type → backend of the default group; empty where there is none."""
+    if not dist.is_initialized():
+        return {}
+    pairs = dist.get_backend_config().split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def open_world(device_type: str, backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> World:
+    """Both groups; the same call on every rank. Raises PlanError for a default group that cannot be completed."""
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise PlanError("this torch is built without NCCL", where="device", fix="install a torch with CUDA and NCCL")
+    backends = default_backends()
+    owns_default = not backends
+    if owns_default:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        backends = default_backends()
+    default: Any = dist.group.WORLD
+    made: list[ProcessGroup] = []
+    device = default if can_carry(backends, device_type, backend) else _make(backend, timeout, made)
+    host = device if backend == "gloo" else default if "nccl" not in backends.values() else _make("gloo", timeout, made)
+    return World(device, host, owns_default, made)
+
+
+def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bool:
+    """Whether the default group is the one for the device; where not, one must be made beside it. Raises PlanError."""
+    known = {of: name for of, name in backends.items() if of in ("cpu", "cuda")}
+    if unknown := sorted(set(known.values()) - {"gloo", "nccl"}):
+        raise _refused(f"talks over {', '.join(unknown)}")
+    if device_type == "cpu" and known.get("cpu") != "gloo":
+        raise _refused("talks over NCCL alone, but this run computes on the CPU")
+    return known.get(device_type) == backend
+
+
+def _refused(what: str) -> PlanError:
+    return PlanError(
+        f"the default process group {what}",
+        where="torch.distributed.init_process_group",
+        fix='leave it to Engine, or initialise it with "gloo", "nccl" or "cpu:gloo,cuda:nccl"',
+    )
+
+
+def _make(backend: str, timeout: timedelta, made: list[ProcessGroup]) -> ProcessGroup:
+    group: Any = dist.new_group(backend=backend, timeout=timeout)
+    made.append(group)
+    return group
+
+
+def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
+    absent = [name for name in _ADDRESS if not os.environ.get(name)]
+    if absent:
+        raise PlanError(
+            f"{world_size} ranks were launched, but the environment does not say where they meet: "
+            f"{' and '.join(absent)} not set",
+            where=absent[0],
+            fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same on every rank; "
+            "torchrun sets both",
+        )
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        address = ":".join(os.environ[name] for name in _ADDRESS)
+        raise PlanError(
+            f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s",
+            where="MASTER_ADDR",
+            fix=f"see that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
+        ) from error
+    return store

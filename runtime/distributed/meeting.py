@@ -1,0 +1,196 @@
+"""The ranks meet in the key-value store before any group is made: what would hang there is one error on all here.
+
+    each rank    its seat: host, device, GPU, what must be equal everywhere        one key
+    rank 0       reads all, judges                                                 one key
+    each rank    the verdict: the same error, or backend and tied stages
+
+A node that finds no GPU would make a gloo group where the others make an NCCL one, and all would wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from planner.errors import PlanError
+from runtime.distributed.devices import ON_THE_CPU
+
+StageSet = tuple[int, ...]
+LATE = timedelta(seconds=10)  # rank 0 tells who did not come a moment after the others stopped waiting for it
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What one rank brings. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave this very device.
+
+    ``identity``: by name, what must be equal on all ranks. ``tied``: stages that share a parameter. ``error``: why this
+    rank cannot take part (what, where, fix).
+    """
+
+    host: str = ""
+    device: str = "cpu"
+    gpu: str = ""
+    named: bool = False
+    identity: dict[str, str] = field(default_factory=dict)
+    tied: tuple[StageSet, ...] = ()
+    error: tuple[str, str, str] | None = None
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
+
+    backend: str
+    tied: tuple[StageSet, ...] = ()
+
+
+def meet(store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout: timedelta) -> Verdict:
+    """The same verdict, or the same PlanError, on every rank."""
+    if rank == 0:
+        told = _lead(store, seat, world_size, pp, timeout)
+        store.set("verdict", json.dumps(told))
+    else:
+        store.set(f"seat/{rank}", json.dumps(asdict(seat)))
+        if not _came(store, ["verdict"], timeout + LATE):
+            raise _absent([0], world_size, timeout)
+        told = json.loads(store.get("verdict"))
+    if told["error"]:
+        what, where, fix = told["error"]
+        raise PlanError(what, where=where, fix=fix)
+    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
+
+
+def judge(seats: Sequence[Seat], pp: int) -> Verdict:
+    """What the ranks do together. Raises PlanError, naming ranks, where they cannot."""
+    _raise_told(seats)
+    for name in seats[0].identity:
+        _require_equal(name, [seat.identity.get(name) for seat in seats])
+    types = Counter(seat.device_type for seat in seats)
+    if len(types) > 1:
+        raise _mixed(seats, types)
+    tied = tuple(sorted({stages for seat in seats for stages in seat.tied}))
+    shared = _on_one_gpu(seats)
+    if shared:
+        _check_sharing(seats, shared, pp)
+    return Verdict("nccl" if types.keys() == {"cuda"} and not shared else "gloo", tied)
+
+
+# ---- in the store
+
+
+def _lead(store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta) -> dict[str, Any]:
+    keys = [f"seat/{rank}" for rank in range(1, world_size)]
+    try:
+        if not _came(store, keys, timeout):
+            raise _absent([rank for rank, key in enumerate(keys, 1) if not store.check([key])], world_size, timeout)
+        verdict = judge([seat, *(_seat(content) for content in store.multi_get(keys))], pp)
+    except PlanError as error:
+        return {"error": (error.what, str(error.where or ""), error.fix)}
+    return {"error": None, "backend": verdict.backend, "tied": verdict.tied}
+
+
+def _came(store: Store, keys: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:  # of every kind of store, when time is up or its host is gone
+        return False
+    return True
+
+
+def _absent(ranks: list[int], world_size: int, timeout: timedelta) -> PlanError:
+    return PlanError(
+        f"{listed(ranks)} of {world_size} did not come within {timeout.total_seconds():g} s",
+        fix="look at the output of those ranks: they ended, or run something else",
+    )
+
+
+def _seat(content: bytes) -> Seat:
+    read = json.loads(content)
+    error = tuple(read["error"]) if read["error"] else None
+    return Seat(**{**read, "tied": tuple(tuple(stages) for stages in read["tied"]), "error": error})
+
+
+# ---- what does not go together
+
+
+def _raise_told(seats: Sequence[Seat]) -> None:
+    """The first error that a rank brought, with all ranks that brought it."""
+    told = [seat.error for seat in seats]
+    first = next((error for error in told if error is not None), None)
+    if first is not None:
+        ranks = [rank for rank, error in enumerate(told) if error == first]
+        where = "" if len(ranks) == len(seats) else f"{listed(ranks)}: "
+        raise PlanError(where + first[0], where=first[1], fix=first[2])
+
+
+def _require_equal(name: str, values: Sequence[str | None]) -> None:
+    """What most ranks have is taken as right; the others are named."""
+    usual, _ = Counter(values).most_common(1)[0]
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    if odd:
+        first = values[odd[0]]
+        raise PlanError(
+            f"{name} differs between ranks: {listed(odd)} of {len(values)} (rank {odd[0]} has {first}, "
+            f"most have {usual})",
+            fix="start every rank with the same model, spec and versions",
+        )
+
+
+def _mixed(seats: Sequence[Seat], types: Counter[str]) -> PlanError:
+    usual, _ = types.most_common(1)[0]
+    odd = [rank for rank, seat in enumerate(seats) if seat.device_type != usual]
+    first = seats[odd[0]]
+    return PlanError(
+        f"{listed(odd)} of {len(seats)} would run on {first.device} (host {first.host}), "
+        f"the others on {seats[_first_of(seats, usual)].device}",
+        where="device",
+        fix=f"see that every host shows its GPUs (nvidia-smi, CUDA_VISIBLE_DEVICES, torch with CUDA), or {ON_THE_CPU}",
+    )
+
+
+def _first_of(seats: Sequence[Seat], device_type: str) -> int:
+    return next(rank for rank, seat in enumerate(seats) if seat.device_type == device_type)
+
+
+def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
+    """The ranks of each GPU that several have."""
+    ranks = defaultdict(list)
+    for rank, seat in enumerate(seats):
+        if seat.gpu:
+            ranks[seat.gpu].append(rank)
+    return [members for members in ranks.values() if len(members) > 1]
+
+
+def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:
+    """Ranks share a GPU only where the user named it to each; NCCL refuses that, and gloo sends host memory alone."""
+    first = shared[0]
+    what = f"{listed(first)} are on one GPU ({seats[first[0]].device} of host {seats[first[0]].host})"
+    if not all(seats[rank].named for ranks in shared for rank in ranks):
+        raise PlanError(
+            f"{what}: there are more ranks than GPUs, or each rank was shown the same one",
+            where="device",
+            fix="launch one rank for each GPU, or show each rank its own (CUDA_VISIBLE_DEVICES); to share one on "
+            f'purpose, name it on every rank: Engine(plan, device="{seats[first[0]].device}"); or {ON_THE_CPU}',
+        )
+    if pp > 1:
+        raise PlanError(
+            f"{what}, where ranks talk over gloo, and gloo cannot send what pipeline stages give each other from a GPU",
+            where="mesh",
+            fix="use pp 1, or a GPU for each rank",
+        )
+
+
+def listed(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks for a message."""
+    names = ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
