@@ -1,0 +1,101 @@
+"""All members of each communicator call the same in the same order, and no two wait for each other, as NCCL needs it.
+
+The ranks talk over gloo, but over the communicators that they have on NCCL: links in place of the group of pp, and each
+used once at the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from runtime import Engine
+from runtime.distributed import groups
+from tests.tools.laboratory import Case, session_lab
+from tests.tools.order_recorder import Call, Record, Recorder, cycle, differences, elsewhere
+
+
+def recorded(plan: Any, batches: list[dict[str, Tensor]]) -> Record:
+    """Start, two steps (the gradients of the first are gathered), an evaluation, the parameters, the end."""
+    with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+        patch.setattr(groups, "backend_of", lambda opened: "nccl")
+        with Engine(plan, timeout_seconds=60) as engine:
+            assert engine.groups.pp is None
+            own = engine.groups
+            names = {"world": own.world, "tp": own.tp, "dp": own.dp}
+            pairs = [*names.items(), *(("embedding", g) for g in own.embedding.values())]
+            pairs += [("link", group) for group in own.links.values()]
+            names = {group.group_name: name for name, group in pairs if group is not None}
+            engine.forward_backward(batches[0])
+            engine.gather_gradients()
+            engine.optimizer_step()
+            engine.train_step(batches[1])
+            engine.evaluate(batches[0])
+            engine.gather_parameters()
+        return Record(recorder.calls, names, recorder.members)
+
+
+SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+CASES = {
+    "tp": (Case("llama", {"tp": 2}, job=recorded), {"world", "tp"}),
+    "sp": (Case("gpt2", {"tp": 2}, SEQUENCE_PARALLEL, job=recorded), {"world", "tp"}),
+    "dp": (Case("gpt2", {"dp": 2}, job=recorded), {"world", "dp"}),
+    "pp": (Case("llama", {"pp": 2}, job=recorded), {"world", "link"}),
+    "tied": (Case("gpt2", {"pp": 2}, job=recorded), {"world", "link", "embedding"}),
+    "gpipe": (
+        Case("gpt2", {"pp": 2}, {"pipeline": {"schedule": "gpipe"}}, job=recorded),
+        {"world", "link", "embedding"},
+    ),
+    "interleaved": (Case("llama", {"pp": 2, "vpp": 2}, INTERLEAVED, job=recorded), {"world", "link"}),
+    "tp-pp-sp": (
+        Case("gpt2", {"tp": 2, "pp": 2}, SEQUENCE_PARALLEL, job=recorded),
+        {"world", "tp", "link", "embedding"},
+    ),
+    "tp-dp": (Case("llama", {"tp": 2, "dp": 2}, job=recorded), {"world", "tp", "dp"}),
+    "pp-dp": (Case("gpt2", {"pp": 2, "dp": 2}, job=recorded), {"world", "dp", "link", "embedding"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_all_members_call_the_same_and_none_waits_in_a_circle(name):
+    case, used = CASES[name]
+    records = session_lab().run(case)
+    assert len(records) == case.world_size
+    assert differences(records) == []
+    assert cycle(records) == []
+    assert elsewhere(records, "cpu") == []
+    assert {record.names.get(call.group) for record in records for call in record.calls} == used
+    assert any("reduction" in dict(c.details) for c in records[0].calls)
+    assert_mutants_are_found(records, two_groups=bool(used & {"tp", "dp", "embedding"}))
+
+
+def assert_mutants_are_found(records: list[Record], two_groups: bool) -> None:
+    """Rank 1 swaps neighbouring collectives, of one communicator and of any two that rank 0 has too; and it gives a
+    tensor of another device."""
+    calls, shared = records[1].calls, set(records[0].members)
+    everywhere = range(len(calls))
+    alike = [at for at in everywhere if other_call(calls, at, lambda a, b: a.group == b.group)]
+    assert alike
+    assert all(differences(with_swap(records, at)) for at in alike)
+    across = [at for at in everywhere if other_call(calls, at, lambda a, b: a.group != b.group)]
+    across = [at for at in across if {c.group for c in calls[at : at + 2]} <= shared]
+    assert bool(across) == two_groups
+    assert all(cycle(with_swap(records, at)) for at in across)
+    calls = [calls[0]._replace(devices=frozenset({"cuda"})), *calls[1:]]
+    assert len(elsewhere([records[0], records[1]._replace(calls=calls)], "cpu")) == 1
+
+
+def other_call(calls: list[Call], at: int, which: Any) -> bool:
+    """Whether the collectives ``at`` and after it are not alike, and as asked for."""
+    both = calls[at : at + 2]
+    return len(both) == 2 and all(c.peer is None for c in both) and both[0][:3] != both[1][:3] and which(*both)
+
+
+def with_swap(records: list[Record], at: int) -> list[Record]:
+    calls = records[1].calls
+    calls = [*calls[:at], calls[at + 1], calls[at], *calls[at + 2 :]]
+    return [records[0], records[1]._replace(calls=calls), *records[2:]]
