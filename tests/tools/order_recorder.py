@@ -1,7 +1,8 @@
 """What each rank asks of its process groups, in order, and whether it would end on any backend.
 
     same       the members of a communicator call the same collectives; what one sends over it the other receives
-    no cycle   collectives hold a rank until all members come: the orders of all ranks together are one order
+    no cycle   a collective holds a rank until all members come, the wait for a message until its other side is posted:
+               the orders of all ranks together are one order
     device     every tensor lies where the communicator's backend reads it
 
 The record is made below Python, where torch dispatches the calls: under which name one was called does not matter. What
@@ -10,6 +11,7 @@ a reduction does (sum, max) cannot be read there, and is noted one floor above.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_
 class Call(NamedTuple):
     """``group`` is the communicator's name, the same on all members. ``details``: shapes, dtypes, sum or max, root.
 
-    ``peer`` is the other side of a message, by its global rank; None for a collective.
+    ``peer`` is the other side of a message, by its global rank; None for a collective. The call "wait" has in its
+    details the place of the message that is waited for, among this rank's calls.
     """
 
     group: str
@@ -47,10 +50,15 @@ class Recorder(TorchDispatchMode):
         self.members: dict[str, tuple[int, ...]] = {}
         self._patch = pytest.MonkeyPatch()
         self._reduction = ""
+        self._works: dict[int, tuple[Any, int]] = {}  # by id: a message's work, kept so that no other gets its id
 
     def __enter__(self) -> Recorder:
+        group, work = dist.ProcessGroup, dist.Work
         for name in REDUCTIONS:
-            self._patch.setattr(dist.ProcessGroup, name, self._noting(getattr(dist.ProcessGroup, name)))
+            self._patch.setattr(group, name, self._noting(getattr(group, name)))
+        for name in ("send", "recv"):
+            self._patch.setattr(group, name, self._numbering(getattr(group, name)))
+        self._patch.setattr(work, "wait", self._waiting(work.wait))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -72,6 +80,27 @@ class Recorder(TorchDispatchMode):
             names = dist.ReduceOp.RedOpType.__members__
             self._reduction = next(name for name, member in names.items() if op == member)
             return real(*args, **kwargs)
+
+        return call
+
+    def _numbering(self, real: Any) -> Any:
+        """A send or receive of a process group, which keeps the place of its call."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = real(*args, **kwargs)
+            self._works[id(work)] = work, len(self.calls) - 1
+            return work
+
+        return call
+
+    def _waiting(self, real: Any) -> Any:
+        """A work's ``wait``, which records itself where the work is a message's."""
+
+        def call(work: Any, *args: Any) -> Any:
+            if id(work) in self._works:
+                at = self._works[id(work)][1]
+                self.calls.append(self.calls[at]._replace(op="wait", details=(at,), devices=frozenset()))
+            return real(work, *args)
 
         return call
 
@@ -126,19 +155,24 @@ def _difference(what: str, mine: list[Any], theirs: list[Any]) -> str:
 
 
 def cycle(records: list[Record]) -> list[Any]:
-    """Calls that wait for one another in a circle. A message over a link only is posted; any other holds both sides."""
+    """What waits for one another in a circle; empty where every order of turns ends."""
     graph: networkx.DiGraph = networkx.DiGraph()
     for rank, record in enumerate(records):
-        counts: dict[Any, int] = {}
-        waits = []
-        for call in record.calls:
-            if call.peer is not None and record.names.get(call.group) == "link":
+        counts: Counter[Any] = Counter()
+        posted: dict[int, tuple[Any, ...]] = {}
+        events: list[tuple[Any, ...]] = []
+        for at, call in enumerate(record.calls):
+            if call.op == "wait":
+                side, *message = posted[call.details[0]]
+                events.append(("wait", rank, at))
+                graph.add_edge(("recv" if side == "send" else "send", *message), events[-1])
                 continue
-            ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
-            key = (call.group, "collective" if call.peer is None else ends)
-            counts[key] = counts.get(key, -1) + 1
-            waits.append((*key, counts[key]))
-        graph.add_edges_from(pairwise(waits))
+            ends = "all" if call.peer is None else (rank, call.peer) if call.op == "send" else (call.peer, rank)
+            side = "all" if call.peer is None else call.op
+            events.append((side, call.group, ends, counts[side, call.group, ends]))
+            counts[side, call.group, ends] += 1
+            posted[at] = events[-1]
+        graph.add_edges_from(pairwise(events))
     try:
         return [edge[0] for edge in networkx.find_cycle(graph)]
     except networkx.NetworkXNoCycle:
@@ -146,12 +180,12 @@ def cycle(records: list[Record]) -> list[Any]:
 
 
 def elsewhere(records: list[Record], device: str) -> list[str]:
-    """Calls with a tensor that is not on ``device``."""
+    """Calls with a tensor that is not on ``device``; over the group named "host", with one not in host memory."""
     return [
         f"rank {rank}: {call.op} over {record.names.get(call.group, '?')} with a tensor on {sorted(call.devices)}"
         for rank, record in enumerate(records)
         for call in record.calls
-        if call.devices - {device}
+        if call.devices - {"cpu" if record.names.get(call.group) == "host" else device}
     ]
 
 
