@@ -25,7 +25,7 @@ from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.data.batches import num_tokens
 from runtime.data.denominators import denominators
-from runtime.data.first_batch import check_first_batch
+from runtime.data.first_batch import check_first_batch, tell_failure
 from runtime.distributed.groups import RankMesh
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.lr import learning_rate
@@ -69,8 +69,10 @@ class Engine:
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             built = build(plan, self.spec, self.groups, self._weights, program)
-        except BaseException:
-            self.groups.destroy()
+        except BaseException as error:
+            if self._store is not None:
+                tell_failure(self._store, self.mesh.world_size, self.groups.rank, error)
+            self.groups.abort()
             raise
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept = built.fresh, built.kept
@@ -180,7 +182,7 @@ class Engine:
         if kind is None:
             self.close()
         elif self.groups.world is not None:
-            self.groups.destroy()  # no barrier: the other ranks may have failed elsewhere
+            self.groups.abort()  # nobody is waited for: the other ranks may have failed elsewhere
 
     # ---- pieces of a step
 

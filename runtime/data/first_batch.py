@@ -1,4 +1,4 @@
-"""The first batch, checked on all ranks at once: a rank with a bad one must not leave the others waiting."""
+"""The first batch, checked on all ranks at once: a rank that cannot begin must not leave the others waiting."""
 
 from __future__ import annotations
 
@@ -41,13 +41,10 @@ def check_first_batch(
         own = error.what
         raise
     finally:
-        if rank == 0:
-            store.set("batch/expected", expected)
-        if own:
-            store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
-        if store.add("batch/num_checked", 1) == world_size:
-            store.set("batch/all_checked", "1")
+        _tell(store, world_size, rank, own, expected)
     store.wait(["batch/all_checked"], timeout)
+    if store.check(["failed"]):
+        raise PlanError(f"not every rank can begin: {store.get('failed').decode()}", fix="look at that rank's output")
     num_bad = store.add("batch/num_bad", 0)
     if num_bad:
         told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
@@ -56,6 +53,22 @@ def check_first_batch(
             where="batch",
             fix="give every rank the same global batch, or its own share with train_step(batch, local=True)",
         )
+
+
+def tell_failure(store: Store, world_size: int, rank: int, error: BaseException) -> None:
+    """In the place of ``check_first_batch``: this rank has no engine, and the others must not wait for it."""
+    store.set("failed", f"rank {rank}: {type(error).__name__}: {error}")
+    _tell(store, world_size, rank, "", NO_BATCH)
+
+
+def _tell(store: Store, world_size: int, rank: int, own: str, expected: str) -> None:
+    """This rank is done with its check; ``own``: what is wrong here."""
+    if rank == 0:
+        store.set("batch/expected", expected)
+    if own:
+        store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
+    if store.add("batch/num_checked", 1) == world_size:
+        store.set("batch/all_checked", "1")
 
 
 def _fingerprint(batch: Mapping[str, Tensor], local: bool) -> str:

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, Store
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed.abort import abort_at_a_failed_end, abort_groups, forget
 from runtime.distributed.default_group import default_backends, next_store, open_world
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 from runtime.distributed.first_use import use_each_once
@@ -81,6 +82,8 @@ class Groups:
 
     def __post_init__(self) -> None:
         self.coordinate = self.mesh.coordinate(self.rank)
+        if self.world is not None:
+            abort_at_a_failed_end(id(self), self.abort)
 
     @property
     def tp_rank(self) -> int:
@@ -107,7 +110,11 @@ class Groups:
         """Wait for all ranks and end the groups made here; the user's own default group stays."""
         if self.world is None:
             return
-        self.barrier()
+        try:
+            self.barrier()
+        except BaseException:
+            self.abort()
+            raise
         self.destroy()
 
     def destroy(self) -> None:
@@ -116,6 +123,16 @@ class Groups:
         else:
             for group in self.made:
                 dist.destroy_process_group(group)
+        self._forget()
+
+    def abort(self) -> None:
+        """End the groups made here after an error, without a wait for anyone: what is under way may never end."""
+        if self.world is not None:
+            abort_groups(self.made, with_default=self.owns_default)
+            self._forget()
+
+    def _forget(self) -> None:
+        forget(id(self))
         self.world = self.host = self.tp = self.dp = self.pp = None
         self.embedding, self.links, self.made = {}, {}, []
 
@@ -149,13 +166,22 @@ def open_groups(
     groups = Groups(
         mesh, rank, own, timeout, world.owns_default, world.device, world.host, verdict.backend, made=world.made
     )
+    try:
+        _fill(groups, verdict.tied)
+    except BaseException:
+        groups.abort()
+        raise
+    return groups
+
+
+def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
+    """The groups of a part of the ranks, each used once where a first use would block."""
     on_nccl = groups.backend == "nccl"
     _make_axis_groups(groups, ("tp", "dp") if on_nccl else ("tp", "dp", "pp"))  # there links take the place of pp
-    _make_embedding_groups(groups, verdict.tied)
+    _make_embedding_groups(groups, tied_sets)
     if on_nccl:
         make_links(groups)
         use_each_once(groups)
-    return groups
 
 
 def _device(given: torch.device | str | None, place: Launched) -> torch.device:

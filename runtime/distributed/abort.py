@@ -1,0 +1,58 @@
+"""The end of process groups after an error, when what is under way on them may never end.
+
+    NCCL    abort: kernels that wait for a peer end. To destroy the group instead would wait for them
+    gloo    only its timeout ends a collective that waits for a peer, and the interpreter would wait for that before it
+            ends. So the group is never taken down: the process ends at once, its connections close, and its peers hear
+
+A process that an error ends without ``Engine.close`` or a ``with`` aborts what it had open on its way out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_open: dict[int, Callable[[], None]] = {}
+
+
+def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
+    """End ``groups``, or with the default group all there are, without a wait for anyone."""
+    if not dist.is_initialized():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    every = list(dist.distributed_c10d._world.pg_map) if with_default else list(groups)
+    for group in every:
+        if "gloo" in dist.get_backend_config(group):
+            _keep_for_ever(group)
+    if with_default:
+        abort(None)
+        return
+    for group in reversed(every):
+        abort(group)
+
+
+def abort_at_a_failed_end(key: int, abort: Callable[[], None]) -> None:
+    """Call ``abort`` where an uncaught error ends the interpreter, unless ``forget`` comes before."""
+    _open[key] = abort
+
+
+def forget(key: int) -> None:
+    """What was opened is closed."""
+    _open.pop(key, None)
+
+
+@atexit.register
+def _at_exit() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        for abort in list(_open.values()):
+            abort()
+
+
+def _keep_for_ever(group: ProcessGroup) -> None:
+    """One reference that nobody gives back: the destructor, which joins the threads of a gloo group, never runs."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

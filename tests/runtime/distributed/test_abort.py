@@ -1,0 +1,110 @@
+"""A rank that fails ends by itself, whatever it has under way, and so do its peers: long before the groups' timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from runtime.distributed.launch import HOST, RankError, launch
+from runtime.engine import Engine
+from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
+
+SIZE, TIMEOUT_SECONDS, HANGS_SECONDS = 8, 300.0, 100.0
+pytestmark = pytest.mark.slow
+
+
+def engine_that_fails(failing: int, layout: dict[str, Any]) -> Engine:
+    """Its second forward raises on rank ``failing``, with a receive posted and a collective started."""
+    rank = int(os.environ["RANK"])
+    plan = build_plan(build_model(), size=SIZE, **layout)
+    engine = Engine(plan, program=lower(plan, rank), timeout_seconds=TIMEOUT_SECONDS)
+    calls: list[Any] = []
+
+    def fail(module: torch.nn.Module, inputs: Any) -> None:
+        calls.append(dist.irecv(torch.ones(3), 1 - rank, group=engine.groups.host, tag=77))
+        if len(calls) == 2:
+            calls.append(dist.all_reduce(torch.ones(3), group=engine.groups.world, async_op=True))
+            raise ArithmeticError("the forward went wrong")
+
+    if rank == failing:
+        engine.program.stages[0].module.register_forward_pre_hook(fail)
+    return engine
+
+
+def fail_in_a_step(failing: int, layout: dict[str, Any]) -> None:
+    with engine_that_fails(failing, layout) as engine:
+        engine.train_step(build_batch(SIZE))
+
+
+def fail_without_with(failing: int, layout: dict[str, Any]) -> None:
+    engine_that_fails(failing, layout).train_step(build_batch(SIZE))
+
+
+def fail_in_init(failing: int, layout: dict[str, Any]) -> None:
+    """One rank's weights cannot be taken; the other goes on into its first step."""
+    plan = build_plan(build_model(), size=SIZE, **layout)
+    rank = int(os.environ["RANK"])
+    program: Any = lower(plan, rank)
+    if rank == failing:
+        program.stages = None
+    with Engine(plan, program=program, timeout_seconds=TIMEOUT_SECONDS) as engine:
+        engine.train_step(build_batch(SIZE))
+
+
+def fail_in_close(failing: int, layout: dict[str, Any]) -> None:
+    """One rank leaves with an error while the other waits for it at the end."""
+    with engine_that_fails(-1, layout):
+        if int(os.environ["RANK"]) == failing:
+            raise ArithmeticError("the user's own code went wrong")
+
+
+CASES = {
+    "receives": ("fail_in_a_step", 1, {"pp": 2, "micro": 2}, "StepError: rank 1 .*stage 1.*the forward went wrong"),
+    "sends": ("fail_in_a_step", 0, {"pp": 2, "micro": 2}, "StepError: rank 0 .*stage 0.*the forward went wrong"),
+    "dp": ("fail_in_a_step", 1, {"dp": 2, "micro": 2}, "StepError: rank 1 .*the forward went wrong"),
+    "without with": ("fail_without_with", 1, {"pp": 2, "micro": 2}, "StepError: rank 1 .*the forward went wrong"),
+    "init": ("fail_in_init", 1, {"dp": 2, "micro": 2}, "TypeError: 'NoneType'"),
+    "close": ("fail_in_close", 0, {"pp": 2, "micro": 2}, "ArithmeticError: the user's own code went wrong"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_processes_end_by_themselves_with_the_ranks_own_error(case):
+    """As torchrun starts them, but with nobody to end the peers. No abort of C++ code: that would be a signal."""
+    function, failing, layout, told = CASES[case]
+    store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
+    code = f"from tests.runtime.distributed.test_abort import *; {function}({failing}, {layout})"
+    environment = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1], errors
+    last = errors[failing].strip().splitlines()[-1]
+    assert re.search(told, last), errors[failing]
+    if case == "init":
+        assert "not every rank can begin: rank 1: TypeError" in errors[0]
+
+
+def test_launched_ranks_show_the_step_error_of_the_one_that_failed():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.*\n)*.*StepError: rank 1 .*the forward went wrong"):
+        launch(fail_in_a_step, 2, 1, {"pp": 2, "micro": 2}, timeout_seconds=HANGS_SECONDS)
