@@ -5,8 +5,6 @@ train_step = batch check -> loss denominators of the global batch -> actions of 
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Mapping
 from os import PathLike
 from types import TracebackType
@@ -30,7 +28,7 @@ from runtime.distributed.groups import RankMesh
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.lr import learning_rate
 from runtime.pipeline.executor import Step
-from runtime.report.step_report import StepReport
+from runtime.report.step_report import StepClock, StepReport
 from runtime.weights.gather import collect, from_rank_0
 from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source
@@ -76,7 +74,8 @@ class Engine:
             raise
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept = built.fresh, built.kept
-        self.loss_scale = LossScale.of(self.spec.precision)
+        self.loss_scale = LossScale(self.spec.precision, self.groups.device)
+        self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.executor = executor_of(plan, built, self.groups, before_backward=self._before_backward)
 
     # ---- public: steps
@@ -85,13 +84,12 @@ class Engine:
         """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
 
         ``local``: the batch is this dp rank's own share, as a DistributedSampler deals it. Raises PlanError for a batch
-        that is not the plan's, StepError when a stage fails.
+        that is not the plan's, StepError when a stage fails. On a GPU it returns before the device is done: the first
+        figure of the report that is read waits for it.
         """
-        start = time.perf_counter()
+        clock = StepClock(self.groups.device)
         loss = self._forward_backward(batch, local)
-        report = self._update(loss)
-        tokens = num_tokens(batch) * (self.mesh.dp if local else 1)
-        return dataclasses.replace(report, tokens_per_s=tokens / (time.perf_counter() - start))
+        return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
 
     def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
@@ -194,7 +192,7 @@ class Engine:
             self._fresh = []
             self.optimizer.sync_main_from_parameters()
 
-    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> float:
+    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
         self._ready()
         self.optimizer.begin_step()
@@ -210,7 +208,7 @@ class Engine:
             microbatches,
             self.layout.first_microbatch,
             denominators(self.program, self.layout, batch, self.groups, local=local),
-            self.loss_scale.value,
+            self.loss_scale.tensor,
         )
 
     def _check(self, batch: Mapping[str, Tensor], local: bool) -> None:
@@ -225,24 +223,26 @@ class Engine:
     def _before_backward(self, is_last: bool) -> None:
         self.optimizer.buffers.last_microbatch = is_last
 
-    def _loss_here(self, loss: Tensor | None) -> float:
+    def _loss_here(self, loss: Tensor | None) -> Tensor:
         """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
-        return loss.item() if loss is not None and self.groups.tp_rank == 0 else 0.0
+        return loss if loss is not None and self.groups.tp_rank == 0 else self._nothing
 
-    def _over_world(self, addend: float) -> float:
+    def _over_world(self, addend: Tensor) -> float:
         if self.groups.world is None:
-            return addend
-        total = torch.tensor(addend, dtype=torch.float64, device=self.groups.device)
+            return addend.item()
+        total = addend.clone()
         dist.all_reduce(total, group=self.groups.world)
         return total.item()
 
-    def _update(self, loss: float) -> StepReport:
-        rate = self._learning_rate()
-        result = self.optimizer.step(rate, grad_scale=self.loss_scale.value, extra=[loss])
-        self.loss_scale.update(skipped=result.skipped)
+    def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
+        rate, scale = self._learning_rate(), self.loss_scale.tensor
+        result = self.optimizer.step(rate, grad_scale=1.0 if scale is None else scale, extra=[loss])
+        self.loss_scale.update(result.found_inf)
         self.step_index += 1
         self._gradients_ready = False
-        return StepReport(result.sums[0], result.grad_norm, rate, result.skipped, 0.0)
+        if clock is not None:
+            clock.stop()
+        return StepReport(result.figures, rate, num_tokens, clock)
 
     def _learning_rate(self) -> float:
         o, s = self.spec.optimizer, self.spec.optimizer.schedule

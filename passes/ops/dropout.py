@@ -1,11 +1,12 @@
-"""Random ops that draw from a stream that is named; the default generator stays as it was.
+"""Random ops that draw from a stream that is named (passes.ops.random_state); the default generator stays as it was.
 
-stream = hash(seed, step, global microbatch, which op, and where each rank draws its own: the tp rank)
+dropout    y = x · keep · 1/(1 − p)      keep drawn with probability 1 − p, one byte an element; the factor in float32
+
+In bfloat16 the factor of p = 0.1 is 1.109375 for 1.1111: multiplied into the mask, it makes every output 0.16 % small.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -15,29 +16,37 @@ from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.random_state import RandomState
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
 
 
-def stream_seed(random: RandomState, op: int, sharded: bool) -> int:
-    """The seed of one draw: 63 bits of a hash of all that names it."""
-    text = f"{random.seed}/{random.step}/{random.microbatch}/{op}/{random.tp_rank if sharded else -1}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+class _Dropout(torch.autograd.Function):
+    """Both ways the op that PyTorch's own dropout has for its backward: one kernel, computed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(keep)
+        return aten.native_dropout_backward(x, keep, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (keep,) = ctx.saved_tensors
+        return aten.native_dropout_backward(grads[0], keep, ctx.scale), None, None
 
 
 def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: bool) -> Tensor:
     """x with each element zeroed with probability p and the rest scaled by 1/(1 − p); x itself in an evaluation."""
     if not random.training:
         return x
-    generator = torch.Generator(x.device).manual_seed(stream_seed(random, op, sharded))
-    keep = torch.empty_like(x, requires_grad=False).bernoulli_(1.0 - p, generator=generator)
-    return x * keep.div_(1.0 - p) if p < 1.0 else x * keep
+    keep = torch.empty_like(x, dtype=torch.bool, requires_grad=False)
+    keep.bernoulli_(1.0 - p, generator=random.generator(x.device, op, sharded))
+    return _Dropout.apply(x, keep, 1.0 / (1.0 - p) if p < 1.0 else 1.0)
 
 
 def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
     """Attention whose dropout draws from the named stream; the default generator is left as it was."""
-    device = args[0].device
     off = {} if random.training else {"dropout_p": 0.0}
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-        torch.manual_seed(stream_seed(random, op, sharded))
+    with random.as_default(args[0].device, op, sharded):
         if target is shared_key_attention:
             return shared_key_attention(*args, **{**kwargs, **off})
         given: dict[str, Any] = attention_arguments(args, kwargs) | off
@@ -46,8 +55,7 @@ def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, a
 
 def stream_random(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Any:
     """Any other random op, such as the draw of a drop path; the default generator is left as it was."""
-    devices = {v.device for v in (*args, *kwargs.values()) if isinstance(v, Tensor)}
-    devices |= {v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)}
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"], device_type="cuda"):
-        torch.manual_seed(stream_seed(random, op, sharded))
+    given = (*args, *kwargs.values())
+    devices = [v.device for v in given if isinstance(v, Tensor)] + [v for v in given if isinstance(v, torch.device)]
+    with random.as_default(devices[0] if devices else torch.device("cpu"), op, sharded):
         return target(*args, **kwargs)

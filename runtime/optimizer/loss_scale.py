@@ -1,33 +1,41 @@
-"""The loss scale of float16 training: large enough that small gradients survive, halved when one overflows."""
+"""The loss scale of float16 training: large enough that small gradients survive, halved when one overflows.
+
+    skipped                             scale ← max(1, scale / 2)
+    GROWTH_INTERVAL good steps          scale ← 2 · scale
+
+It lives on the device: whether a step is skipped is known there, and the host need not wait to be told.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 from planner.spec.sections import PrecisionSpec
 
-INITIAL = 2.0**16
+INITIAL = 2.0**15  # 2^16 is infinite in float16, in which the loss of a model may be
 GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 
 
-@dataclass(slots=True)
 class LossScale:
-    """``value`` multiplies the loss's gradient; always 1 unless ``dynamic``. Owns: the count of good steps."""
+    """``tensor`` (float32, no dims) multiplies the loss's gradient; None where nothing is scaled.
 
-    dynamic: bool = False
-    value: float = 1.0
-    num_good: int = 0
+    Owns: the scale and the count of good steps.
+    """
 
-    @classmethod
-    def of(cls, precision: PrecisionSpec) -> LossScale:
-        return cls(True, INITIAL) if precision.loss_scale == "dynamic" else cls()
+    def __init__(self, precision: PrecisionSpec, device: torch.device) -> None:
+        self.tensor: Tensor | None = None
+        if precision.loss_scale == "dynamic":
+            self.tensor = torch.full((), INITIAL, dtype=torch.float32, device=device)
+            self.num_good = torch.zeros((), dtype=torch.int32, device=device)
 
-    def update(self, *, skipped: bool) -> None:
-        """After each update: halve where it was skipped, double after ``GROWTH_INTERVAL`` that were not."""
-        if not self.dynamic:
-            return
-        self.num_good = 0 if skipped else self.num_good + 1
-        if skipped:
-            self.value = max(1.0, self.value / 2)
-        elif self.num_good == GROWTH_INTERVAL:
-            self.value, self.num_good = self.value * 2, 0
+    @property
+    def value(self) -> float:
+        """The scale, read from the device; 1 where nothing is scaled."""
+        return 1.0 if self.tensor is None else float(self.tensor)
+
+    def update(self, found_inf: Tensor) -> None:
+        """After each update. ``found_inf``: 1.0 (float32) where it was skipped, else 0.0."""
+        if self.tensor is not None:
+            torch._amp_update_scale_(self.tensor, self.num_good, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+            self.tensor.clamp_(min=1.0)

@@ -5,12 +5,12 @@
     step        AdamW on the float32 (or float64) main shard; shard -> parameter buffer; all-gather
 
 Nothing is divided by the number of ranks: losses are already shares of the global batch's mean, so gradients add up.
+Norm, clip and whether the update is skipped stay on the device, and AdamW reads them there: the host never waits.
 Bytes a parameter for d ranks: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d, with bfloat16 ones 4 + 16/d.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +29,26 @@ from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One update: the global gradient norm before clipping; ``skipped`` where it was not finite and nothing changed.
+    """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 where the norm or
+    an extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
 
-    ``sums`` are the extra scalars given to ``step``, summed over all ranks.
+    ``found_inf``: the second figure as AdamW reads it (float32). The properties wait for the device.
     """
 
-    grad_norm: float
-    skipped: bool
-    sums: tuple[float, ...] = ()
+    figures: Tensor
+    found_inf: Tensor
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self.figures[0])
+
+    @property
+    def skipped(self) -> bool:
+        return bool(self.figures[1])
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        return tuple(self.figures[2:].tolist())
 
 
 @dataclass
@@ -113,23 +125,23 @@ class DistributedOptimizer:
                     self._sum_over(axis, shard)
         self._is_reduced = True
 
-    def step(self, lr: float, *, grad_scale: float = 1.0, extra: Sequence[float] = ()) -> StepResult:
+    def step(self, lr: float, *, grad_scale: Tensor | float = 1.0, extra: Sequence[Tensor | float] = ()) -> StepResult:
         """Clip, update and start the gather of the parameters. ``grad_scale``: what the loss was multiplied with.
 
-        ``extra`` scalars are summed over all ranks in the same exchange as the norm. An update with a norm that is not
-        finite is skipped, whole, on every rank.
+        ``extra`` scalars are summed over all ranks in the same exchange as the norm. An update with a norm or an extra
+        sum that is not finite is skipped, whole, on every rank.
         """
         if not self._is_reduced:
             self.reduce_gradients()
-        squared_norm, *sums = self._sum_over_world([self._squared_norm(), *extra])
-        norm = math.sqrt(squared_norm) / grad_scale if squared_norm >= 0 else math.nan
+        sums = self._sum_over_world([self._squared_norm(), *extra])
+        norm = sums[:1].sqrt() / grad_scale
+        is_finite = torch.isfinite(norm).all() & torch.isfinite(sums[1:]).all()
+        skipped = is_finite.logical_not().view(1)
+        found_inf = skipped.squeeze().to(torch.float32)
         self._is_reduced = False
-        if not math.isfinite(norm):
-            return StepResult(norm, True, tuple(sums))
-        self._scale_gradients(self._clip_coefficient(norm) / grad_scale)
-        self._update(lr)
+        self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf)
         self.buffers.start_parameter_gather()
-        return StepResult(norm, False, tuple(sums))
+        return StepResult(torch.cat([norm, skipped.to(norm.dtype), sums[1:]]), found_inf)
 
     def wait_parameters(self) -> None:
         """Return when the updated parameters of all ranks are here."""
@@ -216,26 +228,32 @@ class DistributedOptimizer:
                 total += squared_norm(grad[start:stop])
         return total
 
-    def _sum_over_world(self, scalars: Sequence[Tensor | float]) -> list[float]:
+    def _sum_over_world(self, scalars: Sequence[Tensor | float]) -> Tensor:
         values = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in scalars])
         if self.groups.get("world") is not None:
             dist.all_reduce(values, group=self.groups["world"])
-        return values.tolist()
+        return values
 
-    def _clip_coefficient(self, norm: float) -> float:
+    def _divisor(self, norm: Tensor, grad_scale: Tensor | float) -> Tensor | None:
+        """What gradients are divided by; None where nothing is clipped or scaled."""
         limit = self.settings.clip_grad_norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        if limit is None:
+            is_one = not isinstance(grad_scale, Tensor) and grad_scale == 1.0
+            return None if is_one else torch.as_tensor(grad_scale, dtype=norm.dtype, device=norm.device)
+        return ((norm + 1e-6) / limit).clamp(min=1.0) * grad_scale
 
-    def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0:
-            for shard in self.shards:
-                shard.grad.mul_(factor)
-
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, divisor: Tensor | None, found_inf: Tensor) -> None:
+        """AdamW divides by ``divisor`` while it reads the gradients, in float32; float64 ones are divided before."""
         if self.optimizer is None:
             return
+        if divisor is not None and any(shard.grad.dtype == torch.float64 for shard in self.shards):
+            for shard in self.shards:
+                shard.grad.div_(divisor)
+            divisor = None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        options: Any = self.optimizer  # what torch.amp.GradScaler sets on fused optimizers
+        options.grad_scale, options.found_inf = None if divisor is None else divisor.to(torch.float32), found_inf
         self.optimizer.step()
         for shard in self.shards:
             if shard.owns_main:
@@ -251,7 +269,7 @@ class DistributedOptimizer:
 
 
 def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimizer | None:
-    """torch's AdamW on flat tensors, fused where the device has it. None for no tensors."""
+    """torch's fused AdamW on flat tensors: it skips by itself where the device says so. None for no tensors."""
     if not tensors:
         return None
     options: dict[str, Any] = {
@@ -260,10 +278,7 @@ def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimize
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    try:
-        return torch.optim.AdamW(tensors, fused=True, **options)
-    except RuntimeError:  # a device or dtype without fused kernels
-        return torch.optim.AdamW(tensors, foreach=True, **options)
+    return torch.optim.AdamW(tensors, fused=True, **options)
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

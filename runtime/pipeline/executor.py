@@ -33,14 +33,15 @@ class Step:
     """What one run over the actions is about.
 
     ``microbatches``: this dp rank's share of the batch, cut. ``first_microbatch``: the global index of the first of
-    them. ``denominators``: float64 scalars, sums over the global batch. ``scale``: the gradient of the loss.
+    them. ``denominators``: float64 scalars, sums over the global batch. ``scale``: the gradient of the loss, on the
+    device; None for 1.
     """
 
     index: int
     microbatches: Sequence[Mapping[str, Tensor]]
     first_microbatch: int
     denominators: Sequence[Tensor]
-    scale: float = 1.0
+    scale: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -168,12 +169,17 @@ class Executor:
         )
 
 
-def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: float) -> Saved:
+def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: Tensor | None) -> Saved:
     roots = [output for output, b in zip(outputs, stage.sends, strict=False) if b.requires_grad]
     if stage.has_loss:
         roots.append(outputs[-1])
     edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-    return Saved(received, edges, torch.full_like(outputs[-1], scale) if stage.has_loss else None)
+    return Saved(received, edges, _seed(outputs[-1], scale) if stage.has_loss else None)
+
+
+def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient of the loss."""
+    return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss)
 
 
 def _into(stage: StageModule, action: Action) -> Message:

@@ -116,10 +116,13 @@ def test_a_loss_scale_that_overflows_skips_the_update_and_halves():
     sections = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
     engine = Engine(plan(build(), spec({}, **sections)))
     before = engine.gather_parameters()
-    first = engine.train_step(batch())  # the loss of this model is float16 itself, where 65536 is infinite
-    assert first.skipped
     assert engine.loss_scale.value == 2.0**15
+    assert engine.loss_scale.tensor is not None
+    engine.loss_scale.tensor.fill_(2.0**40)
+    assert engine.train_step(batch()).skipped
+    assert engine.loss_scale.value == 2.0**39
     assert all(torch.equal(before[name], value) for name, value in engine.gather_parameters().items())
+    engine.loss_scale.tensor.fill_(2.0**15)
     assert not engine.train_step(batch()).skipped
 
 

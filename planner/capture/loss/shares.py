@@ -12,6 +12,7 @@ the global batch, of n microbatches:
     what reads no batch       → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
     anything else             → itself / n, and a warning that names the line
+    sums of half precision    → in float32     (planner.capture.loss.widen)
 
 Which of these a value is, its kind says (planner.capture.loss.kinds): by the graph's form where that leaves no doubt
 (capture.loss.form), else by a second capture (capture.batch.by_captures). What mixes the sequences of a batch before
@@ -52,6 +53,7 @@ from planner.capture.loss.loss_ops import (
     selects,
 )
 from planner.capture.loss.scaling import Scaling
+from planner.capture.loss.widen import widen
 from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
 from planner.graph.ops.aten import arguments
@@ -82,6 +84,10 @@ def share_loss(program: Program, num_microbatches: int, recapture: Recapture | N
         rewriter.warn_of_statistics()
         rewriter.warn_of_weights_alone()
     share = rewriter.whole_loss()
+    program.graph.graph.output_node().args = ((share,),)
+    wide = widen(program.graph.graph, [share, *rewriter.counts.counted])
+    share = wide.get(share, share)
+    rewriter.counts.counted = [wide.get(count, count) for count in rewriter.counts.counted]
     program.graph.graph.output_node().args = ((share,),)
     program.loss = share.name
     rewriter.counts.finish()

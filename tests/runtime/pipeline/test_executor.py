@@ -55,7 +55,7 @@ def executor(head: nn.Module, tail: nn.Module | None = None, random: RandomState
 
 def step_of(scale: float = 1.0) -> Step:
     torch.manual_seed(0)
-    return Step(7, [{"x": torch.randn(2, 3, dtype=torch.float64)} for _ in range(2)], 4, (), scale)
+    return Step(7, [{"x": torch.randn(2, 3, dtype=torch.float64)} for _ in range(2)], 4, (), torch.tensor(scale))
 
 
 def expected(step: Step, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
