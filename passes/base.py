@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
+from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from planner.decisions import Decisions
 from planner.graph.source_lines import where_of
@@ -51,6 +52,7 @@ class LowerContext:
     tp: AxisHandle
     random: RandomState
     device: torch.device
+    gate: ParameterGate = field(default_factory=ParameterGate)
     thorough: bool = False  # whether facts that take long to prove are looked at too
 
 

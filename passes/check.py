@@ -6,6 +6,7 @@
     values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
     no_op_draws_from_the_default_generator
     no_op_names_another_device
+    parameters_are_awaited                     where other ranks update them
 
 The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
 where a lowering is asked to be thorough. What they find is a bug of ours, never of the user's model.
@@ -22,11 +23,14 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
+from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph, Violation
 from passes.dropout import is_draw
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
+from passes.ops.column_linear import column_linears
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.parameter_gate import await_bucket
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from planner.graph.ops.own_backward import OwnBackward
@@ -81,6 +85,7 @@ _OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the f
     cut_log_softmax: (2, 1),
     cut_layer_norm: (2, 2),
     cut_rms_norm: (1, 1),
+    column_linears: (0, 1),
 }
 
 
@@ -214,3 +219,14 @@ def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iter
         for value in (*node.args, *node.kwargs.values()):
             if isinstance(value, torch.device) and value != context.device:
                 yield Violation(node, f"device {context.device}", f"device {value}")
+
+
+def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Every read of a parameter that other ranks update stands behind the wait for its bucket."""
+    places, here = buckets_of(stage, context), set[tuple[int, int]]()
+    for node in stage.graph.nodes:
+        if node.target is await_bucket:
+            here.add(node.args[1:])
+        for value in node.all_input_nodes:
+            if value in places and places[value] not in here:
+                yield Violation(node, f"a wait for bucket {places[value]} before {value.name} is read", "none")

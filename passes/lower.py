@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.await_parameters import await_parameters
 from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.check import (
     collectives_are_those_of_the_plan,
     is_sound,
     no_op_draws_from_the_default_generator,
     no_op_names_another_device,
+    parameters_are_awaited,
     readers_get_the_type_that_they_want,
     values_have_their_local_shape,
 )
+from passes.column_linear import overlap_f
 from passes.dropout import name_streams
 from passes.extract import extract
 from passes.insert_collectives import insert_collectives
@@ -40,8 +43,10 @@ PASSES: tuple[Pass, ...] = (
     Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
     Pass(fuse_bias),
+    Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
+    Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 
 
@@ -59,7 +64,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
         place(counts.graph, context.device)
         counts.recompile()
     inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
-    return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs)
+    return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs, context.gate)
 
 
 def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, range]:
@@ -67,7 +72,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     decisions, shards = plan.to_run()
     here = plan.mesh.coordinate(rank)
     tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
-    context = LowerContext(decisions, shards, plan.collectives, tp, random, device, thorough)
+    context = LowerContext(decisions, shards, plan.collectives, tp, random, device, thorough=thorough)
     return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)
 
 
@@ -120,7 +125,7 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
     module = fx.GraphModule(stage.root, stage.graph)
     attributes = {program.parameters[n]: n for n in stage.parameters} | {program.buffers[n]: n for n in stage.buffers}
     held = {n.target for n in stage.graph.nodes if n.op == "get_attr"}
-    for handle in ("tp", "random"):
+    for handle in ("tp", "random", "gate"):
         if handle in held:
             setattr(module, handle, getattr(stage.root, handle))
     return StageModule(

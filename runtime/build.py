@@ -69,7 +69,10 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
     decisions.release()
-    return Built(program, _batch_layout(plan, spec, groups), _optimizer(plan, spec, groups, program), fresh, kept)
+    optimizer = _optimizer(plan, spec, groups, program)
+    if program.gate is not None:
+        program.gate.wait = optimizer.buffers.wait_bucket
+    return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept)
 
 
 def executor_of(plan: Plan, built: Built, groups: Groups, *, before_backward: Callable[[bool], None]) -> Executor:

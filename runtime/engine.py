@@ -187,6 +187,9 @@ class Engine:
     def _ready(self) -> None:
         """The parameters as they are to be read: updated by all ranks, and initialised where nothing was loaded."""
         self.optimizer.wait_parameters()
+        self._initialise()
+
+    def _initialise(self) -> None:
         if self._fresh:
             initialise(self._fresh, self._weights, self.mesh.tp, self.groups.tp_rank)
             self._fresh = []
@@ -194,7 +197,7 @@ class Engine:
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
-        self._ready()
+        self._initialise() if self.program.gate is not None else self._ready()
         self.optimizer.begin_step()
         self._gradients_ready = False
         return self._loss_here(self.executor.run(step))

@@ -24,19 +24,27 @@ def shared_key_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] whole: attention of its query heads (type V over heads)."""
-    local, groups = q.shape[1], k.shape[1]
-    per_group = local * axis.size // groups
-    first = axis.rank * local
-    index = torch.div(torch.arange(first, first + local, device=q.device), per_group, rounding_mode="floor")
+    local, per_group = q.shape[1], q.shape[1] * axis.size // k.shape[1]
+    heads = [head // per_group for head in range(axis.rank * local, (axis.rank + 1) * local)]
+    k, v = (_read_by(heads, t) for t in (k, v))
     return F.scaled_dot_product_attention(
         q,
-        k.index_select(1, index),
-        v.index_select(1, index),
+        k,
+        v,
         attn_mask=mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
+        enable_gqa=k.shape[1] != local,
     )
+
+
+def _read_by(heads: list[int], x: Tensor) -> Tensor:
+    """The key heads that ``heads`` are: a part of x where each is read by as many query heads, else one for each."""
+    first, count = heads[0], heads[-1] - heads[0] + 1
+    if heads == [first + i // (len(heads) // count) for i in range(len(heads))]:
+        return x.narrow(1, first, count)
+    return torch.cat([x.narrow(1, head, 1) for head in heads], 1)
 
 
 def attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,10 @@ from planner.placement.types import Placement
 
 Tensor = torch.Tensor
 
+# torch 2.13 deprecates the names that are the only ones in 2.11
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
     """Sum (or ``op``) over the axis. ``owned``: x may be overwritten. gloo sums a non-contiguous x wrongly."""
@@ -40,13 +44,21 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
     return out
 
 
+def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
+    """Begin to sum a contiguous ``x`` in place; what it returns is waited for before x is read. None: nothing to do."""
+    _count(axis, "all_reduce", phase, x)
+    return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 and not x.is_meta else None
+
+
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
     """The whole tensor from the ranks' parts, segment by segment."""
     _count(axis, "all_gather", phase, x, axis.size)
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    parts = x.new_empty((axis.size, *x.shape))
     if not x.is_meta:
-        dist.all_gather(parts, x.contiguous(), group=axis.group)
-    return _joined(parts, axis, cut)
+        all_gather_single(parts.view(-1), x.contiguous().view(-1), group=axis.group)
+    if cut.dim == 0 and len(cut.segments) == 1:  # the parts lie behind each other already
+        return parts.flatten(0, 1)
+    return _joined(list(parts.unbind(0)), axis, cut)
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
@@ -69,10 +81,15 @@ def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
 def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
     """This rank's part of the sum of the ranks' whole tensors."""
     _count(axis, "reduce_scatter", phase, x)
-    parts = [part(x, cut, axis.size, rank).contiguous() for rank in range(axis.size)]
-    out = torch.empty_like(parts[0])
-    if not x.is_meta:
-        dist.reduce_scatter(out, parts, group=axis.group)
+    own = part(x, cut, axis.size, axis.rank)
+    out = torch.empty_like(own, memory_format=torch.contiguous_format)
+    if x.is_meta:
+        return out
+    if cut.dim == 0 and len(cut.segments) == 1:
+        parts = x.contiguous()
+    else:
+        parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)])
+    reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group)
     return out
 
 

@@ -52,7 +52,7 @@ class RandomState:
 
     @contextmanager
     def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
-        """Ops that know no other generator draw from the default one: it has this stream, and after it its own again."""
+        """Ops that know no other generator draw from the default one: it has this stream, then its own again."""
         own = self.generator(device, op, sharded)
         if device.type == "cuda":
             default = torch.cuda.default_generators[device.index or 0]

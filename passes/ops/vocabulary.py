@@ -51,17 +51,17 @@ def vocabulary_cross_entropy(
 
     ``weight`` [v] of each class is whole on every rank.
     ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
-    Raises RuntimeError for a target that is no class.
+    Raises RuntimeError for a target that is no class. Of half precision, losses are summed in float32.
     """
     known = (target == ignore_index) | ((target >= 0) & (target < vocabulary))
     torch._assert_async(known.all(), f"a target is not in [0, {vocabulary}), the classes, nor ignored ({ignore_index})")
     losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, ignore_index, label_smoothing, weight)
     if reduction == 0:
-        return losses
+        return losses.to(logits.dtype)
     total = losses.sum()
     valid = target != ignore_index
-    count = valid.sum() if weight is None else torch.where(valid, weight[target * valid], 0.0).sum()
-    return total if reduction == 2 else total / count
+    count = valid.sum() if weight is None else torch.where(valid, widened(weight)[target * valid], 0.0).sum()
+    return (total if reduction == 2 else total / count).to(logits.dtype)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
@@ -79,18 +79,18 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         columns = logits.shape[1]
         start = axis.rank * columns
         true_columns = max(0, min(columns, vocabulary - start))
-        wide = widened(logits)
-        z = wide[:, :true_columns]
-        top = z.amax(1) if true_columns else torch.full_like(wide[:, 0], -torch.inf)
+        # the one float32 copy of the logits; what it becomes, step by step, is in place
+        probabilities = logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
+        z = logits[:, :true_columns]
+        top = widened(z.amax(1) if true_columns else torch.full_like(logits[:, 0], -torch.inf))
         top = all_reduce(top, axis, "forward", dist.ReduceOp.MAX, owned=True)
-        probabilities = torch.empty_like(wide, memory_format=torch.contiguous_format)
         torch.sub(z, top.unsqueeze(1), out=probabilities[:, :true_columns])
         probabilities[:, true_columns:] = -torch.inf
         mine = (target >= start) & (target < start + true_columns)
         local = (target - start).clamp(0, columns - 1)
         picked = probabilities.gather(1, local.unsqueeze(1)).squeeze(1)
         scalars = [torch.where(mine, picked, 0.0)]
-        of_class = None if weight is None else weight.to(wide.dtype)
+        of_class = None if weight is None else weight.to(probabilities.dtype)
         of_column = None if of_class is None else of_class[start : start + true_columns]
         if smoothing:
             parts = probabilities[:, :true_columns]
@@ -109,7 +109,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         ctx.weights = (of_target, of_all, 1.0 if of_column is None else of_column)
         ctx.save_for_backward(probabilities.div_(sums[-1].unsqueeze(1)), mine & valid, local, valid)
         ctx.facts = (logits.dtype, vocabulary, true_columns, smoothing)
-        return torch.where(valid, loss, 0.0).to(logits.dtype)
+        return torch.where(valid, loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

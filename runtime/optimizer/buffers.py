@@ -153,7 +153,7 @@ class GradientBuffers:
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
         self._order = sorted(indexed, key=lambda entry: entry[2].position)
         self._next = 0
-        self._gathers: list[Any] = []
+        self._gathers: dict[tuple[int, int], Any] = {}
         for slot in self.slots:
             for parameter in slot.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
@@ -184,19 +184,25 @@ class GradientBuffers:
         self._rearm()
 
     def start_parameter_gather(self) -> None:
-        """Send every rank the others' new parameters, in place; ``wait_parameters`` ends it."""
+        """Send every rank the others' new parameters, in place; ``wait_bucket`` and ``wait_parameters`` end it."""
         dp = self.data_parallel
         if dp.num_shards == 1:
             return
-        for *_, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
+        self.wait_parameters()  # of the update before, what no forward has read
+        for *place, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
             work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
-            self._gathers.append(work)
+            self._gathers[place[0], place[1]] = work
+
+    def wait_bucket(self, buffer: int, bucket: int) -> None:
+        """Return when the parameters of one bucket are here."""
+        work = self._gathers.pop((buffer, bucket), None)
+        if work is not None:
+            work.wait()
 
     def wait_parameters(self) -> None:
         """Return when the parameters of the last update are all here: call it before they are read."""
-        for work in self._gathers:
-            work.wait()
-        self._gathers.clear()
+        for place in list(self._gathers):
+            self.wait_bucket(*place)
 
     def _rearm(self) -> None:
         for slot in self.slots:

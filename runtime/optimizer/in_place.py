@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import all_reduce, broadcast
 
-# torch 2.13 deprecates the names that are the only ones in 2.11
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+from passes.ops.collectives import all_gather_single, reduce_scatter_single
 
 
 class Works:
@@ -35,13 +33,13 @@ def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = F
     """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
     if whole.device.type == "cpu":
         return all_reduce(whole, group=group, async_op=async_op)
-    return _reduce_scatter(own, whole, group=group, async_op=async_op)
+    return reduce_scatter_single(own, whole, group=group, async_op=async_op)
 
 
 def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
     """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
     if whole.device.type != "cpu":
-        return _all_gather(whole, own, group=group, async_op=async_op)
+        return all_gather_single(whole, own, group=group, async_op=async_op)
     num_ranks = dist.get_world_size(group)
     parts = whole.view(num_ranks, -1).unbind(0)
     mine = parts[dist.get_rank(group)]

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from passes.lower import lower
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
+from passes.ops.column_linear import column_linears
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
 from planner.errors import PlanError
@@ -111,7 +112,11 @@ def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any,
     )
 
 
-STAND_INS: dict[Any, Callable[..., Tensor]] = {
+def _unsummed_gradient(x: Tensor, axis: AxisHandle, *args: Any) -> Any:
+    return column_linears(x, AxisHandle(axis.name, 1, 0), *args)
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
     collectives.f: _through,
     collectives.g: _through,
     collectives.g_f: _through,
@@ -120,4 +125,5 @@ STAND_INS: dict[Any, Callable[..., Tensor]] = {
     collectives.collect: _repeated,
     collectives.scatter: _own_part,
     vocabulary_cross_entropy: _unshared_loss,
+    column_linears: _unsummed_gradient,
 }

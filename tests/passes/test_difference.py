@@ -48,8 +48,10 @@ stage 1 of rank 3
        2 ×  + gelu_2 = aten.gelu(linear_default)
             - linear_12 = aten.linear(add_3, p_blocks_3_up_weight)
             + linear_default_1 = aten.linear(add_3, p_blocks_3_up_weight, p_blocks_3_up_bias)
+  overlap_f            37 → 37 nodes: nothing changed
   place_devices        37 → 37 nodes: nothing changed
   drop_unread          37 → 37 nodes: nothing changed
+  await_parameters     37 → 37 nodes: nothing changed
 """,
     )
 

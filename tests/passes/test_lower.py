@@ -23,8 +23,10 @@ insert_collectives readers_get_the_type_that_they_want
 localize collectives_are_those_of_the_plan values_have_their_local_shape
 name_streams no_op_draws_from_the_default_generator
 fuse_bias
+overlap_f collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
-drop_unread""",
+drop_unread
+await_parameters parameters_are_awaited""",
     )
 
 

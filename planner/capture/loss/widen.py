@@ -5,8 +5,8 @@
     count.to(half)                → count.to(float32)
     scalars made of these         → the same ops, in float32
 
-One process divides by its own count inside one op, in float32. Shares of the loss are sums, and the count is of the global
-batch: float16 ends at 65,504, and bfloat16 takes 1,000,003 tokens for 999,424.
+One process divides by its own count inside one op, in float32. Shares of the loss are sums, and the count is of the
+global batch: float16 ends at 65,504, and bfloat16 takes 1,000,003 tokens for 999,424.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""Wait for updated parameters where they are read first, bucket by bucket, and not for all before the first forward.
+
+    h = linear(x, W)   →   await_bucket(gate, buffer, bucket of W);  h = linear(x, W)
+
+The gathers of an update start in the order in which a forward reads their buckets, and run while it computes.
+
+Needs:   a finished graph: a wait gives no value, so whoever drops what is unread would drop it.
+Leaves:  every read of a gathered parameter stands behind the wait for its bucket.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.base import LowerContext, StageGraph
+from passes.ops.parameter_gate import await_bucket
+
+
+def await_parameters(stage: StageGraph, context: LowerContext) -> None:
+    """One wait a bucket and stage, before the first op that reads one of its parameters."""
+    places, seen = buckets_of(stage, context), set[tuple[int, int]]()
+    if not places:
+        return
+    stage.root.gate = context.gate
+    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
+        gate = stage.graph.create_node("get_attr", "gate")
+    for node in list(stage.graph.nodes):
+        for value in node.all_input_nodes:
+            place = places.get(value)
+            if place is not None and place not in seen:
+                seen.add(place)
+                with stage.graph.inserting_before(node):
+                    stage.graph.call_function(await_bucket, (gate, *place))
+
+
+def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
+    """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
+    buffers = context.shards.buffers_of_rank(stage.index % context.decisions.mesh.pp)
+    places = {
+        slot.name: (number, slot.bucket)
+        for number, buffer in enumerate(buffers)
+        for slot in buffer.layout.slots
+        if buffer.layout.num_ranks > 1
+    }
+    names = {attribute: context.decisions.program.parameters[name] for name, attribute in stage.parameters.items()}
+    nodes = stage.graph.find_nodes(op="get_attr") if places else []
+    return {node: places[names[node.target]] for node in nodes if names.get(node.target) in places}

@@ -1,0 +1,56 @@
+"""f and the linears that read it become one op, whose backward sums while it computes the weights' gradients.
+
+    f(x), linear(f, W), linear(f, V)   →   column_linears(x, [W, V])
+    f(x), addmm(b, f, W)               →   column_linears(x, [W], [b])
+
+Needs:   biases given back to their products.
+Leaves:  no f that is read by linears of parameters alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.base import LowerContext, StageGraph
+from passes.ops.collectives import f
+from passes.ops.column_linear import column_linears
+
+aten = torch.ops.aten
+
+LINEARS = {aten.linear.default, aten.mm.default, aten.addmm.default}
+
+
+def overlap_f(stage: StageGraph, context: LowerContext) -> None:
+    """Only where nothing but such products reads f: its gradient is theirs alone."""
+    for node in stage.graph.find_nodes(op="call_function", target=f):
+        readers = list(node.users)
+        parts = [_operands(reader, node) for reader in readers]
+        if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
+            continue
+        weights, biases = zip(*parts, strict=True)  # pyright: ignore
+        transposed = readers[0].target is not aten.linear.default
+        with stage.graph.inserting_before(node):
+            arguments = (*node.args, transposed, list(weights), list(biases))
+            fused = stage.graph.call_function(column_linears, arguments)
+            fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
+            for position, reader in enumerate(readers):
+                result = stage.graph.call_function(operator.getitem, (fused, position))
+                result.meta = dict(reader.meta)
+                reader.replace_all_uses_with(result)
+        for done in (*readers, node):
+            stage.graph.erase_node(done)
+
+
+def _operands(reader: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
+    """(weight, bias) of a product of ``x`` with a parameter; None for anything else."""
+    if reader.op != "call_function" or reader.target not in LINEARS or reader.kwargs:
+        return None
+    args: Any = reader.args
+    bias, value, weight = args if reader.target is aten.addmm.default else (*(args[2:] or (None,)), *args[:2])
+    held = [n for n in (weight, bias) if n is not None]
+    is_product = value is x and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
+    return (weight, bias) if is_product else None
