@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from passes.ops.collectives import ALL_GATHER, REDUCE_SCATTER
 from planner import Plan, plan
 from planner.cost.memory import LocalSizes
 from runtime.distributed.launch import launch
@@ -31,8 +32,8 @@ class Calls:
 
     def __enter__(self) -> Calls:
         self.patch = pytest.MonkeyPatch()
-        names = {"all_reduce": 0, "isend": 0, "irecv": 0, "all_gather": 0, "reduce_scatter": 1}
-        kinds = {"isend": "send", "irecv": "recv"}
+        names = {"all_reduce": 0, "isend": 0, "irecv": 0, ALL_GATHER: 0, REDUCE_SCATTER: 1}
+        kinds = {"isend": "send", "irecv": "recv", ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter"}
         for name, position in names.items():
             self._wrap(dist, name, kinds.get(name, name), position)
         self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)

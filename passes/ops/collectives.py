@@ -29,8 +29,18 @@ from planner.placement.types import Placement
 Tensor = torch.Tensor
 
 # torch 2.13 deprecates the names that are the only ones in 2.11
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+def reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """``out`` becomes this rank's part of the sum of flat tensors, which hold the ranks' parts behind each other."""
+    return getattr(dist, REDUCE_SCATTER)(out, whole, group=group, async_op=async_op)
+
+
+def all_gather_single(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """``whole``, flat, becomes the ranks' flat parts behind each other."""
+    return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
 
 
 def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
