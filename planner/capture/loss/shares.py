@@ -317,7 +317,8 @@ class _Rewriter:
                 aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta")
             )
             valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
-        return emit(aten.sum.default, [valid], torch.empty((), dtype=torch.int64, device="meta"))
+        dtype = torch.int64 if weight is None else weight.meta["val"].dtype
+        return emit(aten.sum.default, [valid], torch.empty((), dtype=dtype, device="meta"))
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:

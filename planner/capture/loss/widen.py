@@ -2,7 +2,7 @@
 
     cross_entropy(x, t, sum)      → cross_entropy(x, t, none).to(float32).sum()
     x.sum(), x.mean()             → x.sum(dtype=float32), x.mean(dtype=float32)
-    count.to(half)                → count.to(float32)
+    count.to(half)                → count.to(float32);  float32.to(half) → float32
     scalars made of these         → the same ops, in float32
 
 One process divides by its own count inside one op, in float32. Shares of the loss are sums, and the count is of the
@@ -73,8 +73,8 @@ def _in_float32(graph: fx.Graph, node: fx.Node, wide: dict[fx.Node, fx.Node]) ->
         return _scalar(graph, node, node.target, node.args, {**node.kwargs, "dtype": WIDE})
     if node.target is aten.to.dtype:
         source: Any = node.args[0]
-        if source in wide:
-            return wide[source]
+        if source in wide or source.meta["val"].dtype == WIDE:
+            return wide.get(source, source)
         return _scalar(graph, node, aten.to.dtype, (source, WIDE)) if source.op == "placeholder" else None
     if node.target in CARRIED and any(n in wide for n in node.all_input_nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: wide.get(n, n))  # pyright: ignore
