@@ -14,6 +14,7 @@ from passes import lower as lowering
 from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.lower import PASSES, lower
 from passes.ops import collectives
+from passes.ops.parameter_gate import await_bucket
 from planner import Plan, plan
 from planner.placement.types import P
 from tests.models.plannable import build, spec_of
@@ -192,3 +193,32 @@ def test_whole_passes_break_no_check(model, sequence_parallel):
     cut = {"sequence_parallel": sequence_parallel, "vocabulary_multiple": 8}
     made = plan(build(model), spec_of(model, mesh={"tp": 2}, tensor_parallel=cut))
     assert lower(made, 1, thorough=True).stages
+
+
+def in_buckets() -> Plan:
+    """On two dp ranks, with several buckets."""
+    return plan(build("gpt"), spec_of("gpt", mesh={"dp": 2}, optimizer={"bucket_size": 2000}))
+
+
+def test_a_parameter_that_is_read_before_its_bucket_is_here_is_told(monkeypatch):
+    made = in_buckets()
+
+    def later(stage: StageGraph, context: LowerContext) -> None:
+        wait = find(stage, await_bucket)
+        next(n for n in reversed(stage.graph.nodes) if n.op == "call_function").append(wait)
+
+    for then in (later, None):
+        broken(monkeypatch, "await_parameters", then)
+        error = caught(made)
+        assert (error.name, error.fact) == ("await_parameters", "parameters_are_awaited")
+        monkeypatch.undo()
+
+
+def test_a_stage_awaits_each_bucket_once_and_in_the_order_of_its_gathers():
+    made = in_buckets()
+    (stage,) = lower(made, 0).stages
+    awaited = [n.args[1:] for n in stage.module.graph.find_nodes(op="call_function", target=await_bucket)]
+    buckets = [(0, i) for i in range(len(made.to_run()[1].buffers[0].layout.buckets))]
+    assert len(buckets) > 1
+    assert sorted(awaited) == buckets
+    assert awaited == buckets[::-1]  # the backward fills the first bucket first, and the forward reads it last

@@ -332,3 +332,21 @@ def test_no_clipping_still_reports_the_norm():
 def test_norm_of_many_float32_elements_is_exact():
     values = torch.full((5_000_001,), 1e-3) + 1e-4 * torch.randn(5_000_001, generator=torch.Generator().manual_seed(0))
     assert squared_norm(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_that_is_not_finite_skips_the_update_whole(bad, dtype):
+    after = []
+    for losses in ([1.0], [bad, 1.0]):
+        weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype))
+        optimizer = ranks.optimizer_of(entries(weight=weight), ranks.settings())
+        for loss in losses:
+            optimizer.begin_step()
+            (weight.square().sum() / 2).backward()
+            optimizer.reduce_gradients()
+            before, result = weight.tolist(), optimizer.step(1e-2, extra=[loss])
+            assert result.skipped == (loss != 1.0)
+            assert (weight.tolist() == before) == result.skipped
+        after.append(weight.tolist())
+    assert after[0] == after[1]  # neither moments nor the count of steps know of the skipped one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report.step_report import PlanWarning, warn_of
+from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
 
 SPEC = {
     "mesh": {"tp": 1},
@@ -57,3 +58,19 @@ def test_other_ranks_are_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of(decided, rank=1)
+
+
+def test_the_figures_of_a_step_are_read_when_asked_for_and_travel_read():
+    figures = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
+    clock = StepClock(torch.device("cpu"))
+    clock.stop()
+    report = StepReport(figures, 0.1, 100, clock)
+    figures[2] = 0.25  # the device is not done when the report is made
+    assert (report.loss, report.grad_norm, report.skipped, report.lr) == (0.25, 2.0, True, 0.1)
+    there = pickle.loads(pickle.dumps(report))
+    assert str(there) == str(report)
+    assert there.tokens_per_s == report.tokens_per_s > 0
+
+
+def test_a_step_without_a_batch_tells_no_speed():
+    assert StepReport(torch.zeros(3), 0.1).tokens_per_s == 0.0

@@ -1,0 +1,85 @@
+"""Products behind an f, as one op: the same numbers, and the sum starts before the weights' gradients."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.ops.axis import AxisHandle
+from passes.ops.collectives import f
+from passes.ops.column_linear import column_linears
+from tests.tools.simulated_ranks import on_threads
+
+
+def operands(transposed: bool, has_bias: bool, rank: int) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """x, which all ranks have, and two weights of this rank."""
+    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(rank + 1)
+    shapes = [(6, 4), (6, 5)] if transposed else [(4, 6), (5, 6)]
+    weights = [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    biases = [torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for n in (4, 5)]
+    flat = x.view(-1, 6) if transposed else x
+    return flat.clone().requires_grad_(), weights, [*biases] if has_bias else [None, None]
+
+
+def gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
+    sum((output.sin().sum() for output in outputs), torch.zeros(())).backward()
+    return [leaf.grad for leaf in leaves]  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_values_and_gradients_are_those_of_f_and_the_products_behind_it(transposed, has_bias):
+    def run(rank: int) -> tuple[list[list[Tensor]], AxisHandle]:
+        axis, found = AxisHandle("tp", 2, rank), []
+        for fused in (True, False):
+            x, weights, biases = operands(transposed, has_bias, rank)
+            if fused:
+                outputs = column_linears(x, axis, transposed, weights, biases)
+            else:
+                summed = f(x, axis)
+                matrices = [w.t() if transposed else w for w in weights]
+                outputs = tuple(F.linear(summed, w, b) for w, b in zip(matrices, biases, strict=True))
+            leaves = [x, *weights, *(b for b in biases if b is not None)]
+            found.append([*(o.detach() for o in outputs), *gradients(outputs, leaves)])
+        return found, axis
+
+    for (fused, plain), axis in on_threads(2, run):
+        torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
+        assert axis.counts == {("all_reduce", "backward"): 2}
+
+
+def test_the_sum_over_ranks_starts_before_the_gradient_of_a_weight():
+    axes, begun = [AxisHandle("tp", 2, rank) for rank in range(2)], []
+
+    class Watch(TorchDispatchMode):
+        """Whether the sum has started, at each product of rank 0."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "mm" in func.name():
+                begun.append(axes[0].counts["all_reduce", "backward"])
+            return func(*args, **(kwargs or {}))
+
+    def run(rank: int) -> None:
+        x, weights, biases = operands(True, False, rank)
+        loss = torch.cat(column_linears(x, axes[rank], True, weights, biases), -1).sum()
+        with nullcontext() if rank else Watch():
+            loss.backward()
+
+    on_threads(2, run)
+    assert begun == [0, 0, 1, 1]  # two of the input's gradient, then those of the weights
+
+
+def test_what_is_frozen_or_not_read_costs_nothing():
+    axis = AxisHandle("tp", 1, 0)
+    x, (first, second), _ = operands(False, False, 0)
+    second.requires_grad_(False)
+    column_linears(x.detach(), axis, False, [first, second], [None, None])[0].sum().backward()
+    assert axis.counts == {}
+    assert first.grad is not None
+    assert second.grad is None
