@@ -21,7 +21,7 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
     places, seen = buckets_of(stage, context), set[tuple[int, int]]()
     if not places:
         return
-    stage.root.gate = context.gate
+    stage.root.gate = context.gate  # pyright: ignore
     with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
         gate = stage.graph.create_node("get_attr", "gate")
     for node in list(stage.graph.nodes):
