@@ -139,6 +139,7 @@ def _mixed(labels: int = 97) -> dict[str, Any]:
 FAMILIES: dict[str, Callable[[], Entry]] = {
     "gpt2": gpt2,
     "gpt2-untied": lambda: gpt2(tie_word_embeddings=False, n_layer=5),
+    "gpt2-dropout": lambda: gpt2(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1),
     "gpt2-257": lambda: gpt2(vocabulary=257),
     "llama": llama,
     "llama-tied": lambda: llama(tie_word_embeddings=True, vocabulary=131),
