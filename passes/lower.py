@@ -30,7 +30,7 @@ from passes.insert_collectives import insert_collectives
 from passes.localize import localize
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.peephole import drop_unread, fuse_bias, place, place_devices
+from passes.peephole import drop_unread, fuse_bias, place, place_devices, sum_in_place
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
@@ -43,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
     Pass(fuse_bias),
+    Pass(sum_in_place),
     Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),

@@ -2,6 +2,7 @@
 
     linear(x, W) + b  → linear(x, W, b)         where no collective stands between them
     mm(x, W) + b      → addmm(b, x, W)
+g(linear(x, W))   → summed where it lies
 
 and placing: what capture put on its own device goes to the rank's.
 
@@ -18,6 +19,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from passes.base import LowerContext, StageGraph
+from passes.ops.collectives import g
+from passes.ops.vocabulary import vocabulary_embedding
 
 aten = torch.ops.aten
 
@@ -25,6 +28,7 @@ FUSED = {
     aten.linear.default: lambda x, w, b: (aten.linear.default, (x, w, b)),
     aten.mm.default: lambda x, w, b: (aten.addmm.default, (b, x, w)),
 }
+OVERWRITTEN = {aten.linear.default, aten.mm.default, aten.bmm.default, vocabulary_embedding}
 
 
 def fuse_bias(stage: StageGraph, context: LowerContext) -> None:
@@ -60,6 +64,14 @@ def _is_bias(product: fx.Node, bias: fx.Node) -> bool:
         and same
         and value.dtype == whole.dtype
     )
+
+
+def sum_in_place(stage: StageGraph, context: LowerContext) -> None:
+    """A sum over ranks may overwrite a product that nothing else reads: its backward does not read it either."""
+    for node in stage.graph.find_nodes(op="call_function", target=g):
+        value: Any = node.args[0]
+        if value.target in OVERWRITTEN and len(value.users) == 1:
+            node.args = (*node.args, True)
 
 
 def place_devices(stage: StageGraph, context: LowerContext) -> None:

@@ -87,11 +87,15 @@ def run_rank(job: Job) -> list[StepRow]:
             engine.load_pretrained(weights)
         # after the engine has taken its weights: the one process trains the model itself
         beside = None if alone is None else OneProcess(alone, spec)
+        is_behind = engine.groups.device.type != "cpu"  # a GPU works on the next step while this one's figures come
+        waiting: list[tuple[int, StepReport, float | None]] = []
         for step in range(job.num_steps):
             batch = batches.batch(step)
             report = engine.train_step(batch)
             if leads:
-                rows.append(_row(step + 1, report, beside.train_step(batch) if beside else None))
+                waiting.append((step + 1, report, beside.train_step(batch) if beside else None))
+            while len(waiting) > (is_behind and step + 1 < job.num_steps):
+                rows.append(_row(*waiting.pop(0)))
                 progress.show(rows[-1])
     return rows
 

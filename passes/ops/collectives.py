@@ -127,12 +127,15 @@ class _F(torch.autograd.Function):
 
 class _G(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
-        return all_reduce(x, axis, "forward")
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, owned: bool) -> Tensor:
+        out = all_reduce(x, axis, "forward", owned=owned)
+        if out is x:
+            ctx.mark_dirty(x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return grads[0], None, None
 
 
 class _GF(_F):
@@ -204,9 +207,12 @@ def f(x: Tensor, axis: AxisHandle) -> Tensor:
     return _F.apply(x, axis)
 
 
-def g(x: Tensor, axis: AxisHandle) -> Tensor:
-    """P → I: forward all-reduce, backward nothing (after a row-parallel linear, before its bias)."""
-    return _G.apply(x, axis)
+def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
+    """P → I: forward all-reduce, backward nothing (after a row-parallel linear, before its bias).
+
+    ``owned``: nobody else reads x, nor does its own backward, so it is summed where it lies.
+    """
+    return _G.apply(x, axis, owned)
 
 
 def g_f(x: Tensor, axis: AxisHandle) -> Tensor:

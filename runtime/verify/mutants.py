@@ -91,7 +91,7 @@ def _take_out(stage: StageModule, node: fx.Node) -> None:
     stage.module.recompile()
 
 
-def _through(x: Tensor, axis: AxisHandle) -> Tensor:
+def _through(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
     return x.view_as(x)
 
 

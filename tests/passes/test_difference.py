@@ -48,6 +48,9 @@ stage 1 of rank 3
        2 ×  + gelu_2 = aten.gelu(linear_default)
             - linear_12 = aten.linear(add_3, p_blocks_3_up_weight)
             + linear_default_1 = aten.linear(add_3, p_blocks_3_up_weight, p_blocks_3_up_bias)
+  sum_in_place         37 → 37 nodes: 2 changed
+       2 ×  - g = collectives.g(linear_10, tp)
+       2 ×  + g = collectives.g(linear_10, tp, True)
   overlap_f            37 → 37 nodes: nothing changed
   place_devices        37 → 37 nodes: nothing changed
   drop_unread          37 → 37 nodes: nothing changed

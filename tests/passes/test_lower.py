@@ -23,6 +23,7 @@ insert_collectives readers_get_the_type_that_they_want
 localize collectives_are_those_of_the_plan values_have_their_local_shape
 name_streams no_op_draws_from_the_default_generator
 fuse_bias
+sum_in_place
 overlap_f collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
 drop_unread
@@ -62,7 +63,7 @@ p_head_weight = attribute
 linear_default = aten.linear(add_1, p_blocks_1_up_weight, p_blocks_1_up_bias)
 gelu_1 = aten.gelu(linear_default)
 linear_6 = aten.linear(gelu_1, p_blocks_1_down_weight)
-g = collectives.g(linear_6, tp)
+g = collectives.g(linear_6, tp, True)
 linear_7 = aten.add.Tensor(g, p_blocks_1_down_bias)
 stream_dropout = dropout.stream_dropout(linear_7, 0.1, random, 201555422170152, False)
 f = collectives.f(stream_dropout, tp)
