@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from planner.capture.batch.id_ranges import IdRange, id_ranges
 from planner.capture.loss.ignored_labels import ignored_labels
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
@@ -63,6 +64,11 @@ class Decisions:
     def roles(self) -> dict[str, str]:
         """What each parameter is for, by name: how fresh weights are drawn depends on it."""
         return parameter_roles(self.program.graph.graph, self.program.parameters)
+
+    @cached_property
+    def id_ranges(self) -> dict[str, tuple[IdRange, ...]]:
+        """Batch key → which integers it may hold."""
+        return id_ranges(self.program)
 
     @cached_property
     def ignored_labels(self) -> dict[str, int]:

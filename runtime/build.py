@@ -90,11 +90,12 @@ def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Paramet
 
 def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
     """From the spec's inputs, or those that the model was captured with."""
-    read = plan.to_run()[0].batch_inputs
+    decisions, _ = plan.to_run()
+    read = decisions.batch_inputs
     inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
     computed = {name: dtype for name, (_, dtype) in read.items()}
     sizes = (spec.batch.global_size, spec.batch.micro, groups.mesh.dp)
-    return BatchLayout(inputs, *sizes, groups.dp_rank, computed)
+    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges)
 
 
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from planner.capture.batch.id_ranges import IdRange
 from planner.errors import PlanError
+from runtime.data.id_checks import check_ids
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype).
 
-    ``computed``: the dtype in which a graph reads an input, where precision casts the user's floats.
+    ``computed``: the dtype in which a graph reads an input, where precision casts the user's floats. ``ids``: which
+    integers an input may hold.
     """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -27,6 +30,7 @@ class BatchLayout:
     dp: int
     dp_rank: int
     computed: dict[str, torch.dtype] = field(default_factory=dict)
+    ids: Mapping[str, tuple[IdRange, ...]] = field(default_factory=dict)
 
     @property
     def local_size(self) -> int:
@@ -42,7 +46,7 @@ class BatchLayout:
         return self.dp_rank * self.num_microbatches
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool = False) -> None:
-        """Raise PlanError unless keys, shapes and dtypes are the plan's. ``local``: one dp rank's rows alone."""
+        """Raise PlanError unless keys, shapes, dtypes and ids are the plan's. ``local``: one dp rank's rows alone."""
         size = self.local_size if local else self.global_size
         missing, extra = self.inputs.keys() - batch.keys(), batch.keys() - self.inputs.keys()
         if missing or extra:
@@ -71,6 +75,7 @@ class BatchLayout:
                     where="batch",
                     fix=f"convert it to {dtype}",
                 )
+            check_ids(name, value, self.ids.get(name, ()))
 
     def microbatches(
         self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device, *, local: bool = False

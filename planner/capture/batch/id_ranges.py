@@ -1,0 +1,197 @@
+"""Which integers a batch may hold: the ids of what the graph looks up by them, and the classes of its labels.
+
+    embedding(W[n, h], ids)                        0 ≤ id < n
+    cross_entropy(logits[.., c], labels, skipped)  0 ≤ label < c, or skipped
+    index_select, gather of n along a dim          0 ≤ i < n            x[ids]    -n ≤ i < n
+
+Followed from each integer input through ops that only move its values. What a slice drops may hold anything, so the
+part of a sequence that is looked up is known exactly; where it would not be, and after any arithmetic, there is no
+range: a value outside of one fails in the unmodified model too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.graph.ops.aten import named, shape_of
+from planner.graph.program import Program
+from planner.graph.walks import operands, walk
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class IdRange:
+    """``low`` ≤ value < ``high``, or ``skipped``, in ``part`` (half-open spans of the dims of one sequence).
+
+    ``what`` tells the user who reads it, ``unit`` what it counts.
+    """
+
+    low: int
+    high: int
+    skipped: int | None
+    part: tuple[Span, ...]
+    what: str
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A value that holds ``region`` of the input ``key``, all of it and nothing else of it.
+
+    ``shift``: the value at index i is the input's at i + shift, while the dims are the input's; later None.
+    """
+
+    key: str
+    region: tuple[Span, ...]
+    shift: tuple[int, ...] | None
+
+
+def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
+    """Batch key → what holds for its values; keys of which nothing is sure are left out."""
+    traces: dict[fx.Node, list[_Trace]] = {}
+    found: dict[str, dict[IdRange, None]] = {}
+    for node in program.graph.graph.nodes:
+        if node.name in program.inputs and _is_integer(node):
+            shape = shape_of(node)
+            traces[node] = [_Trace(program.inputs[node.name], tuple((0, n) for n in shape), (0,) * len(shape))]
+        elif node.op == "call_function":
+            for ids, ask in _lookups(node, program):
+                for trace in traces.get(ids, ()):
+                    found.setdefault(trace.key, {})[replace(ask, part=trace.region[1:])] = None
+            traces[node] = list(_moved(node, traces))
+    return {key: tuple(ranges) for key, ranges in found.items()}
+
+
+def check_highs(highs: Mapping[str, int | None], ranges: Mapping[str, tuple[IdRange, ...]]) -> None:
+    """Raise PlanError where the spec draws integers that the model has no place for."""
+    for name, high in highs.items():
+        for ids in ranges.get(name, ()):
+            if high is not None and high > ids.high:
+                raise PlanError(
+                    f"inputs.{name}.high is {high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
+                    where=f"inputs.{name}.high",
+                    fix=f"set high: {ids.high}, or less",
+                )
+
+
+# ---- who looks up
+
+
+def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange]]:
+    """The ids that a call reads, and where they must lie."""
+    name = getattr(node.target, "_opname", "")
+    if name not in _LOOKUPS:
+        return
+    given = named(node)
+    if name == "embedding":
+        yield given["indices"], _range(shape_of(given["weight"])[0], f"the embedding {_held(given['weight'], program)}")
+    elif name in ("index_select", "gather"):
+        shape = shape_of(given["self"])
+        yield given["index"], _range(shape[given["dim"]] if shape else 1, f"what {name} reads", unit="places")
+    elif name == "index":
+        for dim, index in enumerate(given["indices"]):
+            if isinstance(index, fx.Node) and all(_is_integer(i) for i in given["indices"] if i is not None):
+                size = shape_of(given["self"])[dim]
+                yield index, replace(_range(size, "what is indexed", unit="places"), low=-size)
+    elif _is_integer(given["target"]):
+        shape = shape_of(given["self"])
+        ignored = given.get("ignore_index", -100)
+        skipped = ignored if ignored > _NO_LABEL else None
+        ask = _range(shape[1 if len(shape) > 1 else 0], "the cross entropy", unit="classes")
+        yield given["target"], replace(ask, skipped=skipped)
+
+
+_LOOKUPS = {"embedding", "index_select", "gather", "index", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
+_NO_LABEL = -(1 << 32)  # below it is no number that a user would write
+
+
+def _range(size: int, what: str, unit: str = "rows") -> IdRange:
+    return IdRange(0, size, None, (), what, unit)
+
+
+def _held(weight: fx.Node, program: Program) -> str:
+    names = (program.parameters[n.name] for n in walk([weight], operands) if n.name in program.parameters)
+    return next(names, "of no parameter").removesuffix(".weight")
+
+
+# ---- what keeps values
+
+
+def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterator[_Trace]:
+    """Which inputs' values the result holds, whole."""
+    name = getattr(node.target, "_opname", "")
+    if name not in _MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
+        return
+    given = named(node)
+    source_of = "src" if name in _WRITES else "self"
+    sources = list(given["tensors"]) if name in ("cat", "stack") else [given[source_of]]
+    for source in sources:
+        for trace in traces.get(source, ()):
+            moved = _step(name, node, given, source, trace)
+            if moved is not None and all(start < stop for start, stop in moved.region):
+                yield moved
+
+
+def _step(name: str, node: fx.Node, given: dict[str, Any], source: fx.Node, trace: _Trace) -> _Trace | None:
+    before, after = shape_of(source), shape_of(node)
+    if name in _CONVERSIONS:
+        return trace if _is_integer(node) and _is_wide(node, source) else None
+    if name == "slice":
+        start = 0 if given["start"] is None else int(given["start"])
+        start = min(max(start + before[given["dim"]] if start < 0 else start, 0), before[given["dim"]])
+        return _cut(trace, before, after, {given["dim"] % len(before): start}) if given["step"] == 1 else None
+    if name == "select":
+        dim, index = given["dim"] % len(before), int(given["index"]) % before[given["dim"]]
+        kept = (*before[:dim], 1, *before[dim + 1 :])
+        cut = _cut(trace, before, kept, {dim: index})
+        return replace(cut, shift=None) if cut is not None else None
+    if name in ("pad", "constant_pad_nd"):
+        pads = list(given["pad"])
+        lefts = {len(before) - 1 - i // 2: -int(pads[i]) for i in range(0, len(pads), 2)}
+        return _cut(trace, before, after, lefts)
+    if before == after and name not in ("roll", "permute", "transpose", "t"):
+        return trace
+    return replace(trace, shift=None) if prod(after) >= prod(before) else None
+
+
+def _cut(trace: _Trace, before: tuple[int, ...], after: tuple[int, ...], starts: dict[int, int]) -> _Trace | None:
+    """The window that begins at ``starts`` (by dim, else 0) and is ``after`` large; it may reach beyond the value."""
+    whole = all(starts.get(d, 0) <= 0 and starts.get(d, 0) + after[d] >= before[d] for d in range(len(before)))
+    if trace.shift is None:
+        return trace if whole else None
+    shift = tuple(s + starts.get(d, 0) for d, s in enumerate(trace.shift))
+    region = tuple(
+        (max(start, s), min(stop, s + n)) for (start, stop), s, n in zip(trace.region, shift, after, strict=True)
+    )
+    # Of the batch itself all or nothing: a microbatch is not the batch that the user gives.
+    return _Trace(trace.key, region, shift) if region[0] == trace.region[0] else None
+
+
+_WRITES = {"slice_scatter", "select_scatter", "copy"}
+_CONVERSIONS = {"to", "_to_copy"}
+_MOVES = {
+    *("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "reshape", "view", "_unsafe_view", "flatten"),
+    *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "repeat", "cat", "stack", "roll"),
+    *("slice", "select", "pad", "constant_pad_nd", *_WRITES, *_CONVERSIONS),
+}
+
+
+def _is_integer(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
+
+
+def _is_wide(node: fx.Node, source: fx.Node) -> bool:
+    """Whether every value of the source fits: a narrower integer would wrap around."""
+    new, old = torch.iinfo(node.meta["val"].dtype), torch.iinfo(source.meta["val"].dtype)
+    return new.min <= old.min and old.max <= new.max
