@@ -185,8 +185,9 @@ def test_a_plan_for_another_world_is_an_error_on_every_rank(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("input_ids", 97), ("input_ids", -1), ("targets", 97), ("targets", -5)])
 def test_a_token_outside_a_cut_vocabulary_is_an_error_as_in_one_process(lab: Lab, name: str, value: int) -> None:
-    errors = lab.run(Case("gpt", {"tp": 2}, job=jobs.step_error, job_arguments=(name, value)))
-    assert all("[0, 97)" in error and "microbatch 0" in error for error in errors)
+    errors = lab.run(Case("gpt", {"tp": 2}, job=jobs.id_errors, job_arguments=(name, value)))
+    assert all("[0, 97)" in error and "microbatch 0" in error for _, error in errors)
+    assert all(f"batch['{name}'] holds {value} at [0, 0]; the " in checked for checked, _ in errors)
 
 
 def run_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

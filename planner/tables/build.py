@@ -42,10 +42,24 @@ def tables_of(
         memory=memory,
         diagnostics=(
             *schedule_warnings(schedule),
+            *input_warnings(spec, decisions),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
         ),
         summary=summary_row(decisions, parameters),
     )
+
+
+def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
+    """Integers drawn by the spec beyond the rows or classes of the model: a batch that holds one is refused."""
+    for name, given in spec.inputs.items():
+        ids = min(decisions.id_ranges.get(name, ()), key=lambda ids: ids.high, default=None)
+        if ids is not None and given.high is not None and given.high > ids.high:
+            yield Diagnostic(
+                "warning",
+                f"inputs.{name}.high is {given.high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
+                f"inputs.{name}.high",
+                f"set high: {ids.high}, or less",
+            )
 
 
 def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:

@@ -166,13 +166,15 @@ def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) ->
     return error_of(lambda: Engine(other, timeout_seconds=60))
 
 
-def step_error(plan: Any, batches: Batches, name: str, value: int) -> str:
-    """The words of a step whose batch holds ``value`` once under ``name``."""
+def id_errors(plan: Any, batches: Batches, name: str, value: int) -> tuple[str, str]:
+    """The words about a batch that holds ``value`` once under ``name``: of its check, and of a step without that."""
     batch = {**batches[0], name: batches[0][name].clone()}
     batch[name][0, 0] = value
     with Engine(plan, timeout_seconds=60) as engine:
+        checked = error_of(lambda: engine.train_step(batch))
+        engine.layout = dataclasses.replace(engine.layout, ids={})
         try:
             engine.train_step(batch)
         except StepError as error:
-            return str(error)
-    return ""
+            return checked, str(error)
+    return checked, ""

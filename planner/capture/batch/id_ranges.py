@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.errors import PlanError
 from planner.graph.ops.aten import named, shape_of
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
@@ -68,18 +67,6 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
                     found.setdefault(trace.key, {})[replace(ask, part=trace.region[1:])] = None
             traces[node] = list(_moved(node, traces))
     return {key: tuple(ranges) for key, ranges in found.items()}
-
-
-def check_highs(highs: Mapping[str, int | None], ranges: Mapping[str, tuple[IdRange, ...]]) -> None:
-    """Raise PlanError where the spec draws integers that the model has no place for."""
-    for name, high in highs.items():
-        for ids in ranges.get(name, ()):
-            if high is not None and high > ids.high:
-                raise PlanError(
-                    f"inputs.{name}.high is {high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
-                    where=f"inputs.{name}.high",
-                    fix=f"set high: {ids.high}, or less",
-                )
 
 
 # ---- who looks up
