@@ -93,9 +93,16 @@ class BatchLayout:
     def _cut(self, rows: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
         if not rows:  # a stage that reads nothing but what other stages send
             return [{}] * self.num_microbatches
-        placed = {name: value.to(device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
+        placed = {name: _placed(value, device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
         pieces = {name: value.split(self.micro) for name, value in placed.items()}
         return [dict(zip(pieces, microbatch, strict=True)) for microbatch in zip(*pieces.values(), strict=True)]
+
+
+def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host goes on while it is copied."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        return value.to(dtype).pin_memory().to(device, non_blocking=True)
+    return value.to(device, dtype)
 
 
 def num_tokens(batch: Mapping[str, Tensor]) -> int:

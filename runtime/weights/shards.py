@@ -53,8 +53,19 @@ def initialise(
 ) -> None:
     """Fresh values for the parameters that ``fill`` left without."""
     for stage, parameter in fresh:
-        target = stage.parameter(parameter.fqn)
-        target.data.copy_(_values(source, parameter, tp, tp_rank, target.device))
+        stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, tp, tp_rank))
+
+
+def fresh_shard(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int) -> Tensor:
+    """This rank's shard, on the CPU: where it is one run of rows, nothing else is drawn."""
+    placement, shape, dtype = parameter.placement, tuple(parameter.global_shape), parameter.dtype
+    slices = placement.slices(tp, tp_rank) if placement.is_sharded else ()
+    if placement.dim != 0 or len(slices) != 1:
+        return shard(source.parameter(parameter.fqn, shape, dtype), placement, tp, tp_rank)
+    start, stop = (min(end, shape[0]) for end in slices[0])
+    rows = source.rows(parameter.fqn, shape, dtype, (start, stop))
+    padding = parameter.shape[0] - (stop - start)
+    return torch.cat([rows, rows.new_zeros(padding, *shape[1:])]) if padding else rows
 
 
 def _values(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int, device: torch.device) -> Tensor:

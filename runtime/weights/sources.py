@@ -7,7 +7,6 @@ N(0, std / sqrt(number of residual writes))    matrices that write into the resi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Protocol
@@ -19,12 +18,14 @@ from planner.capture.model.meta_init import buffer_value
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.weights.fresh import normal
 
 
 class WeightSource(Protocol):
     """Where full tensors come from, by the user's dotted names.
 
-    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some.
+    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some; ``rows`` makes those of some
+    rows alone.
     """
 
     def is_fresh(self, fqn: str) -> bool: ...
@@ -32,6 +33,8 @@ class WeightSource(Protocol):
     def release(self) -> None: ...
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int]) -> Tensor: ...
 
     def buffer(self, fqn: str) -> Tensor: ...
 
@@ -52,6 +55,9 @@ class ModelWeights:
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _real(self._parameters[fqn].detach(), f"parameter {fqn}")
+
+    def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
+        return self.parameter(fqn, shape, dtype)[rows[0] : rows[1]]
 
     def buffer(self, fqn: str) -> Tensor:
         assert self._model is not None, "the model was let go"
@@ -81,13 +87,14 @@ class InitialWeights(ModelWeights):
         held = self._parameters.get(fqn)
         if held is not None and not held.is_meta:
             return held.detach()
+        return self.rows(fqn, shape, dtype, None)
+
+    def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int] | None) -> Tensor:
         role = self._roles.get(fqn, "")
         if role in ("scale", "bias"):
-            return torch.full(shape, 1.0 if role == "scale" else 0.0, dtype=dtype)
-        digest = hashlib.sha256(f"{self._seed}/{fqn}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        # Drawn in float32 whatever the parameter's dtype: layouts and precisions start from the same weights.
-        return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(self._std[role]).to(dtype)
+            size = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+            return torch.full(size, 1.0 if role == "scale" else 0.0, dtype=dtype)
+        return normal(fqn, shape, dtype, seed=self._seed, std=self._std[role], rows=rows)
 
 
 def weight_source(plan: Plan, spec: Spec) -> WeightSource:

@@ -55,3 +55,12 @@ def test_a_value_that_is_no_tensor_is_refused():
 def test_tokens_are_the_elements_of_the_first_integer_input():
     assert num_tokens({"image": torch.zeros(4, 9), "ids": torch.zeros(4, 3, dtype=torch.int64)}) == 12
     assert num_tokens({"image": torch.zeros(4, 9)}) == 4
+
+
+@pytest.mark.gpu
+def test_microbatches_come_to_a_gpu_from_pinned_memory_with_their_values():
+    batch = rows(8)
+    placed = layout().microbatches(batch, ["x"], torch.device("cuda", 0))
+    assert all(m["x"].is_cuda for m in placed)
+    assert first_column(placed) == first_column(layout().microbatches(batch, ["x"], CPU))
+    assert not batch["x"].is_pinned()

@@ -11,8 +11,9 @@ from torch import nn
 from planner.errors import PlanError
 from planner.graph.roles import parameter_roles
 from planner.placement.types import I, Placement, R, Segment, V
+from planner.sharding.parameters import LocalParameter
 from runtime.weights.gather import assemble
-from runtime.weights.shards import shard
+from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights, ModelWeights
 
 
@@ -120,3 +121,14 @@ def test_a_meta_parameter_without_values_is_refused_with_a_way_out():
     with pytest.raises(PlanError, match="parameter weight has no values") as caught:
         ModelWeights(model).parameter("weight", (2, 2), torch.float32)
     assert "load_pretrained" in caught.value.fix
+
+
+@given(cuts(), st.integers(0, 3))
+def test_a_fresh_shard_is_the_part_of_the_whole_fresh_tensor(cut, tp_rank):
+    tp, placement, shape = cut
+    with torch.device("meta"):
+        source = InitialWeights(nn.Linear(1, 1), {}, seed=1, std=1.0, residual_scale=True)
+    rank = tp_rank % tp
+    parameter = LocalParameter("weight", placement.local_shape(shape, tp), torch.float32, placement, shape)
+    expected = shard(source.parameter("weight", shape, torch.float32), placement, tp, rank)
+    assert torch.equal(fresh_shard(source, parameter, tp, rank), expected)
