@@ -111,6 +111,8 @@ class Groups:
         if self.world is None:
             return
         try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # no communicator ends under what its queue still holds
             self.barrier()
         except BaseException:
             self.abort()
