@@ -1,0 +1,65 @@
+"""The models of the parts, from configs alone: no network, no files beside those of ``examples``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner import Plan, plan
+from planner.capture.model.reference import load_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("gpt2", "llama", "bert")
+DROPOUT = {
+    "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+    "llama": {"attention_dropout": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+}
+LENGTH, SEQUENCES, VOCABULARY = 64, 8, 257
+
+
+def small(name: str, *, dropout: bool = False) -> nn.Module:
+    """One of ``SMALL`` with real weights, the same in every process and at every call."""
+    config = json.loads((EXAMPLES / f"{name}_small.json").read_text())
+    return _of(config | (DROPOUT[name] if dropout else {}), materialize=True).train()
+
+
+def llama(*, tiny: bool, attention_dropout: float) -> tuple[nn.Module, dict[str, int]]:
+    """A Llama of 1.1 billion parameters on meta, and its sizes; ``tiny`` for a look at the code."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}
+    if tiny:
+        sizes |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 32}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_dropout": attention_dropout}
+    return _of(config | sizes, materialize=False).train(), sizes
+
+
+def planned(model: nn.Module, mesh: dict[str, int] | None = None, **rest: Any) -> Plan:
+    """A plan for one of ``SMALL``: two microbatches for each dp rank, clipping."""
+    mesh = mesh or {}
+    tokens = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    spec = {"mesh": mesh, "batch": {"global": SEQUENCES, "micro": SEQUENCES // (2 * mesh.get("dp", 1))}}
+    spec |= {"inputs": {"input_ids": tokens, "labels": tokens}, "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-3}}
+    return plan(model, spec | rest)
+
+
+def batch(
+    step: int, sequences: int = SEQUENCES, length: int = LENGTH, vocabulary: int = VOCABULARY
+) -> dict[str, Tensor]:
+    """A global batch; a fifth of the labels is ignored."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(vocabulary, (2, sequences, length), generator=generator)
+    ignored = torch.rand((sequences, length), generator=generator) < 0.2
+    return {"input_ids": ids[0], "labels": ids[1].masked_fill(ignored, -100)}
+
+
+def _of(config: dict[str, Any], *, materialize: bool) -> nn.Module:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(config))
+        return load_model(f"hf:{directory}", materialize=materialize, seed=0)

@@ -1,0 +1,151 @@
+"""A Llama of 1.1 billion parameters in bfloat16 on one GPU: speed, gaps between kernels, attention's kernels, memory.
+
+MFU          (6 · parameters + 6 · layers · length · width) · tokens/s / the GPU's dense bfloat16 peak
+             (a causal product of keys and queries is half of a whole one; the head counts, the embedding does not)
+gaps         1 − time in which some kernel runs / time from the first kernel's start to the last one's end
+memory       torch.cuda.max_memory_allocated beside the plan's sum, whose activations are an estimate
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from benchmarks.on_gpu.models import batch, llama
+from benchmarks.on_gpu.table import Table
+from planner import Plan, plan
+from runtime import Engine
+
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s
+MICRO, MICROBATCHES, WARM, TIMED, PROFILED = 4, 2, 3, 10, 2
+
+
+def run(device: torch.device, *, tiny: bool = False) -> Table:
+    table = Table("profile", ("figure", "no dropout", "attention dropout 0.1"))
+    columns = [figures(device, p, tiny=tiny) for p in (0.0, 0.1)]
+    for name in columns[0]:
+        table.add(name, *(column[name] for column in columns))
+    return table
+
+
+def figures(device: torch.device, attention_dropout: float, *, tiny: bool) -> dict[str, Any]:
+    """Every figure of one model, by name; None for those that this device does not have."""
+    model, sizes = llama(tiny=tiny, attention_dropout=attention_dropout)
+    length, vocabulary = sizes["max_position_embeddings"], sizes["vocab_size"]
+    decided = _plan(model, length, vocabulary)
+    parameters = sum(torch.Size(row.shape).numel() for row in decided.parameters)
+    given = batch(0, MICRO * MICROBATCHES, length, vocabulary)
+    with Engine(decided, device=device) as engine:
+        timed = 1 if tiny else TIMED
+        seconds = _seconds_a_step(engine, given, 1 if tiny else WARM, timed)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        kernels = _kernels(engine, given, device)
+    del engine, model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    tokens_per_s = MICRO * MICROBATCHES * length / seconds
+    flops = tokens_per_s * flops_a_token(parameters - vocabulary * sizes["hidden_size"], sizes, length)
+    row = decided.memory[0]
+    return {
+        "parameters": parameters,
+        "ms a step": seconds * 1e3,
+        "tokens/s": tokens_per_s,
+        "TFLOP/s": flops / 1e12,
+        "MFU %": percent(flops, peak_flops(device)),
+        "gaps between kernels %": idle_percent((start, end) for _, start, end in kernels),
+        "kernels a step": len(kernels) // PROFILED or None,
+        "attention's kernels": attention_kernels(name for name, *_ in kernels),
+        "peak GiB": gib(peak),
+        "peak GiB by the plan": gib(row.total),
+        "peak / plan": peak / row.total if peak else None,
+        "plan: parameters, gradients, optimizer, activations GiB": ", ".join(
+            f"{gib(n):.2f}" for n in (row.parameters, row.gradients, row.optimizer, row.activations)
+        ),
+    }
+
+
+def flops_a_token(parameters: int, sizes: dict[str, int], length: int) -> float:
+    """Forward and backward: 6 for each weight of a product; 6 · length · width for the causal attention of a layer."""
+    return 6.0 * parameters + 6.0 * sizes["num_hidden_layers"] * length * sizes["hidden_size"]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for gpu, flops in PEAKS.items() if gpu in name), None)
+
+
+def percent(part: float, whole: float | None) -> float | None:
+    return 100.0 * part / whole if whole else None
+
+
+def gib(num_bytes: float | None) -> Any:
+    return None if num_bytes is None else num_bytes / 2**30
+
+
+def idle_percent(intervals: Iterable[tuple[float, float]]) -> float | None:
+    """The share of the time from the first start to the last end that no interval covers; None for no interval."""
+    busy, last, first = 0.0, None, None
+    for start, end in sorted(intervals):
+        first = start if first is None else first
+        last = start if last is None else last
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return None if first is None or last is None or last == first else 100.0 * (1.0 - busy / (last - first))
+
+
+def attention_kernels(names: Iterable[str]) -> str | None:
+    """The families of attention's own kernels among ``names``; None where scores were computed by plain products."""
+    signs = {"flash": "flash", "cudnn": "sdpa", "memory-efficient": "fmha_cutlass"}
+    lowered = {name.lower() for name in names}
+    return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None
+
+
+def _plan(model: torch.nn.Module, length: int, vocabulary: int) -> Plan:
+    tokens = {"shape": [length], "dtype": "int64", "high": vocabulary}
+    return plan(
+        model,
+        {
+            "mesh": {},
+            "batch": {"global": MICRO * MICROBATCHES, "micro": MICRO},
+            "inputs": {"input_ids": tokens, "labels": tokens},
+            "precision": {"parameters": "bfloat16"},
+            "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-4},
+        },
+    )
+
+
+def _seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int) -> float:
+    for _ in range(warm):
+        engine.train_step(given)
+    _wait(engine.groups.device)
+    if engine.groups.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.groups.device)
+    start = time.perf_counter()
+    for _ in range(timed):
+        engine.train_step(given)
+    _wait(engine.groups.device)
+    return (time.perf_counter() - start) / timed
+
+
+def _kernels(engine: Engine, given: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """(name, start, end) in microseconds of what ran on the GPU; nothing on a CPU."""
+    if device.type != "cuda":
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(PROFILED):
+            engine.train_step(given)
+        _wait(device)
+    on_device = [event for event in seen.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
