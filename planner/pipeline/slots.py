@@ -1,38 +1,135 @@
-"""Which static input buffer each forward of a rank uses, so that few buffers serve many microbatches.
+"""Which static buffers each forward of a rank uses, so that few of them serve many microbatches.
 
-A forward takes the buffer that has been free longest, or a new one; its backward gives it back. So the number of
-buffers is that of the activations in flight, and does not grow with the microbatches.
+    take(F of microbatch m, layer i)   the buffer of i's kind that has been free longest, or a new one
+    free(B of microbatch m, layer i)   that buffer, for the next forward of the kind
+
+Two questions are answered by the same queue, with another kind:
+
+    static inputs     kind = signature (shape, dtype, stride): layers of one signature share buffers
+                      equal signatures:  layers · (warm-up + 1)
+    graphs by slot    kind = the layer itself, since a graph has the layer's weights inside:
+                      2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
+                      one chunk:         2 · layers · (warm-up + 1)
+    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers without a pipeline
+
+The first two are what is in flight at once, so they do not grow with the number of microbatches. With several chunks
+Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
+where 11 are in flight at once).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from planner.pipeline.schedule import Order
 
 SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
 
 
-def static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
-    """The buffer of each (microbatch, chunk, layer), numbered from 0, when all layers have inputs of one signature.
+class TensorSignature(NamedTuple):
+    """What two tensors must have in common to use one buffer in turn."""
 
-    ``num_layers[chunk]`` layers a chunk; without it, one.
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+
+
+Signature = tuple[TensorSignature, ...]  # all static inputs of one layer, in their order
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffers:
+    """What one captured layer needs of fixed memory for one microbatch in flight; sizes in bytes.
+
+    ``kept`` is what its forward leaves for its backward, beside inputs and outputs.
     """
-    free: deque[int] = deque()
+
+    signature: Signature
+    inputs: int
+    outputs: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBytes:
+    """Bytes of one rank's static inputs, static outputs, and of what graphs keep between forward and backward."""
+
+    inputs: int
+    outputs: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        return self.inputs + self.outputs + self.kept
+
+
+def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[SlotKey, int]:
+    """The slot of each (microbatch, chunk, layer), numbered from 0; layer i of chunk c is of ``kinds[c][i]``.
+
+    Layers take their slots in order, and all of a chunk give theirs back when its backward is done.
+    """
+    free: defaultdict[Hashable, deque[int]] = defaultdict(deque)
     new = count()
     slots: dict[SlotKey, int] = {}
     for action in order:
-        layers = range(num_layers[action.chunk] if num_layers else 1)
-        keys = [(action.microbatch, action.chunk, layer) for layer in layers]
-        if action.kind == "F":
-            slots.update({key: free.popleft() if free else next(new) for key in keys})
-        else:
-            free.extend(slots[key] for key in keys)
+        for layer, kind in enumerate(kinds[action.chunk]):
+            key = action.microbatch, action.chunk, layer
+            if action.kind == "F":
+                slots[key] = free[kind].popleft() if free[kind] else next(new)
+            else:
+                free[kind].append(slots[key])
     return slots
+
+
+def static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
+    """The static input buffer of each (microbatch, chunk, layer) when all layers have inputs of one signature.
+
+    ``num_layers[chunk]`` layers a chunk; without it, one.
+    """
+    return slots_by_kind(order, [[None] * n for n in num_layers or _one_layer(order)])
 
 
 def num_static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> int:
     """How many static input buffers ``order`` needs."""
     return len(set(static_input_slots(order, num_layers).values()))
+
+
+def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
+    """Which pair of graphs, forward and backward, runs each (microbatch, chunk, layer): a pair has one layer."""
+    return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in enumerate(num_layers)])
+
+
+def num_graphs_by_slot(order: Order, num_layers: Sequence[int]) -> int:
+    """Graphs of a rank when microbatches share them: the same whatever the number of microbatches."""
+    return 2 * len(set(graph_slots(order, num_layers).values()))
+
+
+def num_graphs_by_microbatch(pp: int, num_microbatches: int, num_layers: Sequence[int]) -> int:
+    """Graphs of a rank when each microbatch has its own, as one captures that knows the order but no slots."""
+    return 2 * sum(num_layers) * (num_microbatches if pp > 1 else 1)
+
+
+def static_input_bytes(order: Order, layers: Sequence[Sequence[LayerBuffers]]) -> int:
+    """Bytes of static inputs when layers of one signature share them."""
+    slots = slots_by_kind(order, [[layer.signature for layer in chunk] for chunk in layers])
+    return sum({slot: layers[chunk][i].inputs for (_, chunk, i), slot in slots.items()}.values())
+
+
+def slot_bytes(order: Order, layers: Sequence[Sequence[LayerBuffers]]) -> SlotBytes:
+    """Bytes of one rank's graphs by slot, each pair with static memory of its own."""
+    slots = graph_slots(order, [len(chunk) for chunk in layers])
+    layer_of = {slot: layers[chunk][i] for (_, chunk, i), slot in slots.items()}
+    num_slots = Counter(layer_of.values())
+    return SlotBytes(
+        inputs=sum(layer.inputs * n for layer, n in num_slots.items()),
+        outputs=sum(layer.outputs * n for layer, n in num_slots.items()),
+        kept=sum(layer.kept * n for layer, n in num_slots.items()),
+    )
+
+
+def _one_layer(order: Order) -> list[int]:
+    return [1] * (1 + max((action.chunk for action in order), default=0))
