@@ -158,7 +158,8 @@ def schedule_command(
     """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
     from planner.pipeline.schedule import build_schedule
     from planner.pipeline.simulate import simulate
-    from planner.report.schedule import schedule_svg, schedule_text, schedule_to_dict
+    from planner.report.schedule import schedule_text, schedule_to_dict
+    from planner.report.timeline import schedule_svg
 
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)

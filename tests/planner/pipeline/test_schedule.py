@@ -15,7 +15,8 @@ from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, n
 from planner.pipeline.schedule_text import format_order, format_schedule, parse_order, parse_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
-from planner.report.schedule import schedule_svg, schedule_to_dict
+from planner.report.schedule import schedule_to_dict
+from planner.report.timeline import schedule_svg
 from tests.tools.paths import ORACLES
 
 ORACLE = json.loads((ORACLES / "schedules.json").read_text())
