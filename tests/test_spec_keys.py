@@ -177,6 +177,24 @@ def test_what_is_not_there_yet_is_refused_at_its_key(key):
     assert error.value.fix
 
 
+@pytest.mark.parametrize(
+    ("split", "blocks"),
+    [
+        ([[1], [3]], [1, 3]),
+        ("Et|t*3L", [1, 3]),
+        ("Et*4|L", [4, 0]),
+        ([["embedding"], ["decoder"] * 4 + ["loss"]], [0, 4]),
+        ({"first": 3}, [3, 1]),
+        ({"last": 3}, [1, 3]),
+        ({"embedding": True, "loss": True}, [2, 2]),
+    ],
+    ids=str,
+)
+def test_every_way_to_write_a_split_decides_the_stages(split, blocks):
+    decided = plan(build(), with_keys({"pipeline.split": split}))
+    assert [len(stage.blocks) for stage in decided.stages] == blocks
+
+
 def test_another_high_draws_other_inputs():
     decided = plan(build(), BASE)
     low, all_ = (random_batch(Spec.load(with_keys({"inputs.high": n})), decided, seed=0) for n in (5, VOCABULARY))

@@ -116,6 +116,28 @@ def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx
     return found
 
 
+def before_and_after_blocks(
+    anchor: Mapping[fx.Node, int], block_of: Mapping[str, int], last_block: int
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The calls that can run before the first block, and those that can run after the last: an embedding, and a loss.
+
+    Before: what is anchored there, is in no block and depends on none. After: what is anchored to the last block, is in
+    none and is needed by none. A piece of a tuple stays where the tuple is.
+    """
+    before: set[fx.Node] = set()
+    for node, block in anchor.items():
+        calls = [n for n in node.all_input_nodes if n in anchor]
+        if node.name not in block_of and block == 0 and all(n in before for n in calls):
+            before.add(node)
+    inside = ancestors(node for node in anchor if node.name in block_of)
+    after: set[fx.Node] = set()
+    for node, block in anchor.items():
+        outside = block == last_block and node not in inside and node not in before
+        if outside and (node.target is not operator.getitem or node.all_input_nodes[0] in after):
+            after.add(node)
+    return before, after
+
+
 def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
     """Placeholder or recomputed call → every stage that reads it (none where the loss does not depend on it).
 

@@ -4,7 +4,8 @@
 
 What is in no block runs as early as what it reads allows: the embedding with the first block, an encoder's last norm
 with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
-and a large vocabulary gives its last stage fewer layers.
+and a large vocabulary gives its last stage fewer layers. A layout (``planner.pipeline.layout``) may give either
+end, the embedding or what follows the last block, a stage of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +14,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
 from planner.errors import PlanError, Where
 from planner.graph.blocks.blocks import Blocks
-from planner.graph.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+from planner.graph.live_sets import (
+    anchors,
+    before_and_after_blocks,
+    live_values,
+    needed_nodes,
+    recomputed_nodes,
+    stages_of_copies,
+)
 from planner.graph.ops.flops import node_cost as default_cost
 from planner.graph.program import Program
+from planner.pipeline.layout import Layout, complaint, layout_of_sizes
+from planner.pipeline.split import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,53 +70,80 @@ def assign_stages(
     blocks: Blocks,
     pp: int,
     vpp: int = 1,
-    split: str | Sequence[int] = "auto",
+    split: Any = "auto",
     node_cost: Callable[[fx.Node], int] = default_cost,
     where: Where | str | None = None,
 ) -> StageAssignment:
-    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or the number of blocks of each stage.
+    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or what ``planner.pipeline.split`` reads.
 
-    Raises PlanError (at ``where``) for more stages than blocks and for a split that does not cover the blocks.
+    Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
     num_stages, num_blocks = pp * vpp, len(blocks.instances)
-    _check_enough_blocks(num_blocks, pp, vpp, where)
-    recomputed, needed = recomputed_nodes(program), needed_nodes(program)
-    anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
-    costs = [0] * max(num_blocks, 1)
-    for node, block in anchor.items():
-        costs[block] += node_cost(node)
-    if isinstance(split, str):
-        sizes = balance(costs, num_stages) if num_blocks else [0]
+    recomputed, needed, block_of = recomputed_nodes(program), needed_nodes(program), blocks.block_of()
+    anchor = {n: a for n, a in anchors(program, block_of, recomputed).items() if n in needed}
+    costs = {node: node_cost(node) for node in anchor}
+    if split == "auto" or not num_blocks:
+        _check_enough_blocks(num_blocks, pp, vpp, where)
+    if split == "auto":
+        layout = layout_of_sizes(_balanced(anchor, costs, num_stages, num_blocks))
     else:
-        sizes = _check_split(list(split), num_stages, num_blocks, where)
-    return _assignment(program, anchor, recomputed, sizes, costs)
+        layout = layout_of(split, pp, vpp, num_blocks)
+    stage = _stage_of_calls(anchor, block_of, layout)
+    _check_ends(program, stage, layout)
+    return _assignment(program, stage, recomputed, layout, costs)
+
+
+def _balanced(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_stages: int, num_blocks: int) -> list[int]:
+    of_blocks = [0] * num_blocks
+    for node, block in anchor.items():
+        if num_blocks:
+            of_blocks[block] += costs[node]
+    return balance(of_blocks, num_stages) if num_blocks else [0]
+
+
+def _stage_of_calls(anchor: dict[fx.Node, int], block_of: dict[str, int], layout: Layout) -> dict[fx.Node, int]:
+    """Calls go with the block that they are anchored to; what is before or after all of them where E and L stand."""
+    stage_of_block = [s for s, size in enumerate(layout.sizes) for _ in range(size)] or [0]
+    stage = {node: stage_of_block[block] for node, block in anchor.items()}
+    before, after = before_and_after_blocks(anchor, block_of, len(stage_of_block) - 1)
+    stage.update(dict.fromkeys(before, layout.stage_of("E")))
+    stage.update(dict.fromkeys(after, layout.stage_of("L")))
+    return stage
+
+
+def _check_ends(program: Program, stage: dict[fx.Node, int], layout: Layout) -> None:
+    """A stage of its own is for an embedding or a loss that the model has: the first stage begins, the last ends."""
+    ends = {"E": "before its first block", "L": "after its last block"}
+    for letter, place in ends.items():
+        home = layout.stage_of(letter)
+        alone = not layout.sizes[home]
+        if alone and (home not in stage.values() or (letter == "L" and stage[program.node(program.loss)] != home)):
+            at = next(mark.at for mark in layout.stages[home] if mark.letter == letter)
+            what = f"pipeline.split: {letter} stands alone, but the model computes nothing {place}"
+            raise complaint(layout.text, at, what, "give that stage a block (t)")
 
 
 def _assignment(
-    program: Program, anchor: dict[fx.Node, int], recomputed: set[fx.Node], sizes: Sequence[int], costs: Sequence[int]
+    program: Program,
+    stage: dict[fx.Node, int],
+    recomputed: set[fx.Node],
+    layout: Layout,
+    costs: dict[fx.Node, int],
 ) -> StageAssignment:
-    stage_of_block = [s for s, size in enumerate(sizes) for _ in range(size)] or [0]
-    ranges = _ranges(sizes)
-    stage = {node: stage_of_block[block] for node, block in anchor.items()}
+    num_stages = len(layout.stages)
     copies = stages_of_copies(program, stage)
     stage_of = {node.name: s for node, s in stage.items()}
     stage_of |= {node.name: stages[0] for node, stages in copies.items() if node in recomputed and stages}
-    per_block = list(zip(stage_of_block, costs, strict=True))
     return StageAssignment(
-        num_stages=len(sizes),
+        num_stages=num_stages,
         stage_of=stage_of,
         recomputed=frozenset(n.name for n in recomputed if copies[n]),
         copies={n.name: stages for n, stages in copies.items() if n in recomputed and stages},
-        live=live_values(stage, len(sizes)),
+        live=live_values(stage, num_stages),
         parameter_stages={n.name: copies[n] for n in program.graph.graph.nodes if n.op == "placeholder"},
-        blocks_of_stage=tuple(tuple(r) for r in ranges),
-        cost_of_stage=tuple(sum(c for s, c in per_block if s == k) for k in range(len(sizes))),
+        blocks_of_stage=tuple(map(tuple, layout.blocks)),
+        cost_of_stage=tuple(sum(costs[n] for n, s in stage.items() if s == k) for k in range(num_stages)),
     )
-
-
-def _ranges(sizes: Sequence[int]) -> list[range]:
-    ends = list(accumulate(sizes))
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str | None) -> None:
@@ -117,18 +155,6 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str 
             where=where or "mesh.pp",
             fix=fix,
         )
-
-
-def _check_split(split: list[int], num_stages: int, num_blocks: int, where: Where | str | None) -> list[int]:
-    given, where = f"pipeline.split {split}", where or "pipeline.split"
-    fix = f"give {num_stages} positive numbers of blocks that add up to {num_blocks}, or `auto`"
-    if len(split) != num_stages:
-        raise PlanError(f"{given} has {len(split)} entries for {num_stages} stages", where=where, fix=fix)
-    if any(not isinstance(n, int) or n < 1 for n in split):
-        raise PlanError(f"{given} leaves a stage without blocks", where=where, fix=fix)
-    if sum(split) != num_blocks:
-        raise PlanError(f"{given} adds up to {sum(split)}, but the model has {num_blocks} blocks", where=where, fix=fix)
-    return split
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, field_validator, model_validator
 
 from planner.errors import PlanError, SpecError
 from planner.mesh import Mesh
+from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled
 from planner.pipeline.schedule import KINDS
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
@@ -31,6 +32,7 @@ from planner.spec.fields import (
     optional_by_like,
     required,
 )
+from planner.spec.messages import describe_value
 
 STYLES: tuple[str, ...] = get_args(Style)
 
@@ -96,10 +98,72 @@ class TensorParallelSpec(Section):
     vocabulary_multiple: Size = key(128, "the vocabulary is padded to a multiple of this · tp")
 
 
+class EvenSplit(Section):
+    """Blocks dealt out evenly over the ranks, but for what is said here."""
+
+    first: Size | None = key(None, "blocks of the first pipeline rank")
+    last: Size | None = key(None, "blocks of the last pipeline rank")
+    embedding: Flag = key(False, "the embedding counts as a block")
+    loss: Flag = key(False, "the loss counts as a block")
+
+
+def _split(value: Any) -> Any:
+    """A layout is read as soon as the spec is; one that is written out becomes one of letters."""
+    rows = value if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(word, str) for row in rows if isinstance(row, (list, tuple)) for word in row):
+        value = spelled([_words(row, index) for index, row in enumerate(rows)])
+    if isinstance(value, str) and value != AUTO:
+        read_layout(value)
+    return value
+
+
+def _words(row: Any, index: int) -> list[str]:
+    """One stage of a layout that is written out."""
+    at, fix = f"{KEY}.{index}", f"give a list of {', '.join(WORDS)}"
+    if not isinstance(row, (list, tuple)):
+        raise SpecError(f"{at} is {describe_value(row)}, not a list", where=at, fix=fix)
+    for i, word in enumerate(row):
+        if not isinstance(word, str) or word not in WORDS:
+            raise SpecError(f"{at}.{i} is {describe_value(word)}, which is no layer", where=f"{at}.{i}", fix=fix)
+    return list(row)
+
+
+_SIZE = {"type": "integer", "minimum": 1}
+_ROW = {"type": "array", "items": {"anyOf": [_SIZE, {"enum": [*WORDS]}]}}
+Split = Annotated[
+    Auto | Name | tuple[Size, ...] | tuple[tuple[Size, ...], ...] | EvenSplit,
+    BeforeValidator(_split),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"anyOf": [_SIZE, _ROW]}},
+                {"const": AUTO},
+                {"type": "string", "pattern": PATTERN, "description": "a layout: Et*3|t*4|tL"},
+                {
+                    "additionalProperties": False,
+                    **EvenSplit.model_json_schema(),
+                    "description": "evenly, but for these",
+                },
+            ]
+        }
+    ),
+]
+
+
 class PipelineSpec(Section):
     schedule: Literal[tuple(KINDS)] = key("1f1b", " | ".join(KINDS))  # pyright: ignore[reportInvalidTypeForm]
-    split: tuple[Size, ...] | Auto = key(AUTO, "or the number of blocks of each stage: [6, 6]")
+    split: Split = key(
+        AUTO,
+        "or the number of blocks of each stage: [6, 6]; of each chunk of each pp rank: [[3, 3], [2, 4]]; a layout of "
+        "embedding, blocks and loss: Et*5|t*7L; or evenly but for {first: 5}, {last: 5}, {embedding: true, loss: true}",
+    )
     group_size: Size | None = key(None, "microbatches of an interleaved group; null: pp")
+
+    def problems(self) -> Iterator[PlanError]:
+        split = self.split
+        if isinstance(split, EvenSplit) and (split.embedding or split.loss) and (split.first or split.last):
+            what = "pipeline.split: embedding and loss count as blocks only where first and last are not given"
+            yield SpecError(what, where="pipeline.split", fix="keep the one or the other")
 
 
 class LearningRateSpec(Section):

@@ -23,6 +23,7 @@ from pydantic import (
 
 from planner.errors import PlanError, SpecError, Where
 from planner.pipeline.schedule import KINDS
+from planner.pipeline.split import stage_problems
 from planner.spec.cluster import find_cluster
 from planner.spec.fields import AUTO, Count, Name, NullIsNone, Section, key, required
 from planner.spec.inputs import resolve_like
@@ -193,12 +194,5 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
             where="mesh.vpp",
             fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
         )
-    if AUTO in (split, pp, vpp):
-        return
-    stages = int(pp) * int(vpp)
-    if len(split) != stages:
-        yield SpecError(
-            f"pipeline.split has {len(split)} stages, mesh.pp · mesh.vpp = {pp} · {vpp} = {stages}",
-            where="pipeline.split",
-            fix=f"list {stages} numbers of blocks, or write auto",
-        )
+    if AUTO not in (pp, vpp):
+        yield from stage_problems(split, int(pp), int(vpp))

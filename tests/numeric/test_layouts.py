@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from planner.pipeline.split import layout_of
 from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = [
@@ -54,6 +55,31 @@ def test_fewer_microbatches_than_stages_equal_one_process(lab: Lab, schedule: st
 def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     case = Case("gpt", {"pp": 2, "dp": 2}, {"pipeline": {"split": split}})
     assert [len(stage.blocks) for stage in lab.plan(case).stages] == split
+    assert lab.check(case).wrong == []
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "split"),
+    [
+        ("gpt", {"pp": 2}, "Et*4|L"),
+        ("gpt", {"tp": 2, "pp": 2}, "E|t*4L"),
+        ("gpt", {"pp": 2, "vpp": 2}, "E|t*2|t*2|L"),
+        ("gpt", {"pp": 2, "vpp": 2, "dp": 2}, "E||t*4|L"),
+        ("gpt2", {"pp": 4}, "E|{}||L"),
+        ("bert", {"tp": 2, "pp": 2, "vpp": 2}, "E|{}||L"),
+        ("llama", {"pp": 2, "vpp": 2}, "E|{}||L"),
+        ("t5", {"pp": 4}, "E|{}||L"),
+    ],
+    ids=str,
+)
+def test_stages_without_blocks_equal_one_process(lab: Lab, model: str, mesh: dict[str, int], split: str) -> None:
+    num_blocks = sum(len(stage.blocks) for stage in lab.plan(Case(model, {"dp": 1})).stages)
+    schedule = "interleaved_1f1b" if "vpp" in mesh else "1f1b"
+    text = split.format(f"t*{num_blocks}")
+    case = Case(model, mesh, {"pipeline": {"schedule": schedule, "split": text}}, 8, 1)
+    assert [len(stage.blocks) for stage in lab.plan(case).stages] == layout_of(
+        text, 1 + text.count("|"), 1, num_blocks
+    ).sizes
     assert lab.check(case).wrong == []
 
 

@@ -101,6 +101,104 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int
     check_equals_whole(program, stages_of(program, pp))
 
 
+@pytest.mark.parametrize("layout", ["E|{}|L", "E||{}|L", "E{}|L", "E|{}L", "E{}||L"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+def test_stages_without_blocks_in_turn_compute_the_loss_of_the_whole_graph(family: str, layout: str) -> None:
+    program = hugging_face.__wrapped__(family)
+    no_dropout(program)
+    num_blocks = len(find_blocks(program).instances)
+    text = layout.format(f"t*{num_blocks}")
+    stages = stages_of(program, 1 + text.count("|"), split=text)
+    check_equals_whole(program, stages)
+    assert sizes(stages) == [num_blocks if "t" in stage else 0 for stage in text.split("|")]
+    for cost, stage in zip(stages.cost_of_stage, text.split("|"), strict=True):
+        assert cost if stage else not cost, "an empty stage computes nothing, and no other one is empty"
+    assert sum(stages.cost_of_stage) == sum(stages_of(program, 1).cost_of_stage)
+
+
+def test_the_embedding_and_the_head_are_where_a_layout_says() -> None:
+    program = hugging_face("gpt2")
+    stages = stages_of(program, 4, split="E|t*2|t|L")
+    assert sizes(stages) == [0, 2, 1, 0]
+    assert stage_of_parameter(program, stages, "transformer.wpe.weight") == (0,)
+    assert stage_of_parameter(program, stages, "transformer.wte.weight") == (0, 3)
+    assert stage_of_parameter(program, stages, "transformer.ln_f.weight") == (3,)
+    assert stage_of_parameter(program, stages, "transformer.h.2.ln_1.weight") == (2,)
+    assert [len(cut) for cut in stages.live] == [1, 1, 1]
+
+
+class NoEnds(nn.Module):
+    """Layers on what it is given; the mean of the last one is part of that layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+@pytest.mark.parametrize(("layout", "at"), [("E|t*4L", 1), ("E||t*4L", 1)])
+def test_a_stage_of_its_own_for_an_embedding_that_is_not_there_is_refused_at_its_letter(layout: str, at: int) -> None:
+    with torch.device("meta"):
+        model = NoEnds()
+    program = capture(model, {"x": torch.zeros(2, 16, WIDTH, device="meta")})
+    with pytest.raises(PlanError) as error:
+        stages_of(program, 1 + layout.count("|"), split=layout)
+    what, text, pointer = error.value.what.split("\n")
+    assert what.endswith(f"the model computes nothing before its first block, at character {at}")
+    assert text[pointer.index("^")] == "E"
+    assert error.value.fix
+    check_equals_whole(program, stages_of(program, 2, split="Ett|ttL"))
+    check_equals_whole(program, stages_of(program, 2, split="Et*4|L"))
+
+
+class LossInside(NoEnds):
+    """Each layer gives a loss beside its output, and that of the last one is the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithLoss() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = x.mean()
+        for layer in self.layers:
+            x, loss = layer(x)
+        return loss
+
+
+class WithLoss(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y = super().forward(x)
+        return y, y.square().mean()
+
+
+def test_a_stage_of_its_own_for_a_loss_inside_the_last_block_is_refused_at_its_letter() -> None:
+    with torch.device("meta"):
+        model = LossInside()
+    program = capture(model, {"x": torch.zeros(2, 16, WIDTH, device="meta")})
+    with pytest.raises(PlanError, match="the model computes nothing after its last block, at character 6"):
+        stages_of(program, 2, split="Et*4|L")
+    check_equals_whole(program, stages_of(program, 2, split="Ett|ttL"))
+
+
+def test_a_model_of_one_piece_has_no_layout_of_two_stages() -> None:
+    program = captured(lambda: nn.Linear(WIDTH, WIDTH))
+    assert not find_blocks(program).instances
+    for split in ("E|L", [1, 1]):
+        with pytest.raises(PlanError, match="only 0 blocks"):
+            stages_of(program, 2, split=split)
+    check_equals_whole(program, stages_of(program, 1, split="EL"))
+
+
+def test_a_layout_with_the_ends_beside_blocks_is_the_list_of_its_sizes() -> None:
+    program = hugging_face("gpt2")
+    assert stages_of(program, 2, split="Ett|tL") == stages_of(program, 2, split=[2, 1])
+    assert stages_of(program, 3, split="E(t|)*2tL") == stages_of(program, 3, split=[1, 1, 1])
+
+
 def no_dropout(program: Program) -> None:
     """Set every dropout rate to 0 in place: order of drawing must not matter to these comparisons."""
     for node in program.graph.graph.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -45,6 +46,8 @@ def complaints(value: Any, node: dict[str, Any], path: str = "") -> Iterator[str
             yield f"{path}: {len(value)} items"
         for index, (item, inner) in enumerate(zip(value, items, strict=False)):
             yield from complaints(item, inner, f"{path}.{index}")
+    elif isinstance(value, str) and not re.search(node.get("pattern", ""), value):
+        yield f"{path}: {value} is not of this form"
     elif isinstance(value, (int, float)):
         too_small = value < node.get("minimum", value) or not value > node.get("exclusiveMinimum", value - 1)
         if too_small or not value < node.get("exclusiveMaximum", value + 1):
@@ -112,7 +115,7 @@ def test_the_schema_refuses_what_the_planner_refuses(change):
 
 def test_every_key_is_explained_and_no_other_is_allowed():
     found = list(objects(SCHEMA))
-    assert len(found) == 12  # the spec, its 10 sections and inputs, and {output: NAME}
+    assert len(found) == 13  # the spec, its 10 sections and inputs, {output: NAME}, and an even split
     for node in found:
         assert node["additionalProperties"] is False
         assert all(inner["description"] for inner in node["properties"].values())

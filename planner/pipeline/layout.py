@@ -1,0 +1,181 @@
+"""A pipeline layout as text: which stage holds which layers, with the embedding and the loss among them.
+
+    Et*3|t*4|tL        three stages: the embedding and three blocks, four blocks, a block and the loss
+    Et|(tt|)*6,tL      eight stages: (…)*n stands for n times what is inside, commas are for the eye
+
+    layout = part…             part = thing | thing * n           thing = E | t | m | L | "|" | ( part… )
+
+E is the embedding (what runs before the blocks), t a block, L what follows the last block, down to the loss, and m a
+layer of multi-token prediction. A bar ends a stage; nothing between two bars is a stage that holds nothing. Stage s is
+chunk s // pp of pp rank s % pp. Every error shows the text and points at the character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from planner.errors import PlanError
+
+KEY = "pipeline.split"
+WORDS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # the same letters, written out
+LETTERS = "".join(WORDS.values())
+PATTERN = rf"^[{LETTERS}|()*,0-9]+$"  # of every layout, and of more; for an editor
+_HELP = "write E (embedding), t (a block) and L (loss), `|` between stages, `*n` after what is repeated: Et*3|t*4|tL"
+_MOST = 100_000  # layers and bars: beyond it is a slip in a number, not a model
+
+
+class Mark(NamedTuple):
+    """A letter or a bar of a layout, and the character of the text that it comes from."""
+
+    letter: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layers of each stage, in order, and the bar at which each stage ends (the last one at the text's end)."""
+
+    text: str
+    stages: tuple[tuple[Mark, ...], ...]
+    ends: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of blocks of each stage."""
+        return [sum(mark.letter == "t" for mark in stage) for stage in self.stages]
+
+    @property
+    def blocks(self) -> list[range]:
+        """The blocks of each stage, counted over the whole model."""
+        return [range(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
+
+    def stage_of(self, letter: str) -> int:
+        """The stage of the first layer with this letter."""
+        return next(s for s, stage in enumerate(self.stages) for mark in stage if mark.letter == letter)
+
+    def check_num_blocks(self, num_blocks: int) -> None:
+        """Raises PlanError where the layout's t are more or fewer than the model's blocks."""
+        marks = [mark for stage in self.stages for mark in stage]
+        blocks = [mark for mark in marks if mark.letter == "t"]
+        if len(blocks) != num_blocks:
+            too_many = len(blocks) > num_blocks
+            at = blocks[num_blocks].at if too_many else marks[-1].at
+            what = f"{KEY} has {len(blocks)} blocks (t), but the model has {num_blocks}"
+            raise complaint(self.text, at, what, f"write {num_blocks} t in all; t*4 stands for four")
+
+
+def parse_layout(text: str) -> Layout:
+    """The stages of ``text``, whatever the order of its layers. Raises PlanError at the first wrong character."""
+    marks = _Reader(text).all()
+    stages: list[list[Mark]] = [[]]
+    ends: list[int] = []
+    for mark in marks:
+        if mark.letter == "|":
+            stages.append([])
+            ends.append(mark.at)
+        else:
+            stages[-1].append(mark)
+    return Layout(text, tuple(map(tuple, stages)), (*ends, max(len(text) - 1, 0)))
+
+
+def read_layout(text: str) -> Layout:
+    """A layout that can be trained: one E before all, one L after all, blocks between them. Raises PlanError."""
+    layout = parse_layout(text)
+    marks = [mark for stage in layout.stages for mark in stage]
+    for mark in marks:
+        if mark.letter == "m":
+            what = f"{KEY}: multi-token prediction (m) is not found in models: they have a loss (L) alone"
+            raise complaint(text, mark.at, what, "leave m out; what a model adds to its loss belongs to L")
+    for letter, word, place in (("E", "embedding", 0), ("L", "loss", -1)):
+        found = [mark for mark in marks if mark.letter == letter]
+        order = "first" if place == 0 else "last"
+        if len(found) > 1:
+            raise complaint(text, found[1].at, f"{KEY}: a second {word} ({letter})", f"write one {letter}")
+        if not found or marks[place] is not found[0]:
+            at = marks[place].at if marks else 0
+            what = f"{KEY}: the {order} layer must be the {word} ({letter})"
+            raise complaint(text, at, what, f"write {letter} {'before' if place == 0 else 'after'} all other layers")
+        if not layout.stages[place]:
+            at = layout.ends[0] if place == 0 else layout.ends[-1]
+            what = f"{KEY}: the {order} stage holds nothing, but the {word} ({letter}) runs there"
+            raise complaint(text, at, what, f"remove the {order} bar, or put {letter} {order} of all")
+    return layout
+
+
+def layout_of_sizes(sizes: Sequence[int]) -> Layout:
+    """So many blocks a stage, the embedding on the first and the loss on the last."""
+    blocks = "|".join(f"t*{size}" if size > 1 else "t" * size for size in sizes)
+    return parse_layout(f"E{blocks}L")
+
+
+def spelled(stages: Sequence[Sequence[str]]) -> str:
+    """The text of stages whose layers are written out: ``[[embedding, decoder], [loss]]`` is ``Et|L``."""
+    return "|".join("".join(WORDS[word] for word in stage) for stage in stages)
+
+
+def complaint(text: str, at: int, what: str, fix: str = _HELP) -> PlanError:
+    """A PlanError that shows ``text`` and points at its character ``at`` (of a long text: what is around it)."""
+    first = max(0, at - 60)
+    shown = f"{'…' * (first > 0)}{text[first : first + 110]}{'…' * (len(text) > first + 110)}"
+    pointer = " " * (at - first + (first > 0)) + "^"
+    return PlanError(f"{what}, at character {at + 1}\n    {shown}\n    {pointer}", where=KEY, fix=fix)
+
+
+class _Reader:
+    """Reads a layout from left to right. Owns: the place of the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def all(self) -> list[Mark]:
+        marks = self.parts()
+        if self.at < len(self.text):
+            raise self.error("this bracket closes none", "remove it, or open it before what is repeated: (tt|)*3")
+        return marks
+
+    def parts(self, opened: int | None = None) -> list[Mark]:
+        """Up to the bracket that closes the one at ``opened``, or to the end."""
+        marks: list[Mark] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            marks += self.part()
+            if len(marks) > _MOST:
+                raise self.error(f"more than {_MOST} layers and bars", "check the numbers after *", self.at - 1)
+        if opened is not None and self.at == len(self.text):
+            raise self.error("this bracket is never closed", "close it and say how often: (tt|)*3", opened)
+        return marks
+
+    def part(self) -> list[Mark]:
+        start, letter = self.at, self.text[self.at]
+        self.at += 1
+        if letter == ",":
+            return []
+        if letter == "(":
+            marks = self.parts(start)
+            self.at += 1
+            if self.text[self.at : self.at + 1] != "*":
+                raise self.error("a bracket says how often after it", "write (…)*n", self.at - 1)
+        elif letter in LETTERS or letter == "|":
+            marks = [Mark(letter, start)]
+        else:
+            raise self.error(f"`{letter}` is no layer", _HELP, start)
+        return self.repeated(marks)
+
+    def repeated(self, marks: list[Mark]) -> list[Mark]:
+        """``marks`` as often as the ``*n`` says that may follow."""
+        if self.text[self.at : self.at + 1] != "*":
+            return marks
+        found = re.compile("[0-9]+").match(self.text, self.at + 1)
+        if not found or not int(found[0][:9]):
+            raise self.error("`*` is followed by how often", "write a number of 1 or more: t*3")
+        times = int(found[0][:9])
+        if times * len(marks) > _MOST:
+            raise self.error(f"more than {_MOST} layers and bars", "write a smaller number", found.start())
+        self.at = found.end()
+        return marks * times
+
+    def error(self, what: str, fix: str, at: int | None = None) -> PlanError:
+        return complaint(self.text, min(self.at if at is None else at, len(self.text) - 1), f"{KEY}: {what}", fix)

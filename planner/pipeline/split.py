@@ -1,0 +1,132 @@
+"""How the spec deals blocks out to stages: every way of saying it becomes one layout.
+
+    [6, 6]                      blocks of each stage, in the order of the model
+    [[3, 3], [2, 4]]            of each pp rank the blocks of each of its chunks
+    Et*3|t*4|tL                 a layout: embedding and loss stand where it says
+    {first: 4, last: 5}         evenly, but so many on the first and on the last rank
+    {embedding: true}           evenly, where the embedding (or the loss) counts as a block
+
+Evenly means without a rest: blocks (with embedding and loss, where they count) divide by the ranks left, and those of
+a rank by its chunks. `auto`, the default, asks for none of this and balances costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.errors import PlanError
+from planner.pipeline.layout import KEY, Layout, complaint, layout_of_sizes, read_layout
+
+AUTO = "auto"
+
+
+def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
+    """Where ``split`` has more or fewer stages than there are: that is known before the model is."""
+    stages = f"mesh.pp · mesh.vpp = {pp} · {vpp} = {pp * vpp}"
+    if isinstance(split, str) and split != AUTO:
+        layout = read_layout(split)
+        if len(layout.stages) != pp * vpp:
+            at = layout.ends[min(len(layout.stages), pp * vpp) - 1]
+            fix = f"write {pp * vpp - 1} bars: each ends a stage"
+            yield complaint(split, at, f"{KEY} has {len(layout.stages)} stages, {stages}", fix)
+    elif _is_rows(split):
+        if len(split) != pp or any(not isinstance(row, Sequence) or len(row) != vpp for row in split):
+            what = f"{KEY} {_plain(split)} is not a list for each of {pp} ranks of a number for each of {vpp} chunks"
+            yield PlanError(what, where=KEY, fix=f"give {pp} lists of {vpp} numbers of blocks each, or write auto")
+    elif isinstance(split, Sequence) and split != AUTO and len(split) != pp * vpp:
+        fix = f"list {pp * vpp} numbers of blocks, or write auto"
+        yield PlanError(f"{KEY} has {len(split)} stages, {stages}", where=KEY, fix=fix)
+
+
+def layout_of(split: Any, pp: int, vpp: int, num_blocks: int) -> Layout:
+    """The layout that ``split`` (not auto) says for a model. Raises PlanError where it does not fit."""
+    for problem in stage_problems(split, pp, vpp) if isinstance(split, str) or _is_rows(split) else ():
+        raise problem
+    if isinstance(split, str):
+        layout = read_layout(split)
+        layout.check_num_blocks(num_blocks)
+        return layout
+    if isinstance(split, Sequence):
+        sizes = by_stage(split) if _is_rows(split) else list(split)
+        _check_sizes(split, sizes, pp * vpp, num_blocks)
+        return layout_of_sizes(sizes)
+    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, **dict(split))))
+
+
+def by_stage(sizes_of_ranks: Sequence[Sequence[int]]) -> list[int]:
+    """Sizes of each chunk of each rank, as sizes of each stage: stage s is chunk s // pp of rank s % pp."""
+    return [size for chunk in zip(*sizes_of_ranks, strict=True) for size in chunk]
+
+
+def even_split(
+    num_blocks: int,
+    pp: int,
+    vpp: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> list[list[int]]:
+    """Of each pp rank, the blocks of each of its chunks. Raises PlanError where something would be left over."""
+    if embedding or loss:
+        if first is not None or last is not None:
+            raise _problem("embedding and loss count as blocks only where first and last are not given", "keep one")
+        return _with_ends(num_blocks, pp, vpp, embedding, loss)
+    fixed = [n for n in (first, last) if n is not None]
+    ranks, blocks = pp - len(fixed), num_blocks - sum(fixed)
+    between = f"{blocks} blocks of {num_blocks}" if fixed else f"{num_blocks} blocks"
+    if ranks < 0 or blocks < 0 or (blocks % ranks if ranks else blocks):
+        what = f"{between} are left for {ranks} ranks" if fixed else f"{between} do not divide by {pp} pipeline ranks"
+        raise _problem(what, "write auto, or a layout that says how many each stage has")
+    sizes = [blocks // ranks if ranks else 0] * pp
+    if first is not None:
+        sizes[0] = first
+    if last is not None:
+        sizes[-1] = last
+    return [_in_chunks(size, rank, vpp) for rank, size in enumerate(sizes)]
+
+
+def _with_ends(num_blocks: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[list[int]]:
+    """Evenly, with the embedding on the first stage and the loss on the last, each in the place of a block."""
+    total = num_blocks + embedding + loss
+    if total % pp:
+        counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])
+        raise _problem(f"{counted} = {total} do not divide by {pp} pipeline ranks", "write auto, or a layout")
+    sizes = [_in_chunks(total // pp, rank, vpp) for rank in range(pp)]
+    sizes[0][0] -= embedding
+    sizes[-1][-1] -= loss
+    return sizes
+
+
+def _in_chunks(size: int, rank: int, vpp: int) -> list[int]:
+    if size % vpp:
+        raise _problem(
+            f"the {size} blocks of rank {rank} do not divide by {vpp} chunks", "change vpp, or write a layout"
+        )
+    return [size // vpp] * vpp
+
+
+def _check_sizes(split: Sequence[Any], sizes: list[int], num_stages: int, num_blocks: int) -> None:
+    given = f"{KEY} {_plain(split)}"
+    fix = f"give {num_stages} positive numbers of blocks that add up to {num_blocks}, or `auto`"
+    if len(sizes) != num_stages:
+        raise PlanError(f"{given} has {len(sizes)} entries for {num_stages} stages", where=KEY, fix=fix)
+    if any(not isinstance(n, int) or n < 1 for n in sizes):
+        fix = f"{fix}, or a layout that gives the embedding or the loss a stage of its own: E|t*{num_blocks}L"
+        raise PlanError(f"{given} leaves a stage without blocks", where=KEY, fix=fix)
+    if sum(sizes) != num_blocks:
+        raise PlanError(f"{given} adds up to {sum(sizes)}, but the model has {num_blocks} blocks", where=KEY, fix=fix)
+
+
+def _is_rows(split: Any) -> bool:
+    return not isinstance(split, str) and isinstance(split, Sequence) and any(isinstance(n, Sequence) for n in split)
+
+
+def _plain(split: Sequence[Any]) -> list[Any]:
+    return [list(n) if isinstance(n, Sequence) else n for n in split]
+
+
+def _problem(what: str, fix: str) -> PlanError:
+    return PlanError(f"{KEY}: {what}", where=KEY, fix=fix)
