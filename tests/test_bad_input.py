@@ -101,7 +101,7 @@ def test_a_bad_spec_is_one_error_at_its_line(
     [
         ("Et*3|xL", "pipeline.split: `x` is no layer, at character 6", 5, "write E (embedding), t (a block) and L"),
         ("Et*3|ttL", "pipeline.split has 5 blocks (t), but the model has 4, at character 7", 6, "write 4 t in all"),
-        ("Et*3|tt|L", "pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 1 = 2, at character 8", 7, "write 1 bars"),
+        ("Et*3|tt|L", "pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 1 = 2, at character 8", 7, "write 1 `|`"),
         ("Et*3|m", "pipeline.split: multi-token prediction (m) is not found", 5, "leave m out"),
     ],
 )

@@ -28,7 +28,7 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
         layout = read_layout(split)
         if len(layout.stages) != pp * vpp:
             at = layout.ends[min(len(layout.stages), pp * vpp) - 1]
-            fix = f"write {pp * vpp - 1} bars: each ends a stage"
+            fix = f"write {pp * vpp - 1} `|`: each ends a stage"
             yield complaint(split, at, f"{KEY} has {len(layout.stages)} stages, {stages}", fix)
     elif _is_rows(split):
         if len(split) != pp or any(not isinstance(row, Sequence) or len(row) != vpp for row in split):
