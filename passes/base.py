@@ -21,6 +21,7 @@ from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from planner.decisions import Decisions
 from planner.graph.source_lines import where_of
+from planner.regions.regions import Region
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
 
@@ -53,6 +54,7 @@ class LowerContext:
     random: RandomState
     device: torch.device
     gate: ParameterGate = field(default_factory=ParameterGate)
+    regions: tuple[Region, ...] = ()
     thorough: bool = False  # whether facts that take long to prove are looked at too
 
 

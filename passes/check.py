@@ -6,6 +6,7 @@
     values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
     no_op_draws_from_the_default_generator
     no_op_names_another_device
+    regions_are_those_of_the_plan              each is one call, and what crosses is what the plan lists
     parameters_are_awaited                     where other ranks update them
 
 The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
@@ -31,6 +32,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.parameter_gate import await_bucket
+from passes.ops.region import run_region
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from planner.graph.ops.own_backward import OwnBackward
@@ -230,3 +232,19 @@ def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator
         for value in node.all_input_nodes:
             if value in places and places[value] not in here:
                 yield Violation(node, f"a wait for bucket {places[value]} before {value.name} is read", "none")
+
+
+def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Each captured region of the stage is one call; what crosses its border is what the plan lists, in its shapes."""
+    planned = {r.index: r for r in context.regions if r.stage == stage.index and not r.refused}
+    nodes = stage.graph.find_nodes(op="call_function", target=run_region)
+    found = {getattr(stage.root, node.args[0].target): node for node in nodes}
+    if sorted(call.index for call in found) != sorted(planned):
+        yield Violation(None, f"the regions {sorted(planned)}", f"{sorted(call.index for call in found)}")
+        return
+    for call, node in found.items():
+        region = planned[call.index]
+        for what, listed, there in (("in", region.inputs, call.inputs), ("out", region.outputs, call.outputs)):
+            names, crossing = sorted(v.name for v in listed.values()), sorted(v.name for v in there)
+            if names != crossing:
+                yield Violation(node, f"{', '.join(names)} to cross, {what}", ", ".join(crossing))

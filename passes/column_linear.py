@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
+from passes.cut_regions import owners
 from passes.ops.collectives import f
 from passes.ops.column_linear import column_linears
 
@@ -26,8 +27,11 @@ LINEARS = {aten.linear.default, aten.mm.default, aten.addmm.default}
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
     """Only where nothing but such products reads f: its gradient is theirs alone."""
+    owner = owners(stage, context)
     for node in stage.graph.find_nodes(op="call_function", target=f):
         readers = list(node.users)
+        if len({id(owner.get(reader.meta.get("origin", ""))) for reader in readers}) > 1:
+            continue  # one op cannot stand in two regions
         parts = [_operands(reader, node) for reader in readers]
         if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
             continue

@@ -21,9 +21,11 @@ from passes.check import (
     no_op_names_another_device,
     parameters_are_awaited,
     readers_get_the_type_that_they_want,
+    regions_are_those_of_the_plan,
     values_have_their_local_shape,
 )
 from passes.column_linear import overlap_f
+from passes.cut_regions import cut_regions
 from passes.dropout import name_streams
 from passes.extract import extract
 from passes.insert_collectives import insert_collectives
@@ -47,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
+    Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 
@@ -73,7 +76,8 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     decisions, shards = plan.to_run()
     here = plan.mesh.coordinate(rank)
     tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
-    context = LowerContext(decisions, shards, plan.collectives, tp, random, device, thorough=thorough)
+    asked: dict[str, Any] = {"regions": plan.regions, "thorough": thorough}
+    context = LowerContext(decisions, shards, plan.collectives, tp, random, device, **asked)
     return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)
 
 
@@ -126,8 +130,8 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
     module = fx.GraphModule(stage.root, stage.graph)
     attributes = {program.parameters[n]: n for n in stage.parameters} | {program.buffers[n]: n for n in stage.buffers}
     held = {n.target for n in stage.graph.nodes if n.op == "get_attr"}
-    for handle in ("tp", "random", "gate"):
-        if handle in held:
+    for handle in held:
+        if isinstance(handle, str) and not isinstance(getattr(stage.root, handle), (torch.Tensor, nn.Module)):
             setattr(module, handle, getattr(stage.root, handle))
     return StageModule(
         stage.index,

@@ -29,6 +29,7 @@ from planner.placement.decide import Placements, decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.rules.table import has_rule
 from planner.placement.uncut import check_something_is_cut
+from planner.regions.regions import decide_regions
 from planner.sharding.shards import decide_shards
 from planner.slow_steps import shown_if_slow
 from planner.spec.spec import Spec
@@ -74,10 +75,11 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     decisions = Decisions(program, blocks, placements, stages, terms, mesh, spec.seed, model)
     with shown_if_slow("laying out what each rank holds and exchanges"):
         shards = decide_shards(spec, decisions)
-        memory = memory_rows(spec, decisions, shards, schedule.peak_in_flight)
+        regions = decide_regions(spec.cuda_graphs, decisions, shards)
+        memory = memory_rows(spec, decisions, shards, schedule, regions)
     with shown_if_slow("writing the plan's tables"):
-        tables = tables_of(spec, decisions, shards, schedule, sites, memory)
-    return Plan.of(tables, decisions, shards)
+        tables = tables_of(spec, decisions, shards, schedule, sites, memory, regions)
+    return Plan.of(tables, decisions, shards, regions)
 
 
 def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, LossTerms]:
@@ -123,11 +125,11 @@ def _refuse_what_is_missing(spec: Spec) -> None:
     """What a spec may ask for and this version cannot do is an error, never ignored."""
     if spec.mesh.has_auto:
         raise PlanError("mesh: auto is not available yet", where="mesh", fix="give tp, pp and dp as numbers")
-    if spec.cuda_graphs.impl != "none":
+    if spec.cuda_graphs.impl not in ("none", "emulate"):
         raise PlanError(
             f"cuda_graphs.impl = {spec.cuda_graphs.impl} is not available yet",
             where="cuda_graphs.impl",
-            fix="set cuda_graphs: {impl: none}",
+            fix="set cuda_graphs: {impl: none}, or {impl: emulate}",
         )
     if spec.recompute != "none":
         raise PlanError(

@@ -12,8 +12,8 @@ from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.errors import PlanError
-from planner.pipeline.regions import GraphRegion
 from planner.pipeline.schedule import SchedulePlan
+from planner.regions.regions import GraphRegion, Region
 from planner.report.text import to_text as describe
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
@@ -46,18 +46,24 @@ __all__ = [
 class Plan(Tables):
     """What runs where, for every rank. Frozen; equal plans compare equal, fresh or loaded.
 
-    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model) and ``shards``
-    (what each rank holds, sums and exchanges), which passes and runtime read. They are not saved: a loaded plan prints,
-    compares and hashes, and does not run.
+    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (what
+    each rank holds, sums and exchanges) and ``regions`` (what CUDA graphs capture), which passes and runtime read. They
+    are not saved: a loaded plan prints, compares and hashes, and does not run.
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
     shards: Shards | None = field(default=None, compare=False, repr=False)
+    regions: tuple[Region, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def of(tables: Tables, decisions: Decisions | None = None, shards: Shards | None = None) -> Plan:
+    def of(
+        tables: Tables,
+        decisions: Decisions | None = None,
+        shards: Shards | None = None,
+        regions: tuple[Region, ...] = (),
+    ) -> Plan:
         rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
-        return Plan(**rows, decisions=decisions, shards=shards)
+        return Plan(**rows, decisions=decisions, shards=shards, regions=regions)
 
     def to_run(self) -> tuple[Decisions, Shards]:
         """What a run needs beside the rows. Raises PlanError for a loaded plan."""

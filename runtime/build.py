@@ -14,8 +14,10 @@ from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action
+from planner.regions.static_memory import slots_of
 from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
+from runtime.cuda_graphs.emulate import Emulation
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store, open_groups
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -75,12 +77,31 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept)
 
 
-def executor_of(plan: Plan, built: Built, groups: Groups, *, before_backward: Callable[[bool], None]) -> Executor:
+def executor_of(
+    plan: Plan, built: Built, groups: Groups, graphs: Emulation | None, *, before_backward: Callable[[bool], None]
+) -> Executor:
     """The loop over this rank's actions."""
-    orders = [tuple(Action(*action) for action in order) for order in plan.schedule.orders]
-    transport = Transport(groups, len(plan.stages), orders)
-    program = built.program
-    return Executor(program.stages, orders[groups.pp_rank], transport, program.random, before_backward=before_backward)
+    orders = orders_of(plan)
+    return Executor(
+        built.program.stages,
+        orders[groups.pp_rank],
+        Transport(groups, len(plan.stages), orders),
+        built.program.random,
+        before_backward=before_backward,
+        before_forward=None if graphs is None else graphs.before_forward,
+    )
+
+
+def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Emulation | None:
+    """Who runs the regions of this rank; None where the plan has none."""
+    if spec.cuda_graphs.impl == "none":
+        return None
+    return Emulation(built.program, slots_of(orders_of(plan)[groups.pp_rank]), groups.device)
+
+
+def orders_of(plan: Plan) -> list[tuple[Action, ...]]:
+    """The actions of every pp rank."""
+    return [tuple(Action(*action) for action in order) for order in plan.schedule.orders]
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:

@@ -18,7 +18,7 @@ from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.build import build, executor_of, open_rank, parameters_of
+from runtime.build import build, executor_of, graphs_of, open_rank, parameters_of
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.data.batches import num_tokens
@@ -76,7 +76,8 @@ class Engine:
         self._fresh, self._kept = built.fresh, built.kept
         self.loss_scale = LossScale(self.spec.precision, self.groups.device)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
-        self.executor = executor_of(plan, built, self.groups, before_backward=self._before_backward)
+        self.graphs = graphs_of(plan, built, self.spec, self.groups)
+        self.executor = executor_of(plan, built, self.groups, self.graphs, before_backward=self._before_backward)
 
     # ---- public: steps
 
@@ -109,6 +110,12 @@ class Engine:
         """The loss of the global batch, without gradients and without dropout."""
         self._ready()
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
+
+    def capture_graphs(self) -> None:
+        """Run the plan's graph regions in static memory from the next step on, before ``warmup_steps`` are over."""
+        if self.graphs is None:
+            raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
+        self.graphs.is_on = True
 
     # ---- public: tensors in and out
 
@@ -200,6 +207,8 @@ class Engine:
         self._initialise() if self.program.gate is not None else self._ready()
         self.optimizer.begin_step()
         self._gradients_ready = False
+        if self.graphs is not None and self.step_index >= self.spec.cuda_graphs.warmup_steps:
+            self.graphs.is_on = True
         return self._loss_here(self.executor.run(step))
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:

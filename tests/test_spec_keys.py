@@ -61,6 +61,8 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.bucket_size": (1000, {}),
     "precision.parameters": ("bfloat16", {}),
     "precision.gradients": ("bfloat16", {}),
+    "cuda_graphs.impl": ("emulate", {}),
+    "cuda_graphs.scope": (["attn"], {"cuda_graphs.impl": "emulate"}),
 }
 CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.lr": (1e-3, {}),
@@ -82,13 +84,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.ep": (2, {}),
     "inputs.like": ("none such", {}),
     "loss": ({"output": "none such"}, {}),
-    "cuda_graphs.impl": ("local", {}),
-    "cuda_graphs.scope": (["attn"], {"cuda_graphs.impl": "local"}),  # of no meaning where nothing is captured
-    "cuda_graphs.warmup_steps": (4, {"cuda_graphs.impl": "local"}),
     "recompute": ("full", {}),
     "cluster": (str(ROOT / "specs" / "minimal.yaml"), {}),  # any mapping is a cluster file today
 }
-BELOW = ["initial_weights", "inputs.high"]  # these have tests of their own
+BELOW = ["initial_weights", "inputs.high", "cuda_graphs.warmup_steps"]  # these have tests of their own
 ONE_VALUE = ["optimizer.name"]
 
 

@@ -27,8 +27,11 @@ from planner.decisions import Decisions
 from planner.errors import require
 from planner.graph.ops.aten import is_view, tensors_of
 from planner.graph.program import Program
+from planner.pipeline.schedule import Action, SchedulePlan
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
+from planner.regions.regions import Region
+from planner.regions.static_memory import static_bytes
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -249,20 +252,27 @@ def _memory_of(node: fx.Node) -> fx.Node:
 # ---- with the buffers that the runtime allocates
 
 
-def memory_rows(spec: Spec, decisions: Decisions, shards: Shards, in_flight: tuple[int, ...]) -> tuple[MemoryRow, ...]:
-    """Estimated activations; parameters, gradients and optimizer as the buffers hold them, all padding included."""
+def memory_rows(
+    spec: Spec, decisions: Decisions, shards: Shards, schedule: SchedulePlan, regions: Sequence[Region] = ()
+) -> tuple[MemoryRow, ...]:
+    """Estimated activations; parameters, gradients and optimizer as the buffers hold them, all padding included.
+
+    ``graph_buffers``: the static inputs and outputs of all slots of the regions that CUDA graphs capture.
+    """
     mesh = decisions.mesh
     local = LocalSizes(mesh.tp, {name: option.out for name, option in decisions.placements.options.items()})
     rows = memory_of_ranks(
         decisions.program,
         decisions.stages,
         mesh.pp,
-        in_flight,
+        schedule.peak_in_flight,
         num_shards=mesh.dp,
         zero=spec.optimizer.zero,
         local=local,
     )
-    return tuple(_exact(decisions, shards, row) for row in rows)
+    orders = [tuple(Action(*action) for action in order) for order in schedule.orders]
+    static = static_bytes(regions, orders) if regions else (0,) * mesh.pp
+    return tuple(replace(_exact(decisions, shards, row), graph_buffers=static[row.pp_rank], total=-1) for row in rows)
 
 
 def _exact(decisions: Decisions, shards: Shards, row: MemoryRow) -> MemoryRow:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.decisions import Decisions
+from planner.placement.types import Placement
 from planner.sharding.type_changes import sent_type
 
 
@@ -26,12 +27,14 @@ def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
     stages = decisions.stages
     if not 0 <= cut < stages.num_stages - 1:
         return ()
-    return tuple(_value(decisions, name) for name in stages.live[cut])
+    placements, program = decisions.placements, decisions.program
+    return tuple(value_at(decisions, n, sent_type(placements.of(program.node(n)))) for n in stages.live[cut])
 
 
-def _value(decisions: Decisions, name: str) -> BoundaryPlan:
+def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryPlan:
+    """A value as one rank holds it in a type."""
     node = decisions.program.node(name)
-    placement, value = sent_type(decisions.placements.of(node)), node.meta["val"]
+    value = node.meta["val"]
     shape = placement.local_shape(tuple(value.shape), decisions.mesh.tp)
     dtype = str(value.dtype).removeprefix("torch.")
     size = prod(shape) * value.element_size()

@@ -9,6 +9,7 @@ from planner.decisions import Decisions
 from planner.graph.places import Places
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
+from planner.regions.regions import Region, rows_of
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.collectives import collective_rows
@@ -27,6 +28,7 @@ def tables_of(
     schedule: SchedulePlan,
     sites: tuple[AttentionSite, ...],
     memory: tuple[MemoryRow, ...],
+    regions: tuple[Region, ...] = (),
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
@@ -39,6 +41,7 @@ def tables_of(
         stages=stage_rows(decisions, shards),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers),
+        graph_regions=rows_of(regions),
         memory=memory,
         diagnostics=(
             *schedule_warnings(schedule),

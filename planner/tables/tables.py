@@ -11,8 +11,8 @@ from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.errors import require
 from planner.mesh import Mesh
-from planner.pipeline.regions import GraphRegion
 from planner.pipeline.schedule import SchedulePlan
+from planner.regions.regions import GraphRegion
 from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan

@@ -71,13 +71,18 @@ class Executor:
         random: RandomState,
         *,
         before_backward: Callable[[bool], None] | None = None,
+        before_forward: Callable[[Action], None] | None = None,
     ) -> None:
-        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step."""
+        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step.
+
+        ``before_forward(action)`` runs before each forward that a backward will follow.
+        """
         self.stages = list(stages)
         self.order = tuple(order)
         self.transport = transport
         self.random = random
         self.before_backward = before_backward
+        self.before_forward = before_forward
         self._saved: dict[tuple[int, int], Saved] = {}
         self._last_backward = {action.chunk: action for action in self.order if action.kind == "B"}
 
@@ -127,6 +132,8 @@ class Executor:
             received = [t.requires_grad_(b.requires_grad) for t, b in zip(received, stage.receives, strict=True)]
         microbatch = step.microbatches[action.microbatch]
         self.random.begin(step.index, step.first_microbatch + action.microbatch)
+        if self.before_forward is not None and torch.is_grad_enabled():
+            self.before_forward(action)
         outputs = stage.module(
             *received, *(microbatch[name] for name in stage.inputs), *(step.denominators[i] for i in stage.denominators)
         )

@@ -166,6 +166,8 @@ def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -
     with Engine(decided, program=program) as engine:
         if weights := pretrained_directory(job.model):
             engine.load_pretrained(weights)
+        if engine.graphs is not None:
+            engine.capture_graphs()
         loss = engine.forward_backward(batches[0])
         gradients = engine.gather_gradients()
         reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]

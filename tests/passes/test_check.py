@@ -222,3 +222,26 @@ def test_a_stage_awaits_each_bucket_once_and_in_the_order_of_its_gathers():
     assert len(buckets) > 1
     assert sorted(awaited) == buckets
     assert awaited == buckets[::-1]  # the backward fills the first bucket first, and the forward reads it last
+
+
+def with_regions() -> Plan:
+    return plan(build("gpt"), spec_of("gpt", mesh={"tp": 2}, cuda_graphs={"impl": "emulate", "scope": ["attn", "mlp"]}))
+
+
+def test_a_region_that_is_not_cut_is_told(monkeypatch):
+    broken(monkeypatch, "cut_regions", None)
+    error = caught(with_regions())
+    assert (error.name, error.fact) == ("cut_regions", "regions_are_those_of_the_plan")
+
+
+def test_a_value_that_crosses_beside_the_plan_is_told(monkeypatch):
+    def forget(stage: StageGraph, context: LowerContext) -> None:
+        call = getattr(
+            stage.root, str(next(n for n in stage.graph.nodes if str(n.target).startswith("region_")).target)
+        )
+        call.inputs = call.inputs[1:]
+
+    broken(monkeypatch, "cut_regions", forget)
+    error = caught(with_regions())
+    assert (error.name, error.fact) == ("cut_regions", "regions_are_those_of_the_plan")
+    assert "to cross, in" in str(error)

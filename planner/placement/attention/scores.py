@@ -48,6 +48,13 @@ def has_scores(product: fx.Node) -> bool:
     return product.meta["has_scores"]
 
 
+def mixes_values(node: fx.Node) -> bool:
+    """Whether a call gives the mixture of values that scores ask for: sdpa, or the product after the softmax."""
+    if getattr(node.target, "_opname", "") == "scaled_dot_product_attention":
+        return True
+    return is_product_of_activations(node) and any(_meets_product(s, operands) for s in _softmaxes(node, operands))
+
+
 def _softmaxes(product: fx.Node, step: Step) -> list[fx.Node]:
     return [n for n in _up_to_products(product, step) if n.target in SOFTMAXES]
 

@@ -1,0 +1,253 @@
+"""The regions that CUDA graphs capture: parts of blocks by scope, and every value that crosses their borders.
+
+A value crosses in the type that it has there. A change of type runs in the region of its readers where they are all in
+one, else where the value is made: so a gather in front of a region belongs to it, and what crosses is the smaller part.
+Partial sums are summed where they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import fx
+
+from planner.decisions import Decisions
+from planner.errors import PlanError
+from planner.graph.blocks.blocks import Block
+from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+from planner.graph.walks import ancestors
+from planner.placement.types import Placement
+from planner.regions.parts import parts_of
+from planner.sharding.boundaries import BoundaryPlan, value_at
+from planner.sharding.shards import Shards
+from planner.sharding.type_changes import TypeChange, runs_here, type_at, wanted_types
+from planner.spec.sections import CudaGraphsSpec
+
+LAYER = "layer"
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+@dataclass
+class Region:
+    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty where one does.
+
+    ``nodes``: captured names. ``inputs`` and ``outputs``: what crosses, by (name, type), in the order of its first use.
+    ``through``: inputs that are read more than once here and again after it, as a residual is. Their later gradient
+    comes in, so that addends meet in the order in which they meet without graphs: sums are the same to the last bit.
+    """
+
+    index: int
+    stage: int
+    block: str
+    scope: str
+    nodes: frozenset[str]
+    refused: str = ""
+    inputs: dict[tuple[str, Placement], BoundaryPlan] = field(default_factory=dict)
+    outputs: dict[tuple[str, Placement], BoundaryPlan] = field(default_factory=dict)
+    through: set[tuple[str, Placement]] = field(default_factory=set)
+
+    @property
+    def static_bytes(self) -> int:
+        """Of one slot: inputs and outputs, the gradients of those that carry one, and of what goes through."""
+        crossing = (*self.inputs.values(), *self.outputs.values())
+        of_later = sum(self.inputs[key].bytes for key in self.through)
+        return sum(value.bytes * (2 if value.requires_grad else 1) for value in crossing) + of_later
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRegion:
+    """A row: a part of a block, whether a CUDA graph captures it or why not; inputs and outputs are names.
+
+    ``bytes``: static memory of one slot on one rank.
+    """
+
+    block: str
+    scope: str
+    captured: bool
+    reason: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) -> tuple[Region, ...]:
+    """Every region of every stage, in the order of the blocks; none where no graphs are asked for.
+
+    Raises PlanError for a scope of which the model has nothing.
+    """
+    if asked.impl == "none":
+        return ()
+    regions = tuple(_regions(asked.scope, decisions))
+    if not any(regions):
+        parts = " and ".join(asked.scope) or LAYER
+        raise PlanError(
+            f"no block of the model has a part {parts} that a graph could capture",
+            where="cuda_graphs.scope",
+            fix="leave scope empty for whole layers, or set impl: none",
+        )
+    for stage in range(decisions.stages.num_stages):
+        _find_borders(stage, [r for r in regions if r.stage == stage], decisions, shards)
+    return regions
+
+
+def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
+    return tuple(
+        GraphRegion(
+            region.block,
+            region.scope,
+            not region.refused,
+            region.refused,
+            tuple(name for name, _ in region.inputs),
+            tuple(name for name, _ in region.outputs),
+            0 if region.refused else region.static_bytes,
+        )
+        for region in regions
+    )
+
+
+# ---- which
+
+
+def _regions(scope: Collection[str], decisions: Decisions) -> Iterator[Region]:
+    program, stages = decisions.program, decisions.stages
+    on_batch = set[fx.Node]()
+    for node in program.graph.graph.nodes:
+        if node.name in program.inputs or any(n in on_batch for n in node.all_input_nodes):
+            on_batch.add(node)
+    number = 0
+    for block in decisions.blocks.instances:
+        for part, nodes in _parts(block, scope, decisions, on_batch):
+            stage = stages.stage_of[nodes[0].name]
+            names = frozenset(node.name for node in nodes)
+            yield Region(number, stage, block.path, part, names, _refusal(nodes, stage, decisions))
+            number += 1
+
+
+def _parts(
+    block: Block, scope: Collection[str], decisions: Decisions, on_batch: Collection[fx.Node]
+) -> list[tuple[str, list[fx.Node]]]:
+    calls = _calls(block, decisions)
+    if not scope:
+        return [(LAYER, calls)] if calls else []
+    return [(part, nodes) for part, nodes in parts_of(calls, on_batch) if part in scope]
+
+
+def _calls(block: Block, decisions: Decisions) -> list[fx.Node]:
+    """The calls of a block; of what stages compute again, such as views of weights, what the block alone reads."""
+    stages, inside = decisions.stages, set(block.nodes)
+    found = []
+    for node in map(decisions.program.node, block.nodes):
+        copies = stages.copies.get(node.name, ())
+        is_own = len(copies) == 1 and all(user.name in inside for user in node.users)
+        if node.op == "call_function" and node.name in stages.stage_of and (not copies or is_own):
+            found.append(node)
+    return found
+
+
+def _refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> str:
+    for node in nodes:
+        if isinstance(node.target, OwnBackward):
+            return f"{where_of(node)}: an autograd.Function of its own may do anything in Python"
+        if _DYNAMIC & set(getattr(node.target, "tags", ())):
+            return f"{where_of(node)}: the shape that {node.target} gives depends on values"
+        if decisions.stages.stage_of[node.name] != stage:
+            return f"{where_of(node)}: it runs on another stage than the block begins on"
+    returning = _comes_back(nodes)
+    return f"{where_of(returning)}: reads what left the region and was computed on outside" if returning else ""
+
+
+def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """A node of the region that reads what others made of the region's values."""
+    inside, outside = set(nodes), set[fx.Node]()
+    node, last = nodes[0], nodes[-1]
+    while node is not last.next:
+        reads_outside = any(n in outside for n in node.all_input_nodes)
+        if node in inside:
+            if reads_outside:
+                return node
+        elif reads_outside or any(n in inside for n in node.all_input_nodes):
+            outside.add(node)
+        node = node.next
+    return None
+
+
+# ---- what crosses
+
+
+def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, shards: Shards) -> None:
+    program, stages, placements = decisions.program, decisions.stages, decisions.placements
+    owner = {name: region for region in regions for name in region.nodes if not region.refused}
+    homes = {(c.value, c.after): home_of(c, owner) for c in shards.changes[stage]}
+    held = program.parameters.keys() | program.buffers.keys() | program.constants.keys()
+    value = partial(value_at, decisions)
+    for node, wanted, reader in wanted_types(placements, stages, program, stage):
+        if node.name in held:
+            continue
+        made = owner.get(node.name) if node.op != "placeholder" and runs_here(stages, node, stage) else None
+        read = owner.get(reader)
+        arrives = type_at(placements, stages, node, stage)
+        home = homes.get((node.name, wanted)) if wanted != arrives else None
+        if made is not None and made is not read:
+            leaves = wanted if home is made and wanted != arrives else arrives
+            made.outputs.setdefault((node.name, leaves), value(node.name, leaves))
+        if read is not None and made is not read:
+            enters = arrives if wanted == arrives or home is read else wanted
+            read.inputs.setdefault((node.name, enters), value(node.name, enters))
+    for region in regions:
+        region.through = {key for key in region.inputs if _is_read_again(key, region, decisions, homes)}
+
+
+def _is_read_again(
+    key: tuple[str, Placement],
+    region: Region,
+    decisions: Decisions,
+    homes: Mapping[tuple[str, Placement], Region | None],
+) -> bool:
+    """Whether an input gets several addends of its gradient in the region, and more from what runs after it."""
+    (name, kind), program, stages = key, decisions.program, decisions.stages
+    node = program.node(name)
+    if not node.meta.get("grad"):
+        return False
+    readers = [n for n in node.users if n.op == "call_function" and stages.runs_on(n.name, region.stage)]
+    inner = [n for n in readers if n.name in region.nodes]
+    wanted = {n: decisions.placements.wanted(n, n.all_input_nodes.index(node)) for n in inner}
+    direct = sum(_times(n, node) for n in inner if wanted[n] == kind)
+    changed = {w for w in wanted.values() if w != kind and homes.get((name, w)) is region}
+    if direct + len(changed) < 2:
+        return False
+    is_sent = region.stage < stages.num_stages - 1 and name in stages.live[region.stage]
+    outer = [n for n in readers if n.name not in region.nodes]
+    return is_sent or (bool(outer) and not _after(region, program).isdisjoint(outer))
+
+
+def _times(reader: fx.Node, value: fx.Node) -> int:
+    """How often a call names a value: x · x has two addends."""
+    found: list[fx.Node] = []
+    fx.map_arg((reader.args, reader.kwargs), lambda n: found.append(n) or n)
+    return found.count(value)
+
+
+def _after(region: Region, program: Program) -> set[fx.Node]:
+    """What runs after the region, which runs as soon as it can: all behind its first node that it does not need."""
+    nodes = [program.node(name) for name in region.nodes]
+    needed, begun, after = ancestors(nodes), False, set[fx.Node]()
+    for node in program.graph.graph.nodes:
+        begun = begun or node.name in region.nodes
+        if begun and node not in needed:
+            after.add(node)
+    return after
+
+
+def home_of(change: TypeChange, owner: dict[str, Region]) -> Region | None:
+    """The region in which a change of type runs; None outside of all."""
+    made = owner.get(change.value)
+    if change.before.kind == "P":
+        return made
+    readers = {id(owner.get(reader)): owner.get(reader) for reader in change.readers}
+    only = next(iter(readers.values())) if len(readers) == 1 else None
+    return only or made
