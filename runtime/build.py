@@ -19,7 +19,8 @@ from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
 from runtime.cuda_graphs.emulate import Emulation
 from runtime.data.batches import BatchLayout
-from runtime.distributed.groups import Groups, default_store, open_groups
+from runtime.distributed.groups import Groups, default_store
+from runtime.distributed.opening import open_groups
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport

@@ -11,16 +11,14 @@ those before it that it is in, so all of them come to this one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from planner.mesh import Mesh
 from planner.pipeline.links import links
-
-if TYPE_CHECKING:
-    from runtime.distributed.groups import Groups
+from runtime.distributed.groups import Groups
 
 Name = str | tuple[int, ...] | tuple[int, int, str]
 

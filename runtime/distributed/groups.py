@@ -1,31 +1,19 @@
-"""Mesh → process groups: which ranks this rank reduces, gathers and exchanges boundaries with.
+"""What the mesh is as process groups: which ranks this rank reduces, gathers and exchanges boundaries with.
 
-Uses the default process group where one exists and makes one where not (environment of torchrun, srun, mpirun or
-``distributed.launch``); one rank alone needs neither launcher nor group. Before any group is made the ranks meet once
-and compare what must go together, so that a difference becomes one error on every rank and not a hang.
+``opening.py`` makes them; they end together, after a wait for all ranks, or at once after an error.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
-from planner.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.abort import abort_at_a_failed_end, abort_groups, forget
-from runtime.distributed.default_group import default_backends, next_store, open_world
-from runtime.distributed.devices import Launched, choose_device, known_rank, launched
-from runtime.distributed.first_use import use_each_once
-from runtime.distributed.links import make_links
-from runtime.distributed.meeting import Seat, meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,124 +127,6 @@ class Groups:
         self.embedding, self.links, self.made = {}, {}, []
 
 
-def open_groups(
-    mesh: Mesh,
-    identity: dict[str, str],
-    tied: Iterable[tuple[int, ...]],
-    *,
-    device: torch.device | str | None = None,
-    timeout_seconds: float = 600.0,
-) -> Groups:
-    """Every process group of ``mesh``; the same call on every rank.
-
-    ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on
-    several stages. Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
-    ranks' devices do not go together.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    place = launched(os.environ, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
-    if place.world_size != mesh.world_size:
-        raise _wrong_world(mesh, place.world_size)
-    rank = known_rank(place)
-    if mesh.world_size == 1:
-        return Groups(mesh, 0, _begin_on(_device(device, place)), timeout)
-    store = next_store(rank, mesh.world_size, timeout)
-    seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
-    verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
-    own = _begin_on(torch.device(seat.device))
-    world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
-    groups = Groups(
-        mesh, rank, own, timeout, world.owns_default, world.device, world.host, verdict.backend, made=world.made
-    )
-    try:
-        _fill(groups, verdict.tied)
-    except BaseException:
-        groups.abort()
-        raise
-    return groups
-
-
-def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
-    """The groups of a part of the ranks, each used once where a first use would block."""
-    on_nccl = groups.backend == "nccl"
-    _make_axis_groups(groups, ("tp", "dp") if on_nccl else ("tp", "dp", "pp"))  # there links take the place of pp
-    _make_embedding_groups(groups, tied_sets)
-    if on_nccl:
-        make_links(groups)
-        use_each_once(groups)
-
-
-def _device(given: torch.device | str | None, place: Launched) -> torch.device:
-    return choose_device(given, place, cuda_available=torch.cuda.is_available(), device_count=torch.cuda.device_count())
-
-
-def _begin_on(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _seat(
-    place: Launched, given: torch.device | str | None, identity: dict[str, str], tied: Iterable[tuple[int, ...]]
-) -> Seat:
-    """What this rank brings to the meeting; that it finds no device is told there, not here alone."""
-    host, stages = socket.gethostname(), tuple(sorted(set(tied)))
-    try:
-        device = _device(given, place)
-        if device.type not in ("cpu", "cuda"):
-            raise PlanError(f"several ranks cannot run on {device}", where="device", fix='give "cuda" or "cpu"')
-    except PlanError as error:
-        return Seat(host, error=(error.what, str(error.where or ""), error.fix), identity=identity, tied=stages)
-    named = given is not None and torch.device(given).index is not None
-    return Seat(host, str(device), _gpu(device, host), named, identity, stages)
-
-
-def _gpu(device: torch.device, host: str) -> str:
-    """A name that no other GPU has, whatever each rank is shown of the machine; empty for the CPU."""
-    if device.type != "cuda":
-        return ""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return str(uuid) if uuid else f"{host} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.index}"
-
-
 def default_store() -> Store | None:
     """The key-value store behind the default group; None for a rank alone."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
-def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
-    sizes = " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) > 1)
-    started = f"{world_size} were launched" if world_size > 1 else "only this one runs"
-    return PlanError(
-        f"the plan is for {mesh.world_size} ranks ({sizes or 'one alone'}), but {started}",
-        where="mesh",
-        fix=f"launch {mesh.world_size} ranks (torchrun --nproc-per-node, or train --nproc), or change the mesh",
-    )
-
-
-def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
-    for axis in axes:
-        if getattr(groups.mesh, axis) > 1:
-            setattr(groups, axis, _make(groups, groups.mesh.groups(axis)))
-
-
-def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | None:
-    """The group with this rank, of the device's backend alone. All ranks make one for each list, in one order."""
-    own = None
-    for ranks in members:
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=groups.backend)
-        if groups.rank in ranks:
-            own = group
-            groups.made.append(group)
-    return own
-
-
-def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
-    mesh = groups.mesh
-    for stages in tied_sets:
-        pp_ranks = sorted({stage % mesh.pp for stage in stages})
-        if len(pp_ranks) == 1:
-            groups.embedding[stages] = None
-            continue
-        members = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp")]
-        groups.embedding[stages] = _make(groups, members)

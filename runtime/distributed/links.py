@@ -9,14 +9,12 @@ occupy, so that the products beside it keep the device's other multiprocessors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from planner.pipeline.links import links
-
-if TYPE_CHECKING:
-    from runtime.distributed.groups import Groups
+from runtime.distributed.groups import Groups
 
 LINK_CTAS = 2
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from planner.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.default_group import can_carry
-from runtime.distributed.groups import open_groups
 from runtime.distributed.launch import launch
+from runtime.distributed.opening import open_groups
 
 GLOO = {"cpu": "gloo", "cuda": "gloo"}
 NCCL = {"cuda": "nccl"}

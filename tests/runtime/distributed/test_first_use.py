@@ -12,9 +12,10 @@ import torch.distributed as dist
 from planner.mesh import Mesh
 from planner.pipeline.links import links
 from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
-from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.links import LINK_CTAS, link_options, make_links
+from runtime.distributed.opening import open_groups
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 
 MESHES = {

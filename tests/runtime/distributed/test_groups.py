@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
+from runtime.distributed.opening import open_groups
 
 
 def members(group) -> list[int]:

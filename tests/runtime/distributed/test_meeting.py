@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from runtime.distributed.groups import open_groups
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, judge, meet
+from runtime.distributed.opening import open_groups
 
 
 def gpus(*names: str, named: bool = False) -> list[Seat]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import Engine
-from runtime.distributed import groups, links
+from runtime.distributed import links, opening
 from runtime.distributed.default_group import World
 from runtime.distributed.groups import Groups
 from tests.tools.laboratory import Case, session_lab
@@ -26,15 +26,15 @@ from tests.tools.order_recorder import Call, Record, Recorder, cycle, difference
 @contextmanager
 def as_on_nccl() -> Iterator[None]:
     """The groups of a run on NCCL: one for host memory of its own, links, a first use of each; but gloo carries all."""
-    meet, open_world, new_group = groups.meet, groups.open_world, dist.new_group
+    meet, open_world, new_group = opening.meet, opening.open_world, dist.new_group
 
     def open_two(device_type: str, backend: str, *rest: Any) -> World:
         world, host = open_world(device_type, "gloo", *rest), new_group(backend="gloo")
         return dataclasses.replace(world, host=host, made=[*world.made, host])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
-        patch.setattr(groups, "open_world", open_two)
+        patch.setattr(opening, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
+        patch.setattr(opening, "open_world", open_two)
         patch.setattr(links, "link_options", lambda backend: None)
         patch.setattr(dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "gloo"}))
         yield

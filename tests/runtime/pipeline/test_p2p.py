@@ -8,8 +8,9 @@ import torch
 from passes.ops.random_state import RandomState
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
-from runtime.distributed.groups import Groups, open_groups
+from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
+from runtime.distributed.opening import open_groups
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Message, Transport
 from tests.tools.handmade_stages import boundary
