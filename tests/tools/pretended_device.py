@@ -31,7 +31,7 @@ from passes.ops.random_state import RandomState
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from runtime import Engine
-from runtime.distributed import groups as groups_module
+from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.links import make_links
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -139,9 +139,9 @@ def opened(plan: Plan, rank: int, device: torch.device) -> Iterator[Groups]:
         dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=mesh.world_size)
         groups.world = groups.host = dist.group.WORLD
         groups.owns_default, groups.backend = True, BACKEND
-        groups_module._make_axis_groups(groups, ("tp", "dp"))
+        opening._make_axis_groups(groups, ("tp", "dp"))
         tied = sorted({tuple(p.stages) for p in plan.parameters if len(p.stages) > 1})
-        groups_module._make_embedding_groups(groups, tied)
+        opening._make_embedding_groups(groups, tied)
         make_links(groups)
     try:
         yield groups
