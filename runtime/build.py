@@ -13,7 +13,6 @@ from torch.distributed import PrefixStore, Store
 from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
-from planner.pipeline.schedule import Action
 from planner.regions.static_memory import slots_of
 from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
@@ -82,7 +81,7 @@ def executor_of(
     plan: Plan, built: Built, groups: Groups, graphs: Emulation | None, *, before_backward: Callable[[bool], None]
 ) -> Executor:
     """The loop over this rank's actions."""
-    orders = orders_of(plan)
+    orders = plan.schedule.actions
     return Executor(
         built.program.stages,
         orders[groups.pp_rank],
@@ -97,12 +96,7 @@ def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Emulation
     """Who runs the regions of this rank; None where the plan has none."""
     if spec.cuda_graphs.impl == "none":
         return None
-    return Emulation(built.program, slots_of(orders_of(plan)[groups.pp_rank]), groups.device)
-
-
-def orders_of(plan: Plan) -> list[tuple[Action, ...]]:
-    """The actions of every pp rank."""
-    return [tuple(Action(*action) for action in order) for order in plan.schedule.orders]
+    return Emulation(built.program, slots_of(plan.schedule.actions[groups.pp_rank]), groups.device)
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:

@@ -27,7 +27,7 @@ from planner.decisions import Decisions
 from planner.errors import require
 from planner.graph.ops.aten import is_view, tensors_of
 from planner.graph.program import Program
-from planner.pipeline.schedule import Action, SchedulePlan
+from planner.pipeline.schedule import SchedulePlan
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
 from planner.regions.regions import Region
@@ -270,8 +270,7 @@ def memory_rows(
         zero=spec.optimizer.zero,
         local=local,
     )
-    orders = [tuple(Action(*action) for action in order) for order in schedule.orders]
-    static = static_bytes(regions, orders) if regions else (0,) * mesh.pp
+    static = static_bytes(regions, schedule.actions) if regions else (0,) * mesh.pp
     return tuple(replace(_exact(decisions, shards, row), graph_buffers=static[row.pp_rank], total=-1) for row in rows)
 
 

@@ -53,6 +53,11 @@ class SchedulePlan:
             complete = forwards == backwards and len(order) == 2 * len(forwards)
             require(complete, f"pp rank {rank} does not run each forward and its backward once")
 
+    @property
+    def actions(self) -> tuple[Order, ...]:
+        """``orders`` as a run reads them."""
+        return tuple(tuple(Action(*action) for action in order) for order in self.orders)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -20,7 +20,7 @@ from planner.graph.blocks.blocks import Block
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.graph.walks import ancestors
+from planner.graph.walks import ancestors, readers, walk
 from planner.placement.types import Placement
 from planner.regions.parts import parts_of
 from planner.sharding.boundaries import BoundaryPlan, value_at
@@ -115,10 +115,7 @@ def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
 
 def _regions(scope: Collection[str], decisions: Decisions) -> Iterator[Region]:
     program, stages = decisions.program, decisions.stages
-    on_batch = set[fx.Node]()
-    for node in program.graph.graph.nodes:
-        if node.name in program.inputs or any(n in on_batch for n in node.all_input_nodes):
-            on_batch.add(node)
+    on_batch = set(walk(map(program.node, program.inputs), readers))
     number = 0
     for block in decisions.blocks.instances:
         for part, nodes in _parts(block, scope, decisions, on_batch):
@@ -213,15 +210,15 @@ def _is_read_again(
     node = program.node(name)
     if not node.meta.get("grad"):
         return False
-    readers = [n for n in node.users if n.op == "call_function" and stages.runs_on(n.name, region.stage)]
-    inner = [n for n in readers if n.name in region.nodes]
+    reading = [n for n in node.users if n.op == "call_function" and stages.runs_on(n.name, region.stage)]
+    inner = [n for n in reading if n.name in region.nodes]
     wanted = {n: decisions.placements.wanted(n, n.all_input_nodes.index(node)) for n in inner}
     direct = sum(_times(n, node) for n in inner if wanted[n] == kind)
     changed = {w for w in wanted.values() if w != kind and homes.get((name, w)) is region}
     if direct + len(changed) < 2:
         return False
     is_sent = region.stage < stages.num_stages - 1 and name in stages.live[region.stage]
-    outer = [n for n in readers if n.name not in region.nodes]
+    outer = [n for n in reading if n.name not in region.nodes]
     return is_sent or (bool(outer) and not _after(region, program).isdisjoint(outer))
 
 
@@ -248,6 +245,6 @@ def home_of(change: TypeChange, owner: dict[str, Region]) -> Region | None:
     made = owner.get(change.value)
     if change.before.kind == "P":
         return made
-    readers = {id(owner.get(reader)): owner.get(reader) for reader in change.readers}
-    only = next(iter(readers.values())) if len(readers) == 1 else None
+    homes = {id(home): home for home in map(owner.get, change.readers)}
+    only = next(iter(homes.values())) if len(homes) == 1 else None
     return only or made

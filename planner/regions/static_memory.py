@@ -5,6 +5,7 @@ bytes = Σ over regions   (bytes of one slot) · (most microbatches that its chu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from planner.pipeline.schedule import Order
@@ -20,7 +21,7 @@ def slots_of(order: Order) -> dict[tuple[int, int], int]:
 
 def num_slots(slots: dict[tuple[int, int], int]) -> dict[int, int]:
     """Chunk → how many slots it has."""
-    return {c: len({slot for (chunk, _), slot in slots.items() if chunk == c}) for c in sorted({c for c, _ in slots})}
+    return dict(Counter(chunk for chunk, _ in {(chunk, slot) for (chunk, _), slot in slots.items()}))
 
 
 def static_bytes(regions: Iterable[Region], orders: Sequence[Order]) -> tuple[int, ...]:
