@@ -30,6 +30,7 @@ from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.rules.table import has_rule
 from planner.placement.uncut import check_something_is_cut
 from planner.regions.regions import decide_regions
+from planner.regions.static_memory import decide_slots
 from planner.sharding.shards import decide_shards
 from planner.slow_steps import shown_if_slow
 from planner.spec.spec import Spec
@@ -76,9 +77,10 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     with shown_if_slow("laying out what each rank holds and exchanges"):
         shards = decide_shards(spec, decisions)
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
-        memory = memory_rows(spec, decisions, shards, schedule, regions)
+        slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
+        memory = memory_rows(spec, decisions, shards, schedule, slots)
     with shown_if_slow("writing the plan's tables"):
-        tables = tables_of(spec, decisions, shards, schedule, sites, memory, regions)
+        tables = tables_of(spec, decisions, shards, schedule, sites, memory, regions, slots)
     return Plan.of(tables, decisions, shards, regions)
 
 
@@ -125,12 +127,6 @@ def _refuse_what_is_missing(spec: Spec) -> None:
     """What a spec may ask for and this version cannot do is an error, never ignored."""
     if spec.mesh.has_auto:
         raise PlanError("mesh: auto is not available yet", where="mesh", fix="give tp, pp and dp as numbers")
-    if spec.cuda_graphs.impl not in ("none", "emulate"):
-        raise PlanError(
-            f"cuda_graphs.impl = {spec.cuda_graphs.impl} is not available yet",
-            where="cuda_graphs.impl",
-            fix="set cuda_graphs: {impl: none}, or {impl: emulate}",
-        )
     if spec.recompute != "none":
         raise PlanError(
             f"recompute = {spec.recompute} is not available yet", where="recompute", fix="set recompute: none"

@@ -14,6 +14,7 @@ from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.regions import GraphRegion, Region
+from planner.regions.static_memory import GraphSlots
 from planner.report.text import to_text as describe
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
@@ -32,6 +33,7 @@ __all__ = [
     "CostPlan",
     "Diagnostic",
     "GraphRegion",
+    "GraphSlots",
     "MemoryRow",
     "OptimizerPlan",
     "ParameterPlan",

@@ -19,6 +19,7 @@ from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.cuda_graphs.choice import check_backend_here
 from runtime.data.byte_batches import ByteBatches, read_text
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
@@ -50,6 +51,7 @@ def train(job: Job, num_ranks: int | None = None, show_plan: Callable[[Any], Non
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
         return run_rank(job)
     spec = Spec.load(job.spec)
+    check_backend_here(spec)
     decided = plan(load_model(job.model), spec)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)

@@ -16,6 +16,7 @@ operands each op saves for its backward is read off a short table; workspaces an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
@@ -30,8 +31,7 @@ from planner.graph.program import Program
 from planner.pipeline.schedule import SchedulePlan
 from planner.pipeline.stages import StageAssignment
 from planner.placement.types import I, Placement
-from planner.regions.regions import Region
-from planner.regions.static_memory import static_bytes
+from planner.regions.static_memory import GraphSlots
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -253,11 +253,11 @@ def _memory_of(node: fx.Node) -> fx.Node:
 
 
 def memory_rows(
-    spec: Spec, decisions: Decisions, shards: Shards, schedule: SchedulePlan, regions: Sequence[Region] = ()
+    spec: Spec, decisions: Decisions, shards: Shards, schedule: SchedulePlan, slots: Sequence[GraphSlots] = ()
 ) -> tuple[MemoryRow, ...]:
     """Estimated activations; parameters, gradients and optimizer as the buffers hold them, all padding included.
 
-    ``graph_buffers``: the static inputs and outputs of all slots of the regions that CUDA graphs capture.
+    ``graph_buffers``: the static inputs, outputs and gradients of all slots of what CUDA graphs capture.
     """
     mesh = decisions.mesh
     local = LocalSizes(mesh.tp, {name: option.out for name, option in decisions.placements.options.items()})
@@ -270,7 +270,9 @@ def memory_rows(
         zero=spec.optimizer.zero,
         local=local,
     )
-    static = static_bytes(regions, schedule.actions) if regions else (0,) * mesh.pp
+    static = Counter[int]()
+    for row in slots:
+        static[row.pp_rank] += row.bytes
     return tuple(replace(_exact(decisions, shards, row), graph_buffers=static[row.pp_rank], total=-1) for row in rows)
 
 

@@ -19,52 +19,13 @@ where 11 are in flight at once).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 from planner.pipeline.schedule import Order
 
 SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
-
-
-class TensorSignature(NamedTuple):
-    """What two tensors must have in common to use one buffer in turn."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...]
-
-
-Signature = tuple[TensorSignature, ...]  # all static inputs of one layer, in their order
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBuffers:
-    """What one captured layer needs of fixed memory for one microbatch in flight; sizes in bytes.
-
-    ``kept`` is what its forward leaves for its backward, beside inputs and outputs.
-    """
-
-    signature: Signature
-    inputs: int
-    outputs: int
-    kept: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotBytes:
-    """Bytes of one rank's static inputs, static outputs, and of what graphs keep between forward and backward."""
-
-    inputs: int
-    outputs: int
-    kept: int
-
-    @property
-    def total(self) -> int:
-        return self.inputs + self.outputs + self.kept
 
 
 def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[SlotKey, int]:
@@ -103,32 +64,9 @@ def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
     return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in enumerate(num_layers)])
 
 
-def num_graphs_by_slot(order: Order, num_layers: Sequence[int]) -> int:
-    """Graphs of a rank when microbatches share them: the same whatever the number of microbatches."""
-    return 2 * len(set(graph_slots(order, num_layers).values()))
-
-
 def num_graphs_by_microbatch(pp: int, num_microbatches: int, num_layers: Sequence[int]) -> int:
     """Graphs of a rank when each microbatch has its own, as one captures that knows the order but no slots."""
     return 2 * sum(num_layers) * (num_microbatches if pp > 1 else 1)
-
-
-def static_input_bytes(order: Order, layers: Sequence[Sequence[LayerBuffers]]) -> int:
-    """Bytes of static inputs when layers of one signature share them."""
-    slots = slots_by_kind(order, [[layer.signature for layer in chunk] for chunk in layers])
-    return sum({slot: layers[chunk][i].inputs for (_, chunk, i), slot in slots.items()}.values())
-
-
-def slot_bytes(order: Order, layers: Sequence[Sequence[LayerBuffers]]) -> SlotBytes:
-    """Bytes of one rank's graphs by slot, each pair with static memory of its own."""
-    slots = graph_slots(order, [len(chunk) for chunk in layers])
-    layer_of = {slot: layers[chunk][i] for (_, chunk, i), slot in slots.items()}
-    num_slots = Counter(layer_of.values())
-    return SlotBytes(
-        inputs=sum(layer.inputs * n for layer, n in num_slots.items()),
-        outputs=sum(layer.outputs * n for layer, n in num_slots.items()),
-        kept=sum(layer.kept * n for layer, n in num_slots.items()),
-    )
 
 
 def _one_layer(order: Order) -> list[int]:

@@ -7,29 +7,27 @@ Partial sums are summed where they are made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Block
-from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors, readers, walk
 from planner.placement.types import Placement
 from planner.regions.parts import parts_of
+from planner.regions.refusals import Refusal, refusal, uncapturable
 from planner.sharding.boundaries import BoundaryPlan, value_at
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange, runs_here, type_at, wanted_types
-from planner.spec.sections import CudaGraphsSpec
+from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 LAYER = "layer"
-_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 @dataclass
@@ -58,6 +56,11 @@ class Region:
         of_later = sum(self.inputs[key].bytes for key in self.through)
         return sum(value.bytes * (2 if value.requires_grad else 1) for value in crossing) + of_later
 
+    @property
+    def num_graphs(self) -> int:
+        """Of one slot: a forward, and a backward where something that leaves carries a gradient."""
+        return 1 + any(value.requires_grad for value in self.outputs.values())
+
 
 @dataclass(frozen=True, slots=True)
 class GraphRegion:
@@ -76,23 +79,22 @@ class GraphRegion:
 
 
 def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) -> tuple[Region, ...]:
-    """Every region of every stage, in the order of the blocks; none where no graphs are asked for.
+    """Every region of every stage, in the order of the blocks; none where no graphs are asked for, or one of all.
 
-    Raises PlanError for a scope of which the model has nothing.
+    Raises PlanError for a scope of which the model has nothing, and where no graph captures anything of it.
     """
     if asked.impl == "none":
         return ()
-    regions = tuple(_regions(asked.scope, decisions))
-    if not any(regions):
-        parts = " and ".join(asked.scope) or LAYER
-        raise PlanError(
-            f"no block of the model has a part {parts} that a graph could capture",
-            where="cuda_graphs.scope",
-            fix="leave scope empty for whole layers, or set impl: none",
-        )
+    if FULL_ITERATION in asked.scope:
+        _check_whole_iteration(decisions)
+        return ()
+    regions, refusals = _regions(asked.scope, decisions)
+    _check_scope(asked.scope, regions)
+    if len(refusals) == len(regions):
+        raise _nothing_captured(f"no CUDA graph can capture any of the model's {len(regions)} regions", refusals[0])
     for stage in range(decisions.stages.num_stages):
         _find_borders(stage, [r for r in regions if r.stage == stage], decisions, shards)
-    return regions
+    return tuple(regions)
 
 
 def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
@@ -113,16 +115,42 @@ def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
 # ---- which
 
 
-def _regions(scope: Collection[str], decisions: Decisions) -> Iterator[Region]:
+def _check_scope(scope: Collection[str], regions: Sequence[Region]) -> None:
+    found = {region.scope for region in regions}
+    missing = [part for part in scope or [LAYER] if part not in found]
+    if missing:
+        raise PlanError(
+            f"no block of the model has a part {' or '.join(missing)} that a graph could capture",
+            where="cuda_graphs.scope",
+            fix="leave scope empty for whole layers, or set impl: none",
+        )
+
+
+def _check_whole_iteration(decisions: Decisions) -> None:
+    running = decisions.stages.stage_of
+    for refused in uncapturable(n for n in decisions.program.graph.graph.nodes if n.name in running):
+        raise _nothing_captured(f"no CUDA graph can capture a {FULL_ITERATION} of the model", refused)
+
+
+def _nothing_captured(what: str, refused: Refusal) -> PlanError:
+    node, why = refused
+    return PlanError(f"{what}: {why}", where=where_of(node), fix="choose another cuda_graphs.scope, or set impl: none")
+
+
+def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region], list[Refusal]]:
+    """Every region, and what is in the way of those that no graph captures."""
     program, stages = decisions.program, decisions.stages
     on_batch = set(walk(map(program.node, program.inputs), readers))
-    number = 0
+    regions, refusals = list[Region](), list[Refusal]()
     for block in decisions.blocks.instances:
         for part, nodes in _parts(block, scope, decisions, on_batch):
             stage = stages.stage_of[nodes[0].name]
+            found = refusal(nodes, stage, decisions)
+            refusals += [found] if found else []
+            reason = f"{where_of(found[0])}: {found[1]}" if found else ""
             names = frozenset(node.name for node in nodes)
-            yield Region(number, stage, block.path, part, names, _refusal(nodes, stage, decisions))
-            number += 1
+            regions.append(Region(len(regions), stage, block.path, part, names, reason))
+    return regions, refusals
 
 
 def _parts(
@@ -144,33 +172,6 @@ def _calls(block: Block, decisions: Decisions) -> list[fx.Node]:
         if node.op == "call_function" and node.name in stages.stage_of and (not copies or is_own):
             found.append(node)
     return found
-
-
-def _refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> str:
-    for node in nodes:
-        if isinstance(node.target, OwnBackward):
-            return f"{where_of(node)}: an autograd.Function of its own may do anything in Python"
-        if _DYNAMIC & set(getattr(node.target, "tags", ())):
-            return f"{where_of(node)}: the shape that {node.target} gives depends on values"
-        if decisions.stages.stage_of[node.name] != stage:
-            return f"{where_of(node)}: it runs on another stage than the block begins on"
-    returning = _comes_back(nodes)
-    return f"{where_of(returning)}: reads what left the region and was computed on outside" if returning else ""
-
-
-def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """A node of the region that reads what others made of the region's values."""
-    inside, outside = set(nodes), set[fx.Node]()
-    node, last = nodes[0], nodes[-1]
-    while node is not last.next:
-        reads_outside = any(n in outside for n in node.all_input_nodes)
-        if node in inside:
-            if reads_outside:
-                return node
-        elif reads_outside or any(n in inside for n in node.all_input_nodes):
-            outside.add(node)
-        node = node.next
-    return None
 
 
 # ---- what crosses

@@ -1,16 +1,68 @@
-"""The static memory of a rank's regions: every slot of a chunk has inputs, outputs and gradients of its own.
+"""The slots of a rank's graphs, and the static memory that they hold: what each chunk captures, replays and keeps.
 
-bytes = Σ over regions   (bytes of one slot) · (most microbatches that its chunk has in flight)
+    graphs    = Σ over regions of the chunk   (forward, and backward where one follows) · slots
+    replays   = Σ over regions of the chunk   (forward, and backward where one follows) · microbatches
+    bytes     = Σ over regions of the chunk   (inputs + outputs + gradients of one slot) · slots
+
+A slot serves one microbatch from its forward to its backward, so a chunk has as many as it has microbatches in flight.
+make_graphed_callables of Transformer Engine captures for each microbatch, and regions of one signature take their
+inputs in turn from one queue. A whole iteration is one graph, replayed once: static are the batch and its denominators.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from planner.pipeline.schedule import Order
-from planner.pipeline.slots import graph_slots
+import torch
+
+from planner.decisions import Decisions
+from planner.pipeline.schedule import Order, SchedulePlan
+from planner.pipeline.slots import graph_slots, num_graphs_by_microbatch, slots_by_kind
 from planner.regions.regions import Region
+from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSlots:
+    """A row: the graphs of one chunk of a pp rank, or of the whole rank where ``chunk`` is None.
+
+    ``num_regions`` are those that are captured; ``num_replays`` a step; bytes on one rank, of all slots together.
+    ``slots``: of each microbatch, in their order.
+    """
+
+    pp_rank: int
+    chunk: int | None
+    num_regions: int
+    num_slots: int
+    num_graphs: int
+    num_replays: int
+    input_bytes: int = 0
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    slots: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + self.output_bytes + self.gradient_bytes
+
+
+def decide_slots(
+    asked: CudaGraphsSpec, decisions: Decisions, schedule: SchedulePlan, regions: Sequence[Region]
+) -> tuple[GraphSlots, ...]:
+    """A row for each chunk of each pp rank; none where no graphs are asked for."""
+    if asked.impl == "none":
+        return ()
+    if FULL_ITERATION in asked.scope:
+        return tuple(_whole_iteration(decisions, schedule, rank) for rank in range(decisions.mesh.pp))
+    pp, vpp, rows = decisions.mesh.pp, decisions.mesh.vpp, list[GraphSlots]()
+    captured = [region for region in regions if not region.refused]
+    for rank, order in enumerate(schedule.actions):
+        chunks = [[region for region in captured if region.stage == chunk * pp + rank] for chunk in range(vpp)]
+        by_microbatch = asked.impl == "transformer_engine"
+        rows += _by_microbatch(pp, rank, order, chunks) if by_microbatch else _by_slot(rank, order, chunks)
+    return tuple(rows)
 
 
 def slots_of(order: Order) -> dict[tuple[int, int], int]:
@@ -24,11 +76,69 @@ def num_slots(slots: dict[tuple[int, int], int]) -> dict[int, int]:
     return dict(Counter(chunk for chunk, _ in {(chunk, slot) for (chunk, _), slot in slots.items()}))
 
 
-def static_bytes(regions: Iterable[Region], orders: Sequence[Order]) -> tuple[int, ...]:
-    """Bytes of all slots of all captured regions, for each pp rank."""
-    pp, total = len(orders), [0] * len(orders)
-    counts = [num_slots(slots_of(order)) for order in orders]
+# ---- regions
+
+
+def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
+    """Each region has a pair of graphs and static memory of its own for each slot of its chunk."""
+    slots = slots_of(order)
+    rows = []
+    for chunk, regions in enumerate(chunks):
+        mine = tuple(slot for (c, _), slot in sorted(slots.items()) if c == chunk)
+        graphs, count = sum(region.num_graphs for region in regions), len(set(mine))
+        inputs, outputs, gradients = (count * size for size in _sizes(regions))
+        sizes = (len(regions), count, graphs * count, graphs * len(mine))
+        rows.append(GraphSlots(rank, chunk, *sizes, inputs, outputs, gradients, mine))
+    return rows
+
+
+def _by_microbatch(pp: int, rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
+    """Graphs for each microbatch; static inputs shared by signature, listed at the chunk that takes them first."""
+    taken = slots_by_kind(order, [[_signature(region) for region in regions] for regions in chunks])
+    first: dict[int, Region] = {}
+    for (_, chunk, index), buffer in taken.items():
+        first.setdefault(buffer, chunks[chunk][index])
+    shared = Counter[int]()
+    for region in first.values():
+        shared[region.index] += _sizes([region])[0]
+    rows = []
+    for row, regions in zip(_by_slot(rank, order, chunks), chunks, strict=True):
+        inputs = sum(shared[region.index] for region in regions)
+        graphs = num_graphs_by_microbatch(pp, len(row.slots), [len(regions)])
+        rows.append(replace(row, num_graphs=graphs, input_bytes=inputs))
+    return rows
+
+
+def _sizes(regions: Iterable[Region]) -> tuple[int, int, int]:
+    """Bytes of one slot: inputs, outputs, gradients."""
+    inputs = outputs = total = 0
     for region in regions:
-        if not region.refused:
-            total[region.stage % pp] += region.static_bytes * counts[region.stage % pp][region.stage // pp]
-    return tuple(total)
+        inputs += sum(value.bytes for value in region.inputs.values())
+        outputs += sum(value.bytes for value in region.outputs.values())
+        total += region.static_bytes
+    return inputs, outputs, total - inputs - outputs
+
+
+def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """What two regions must have in common to take one buffer in turn; static inputs are contiguous."""
+    return tuple((value.shape, value.dtype) for value in region.inputs.values())
+
+
+# ---- a whole iteration
+
+
+def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
+    """Bytes of all that one graph of a whole iteration reads from outside on a pp rank, weights aside.
+
+    The batch tensors of every microbatch that a stage of the rank reads, and the denominators of its losses (float64).
+    """
+    program, pp, read = decisions.program, decisions.mesh.pp, decisions.stages.parameter_stages
+    here = [name for name, stages in read.items() if any(stage % pp == rank for stage in stages)]
+    batch = [program.node(name).meta["val"] for name in here if name in program.inputs]
+    counts = [name for name in here if name in decisions.terms.denominators]
+    microbatch = sum(value.numel() * value.element_size() for value in batch)
+    return microbatch * schedule.num_microbatches + len(counts) * torch.float64.itemsize
+
+
+def _whole_iteration(decisions: Decisions, schedule: SchedulePlan, rank: int) -> GraphSlots:
+    return GraphSlots(rank, None, 0, 1, 1, 1, input_bytes=iteration_input_bytes(decisions, schedule, rank))

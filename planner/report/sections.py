@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.regions.regions import GraphRegion
 from planner.report.fold import Fold, fold, ranges, unfolded
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.collectives import CollectivePlan
@@ -31,8 +32,9 @@ class Section:
 def sections(plan: Tables, *, full: bool = False) -> list[Section]:
     """All sections in reading order; a table without rows is left out, but not parameters and collectives."""
     head = [_header(plan), _parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
-    rest = [_regions(plan, full), _optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
-    return [*head, *(section for section in rest if section.rows), Section("Summary", note=_summary(plan))]
+    graphs = [_regions(plan, full), _graphs(plan, full)]
+    rest = [_optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
+    return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]
 
 
 def _header(plan: Tables) -> Section:
@@ -167,23 +169,43 @@ def _counts_up(before: tuple[str, int, int], after: tuple[str, int, int]) -> boo
 
 
 def _regions(plan: Tables, full: bool) -> Section:
-    def same(r: Any) -> Any:
-        return r.scope, r.captured, r.reason, r.inputs, r.outputs
+    def name(r: GraphRegion) -> str:
+        return r.block
 
-    folds = (
-        fold(plan.graph_regions, lambda r: r.block, same)
-        if not full
-        else unfolded(plan.graph_regions, lambda r: r.block)
-    )
+    def same(r: GraphRegion) -> Any:
+        return r.scope, r.captured, r.reason, r.inputs, r.outputs, r.bytes
+
+    folds = unfolded(plan.graph_regions, name) if full else fold(plan.graph_regions, name, same)
+    rows = tuple(_region_cells(item) for item in folds)
+    columns = ("block", _TIMES, "scope", "captured", "inputs", "outputs", "bytes of a slot", "reason")
+    return Section("Graph regions", columns, rows, right=frozenset({_TIMES, "bytes of a slot"}))
+
+
+def _region_cells(item: Fold) -> tuple[str, ...]:
+    r: GraphRegion = item.rows[0]
+    captured, crossing = "yes" if r.captured else "no", (", ".join(r.inputs), ", ".join(r.outputs))
+    return item.name, str(len(item.rows)), r.scope, captured, *crossing, f"{r.bytes:,}", r.reason
+
+
+def _graphs(plan: Tables, full: bool) -> Section:
     rows = []
-    for item in folds:
-        r = item.rows[0]
-        captured = "yes" if r.captured else "no"
-        rows.append(
-            (item.name, str(len(item.rows)), r.scope, captured, ", ".join(r.inputs), ", ".join(r.outputs), r.reason)
-        )
-    columns = ("block", _TIMES, "scope", "captured", "inputs", "outputs", "reason")
-    return Section("Graph regions", columns, tuple(rows), right=frozenset({_TIMES}))
+    for s in plan.graph_slots:
+        counts = (s.num_regions, s.num_slots, s.num_graphs, s.num_replays)
+        sizes = (s.input_bytes, s.output_bytes, s.gradient_bytes)
+        chunk = "all" if s.chunk is None else str(s.chunk)
+        cells = (str(s.pp_rank), chunk, *(f"{n:,}" for n in (*counts, *sizes)))
+        rows.append((*cells, " ".join(map(str, s.slots)) if full else format_slots(s.slots)))
+    columns = ("pp rank", "chunk", "regions", "slots", "graphs", "replays", "inputs", "outputs", "gradients")
+    note = "replays a step; bytes of all slots; the slot of microbatch 0, 1, …, where (0 1).. goes on in turn"
+    return Section("Graphs", (*columns, "slot of each microbatch"), tuple(rows), note, frozenset(columns))
+
+
+def format_slots(slots: Sequence[int]) -> str:
+    """``(0 1 2)..`` for slots that come in turn; else the first of them."""
+    first = next((n for n in range(1, len(slots)) if all(s == slots[i % n] for i, s in enumerate(slots))), len(slots))
+    if first * 2 < len(slots) and first <= _LONG_ORDER:
+        return f"({' '.join(map(str, slots[:first]))}).."
+    return " ".join(map(str, slots[:_LONG_ORDER])) + (" …" if len(slots) > _LONG_ORDER else "")
 
 
 def _optimizer(plan: Tables) -> Section:

@@ -213,14 +213,25 @@ class PrecisionSpec(Section):
     loss_scale: Annotated[Literal["none", "dynamic"], NullIsNone] = key("none", "none | dynamic")
 
 
+FULL_ITERATION = "full_iteration"
+_PARTS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+_SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 class CudaGraphsSpec(Section):
     impl: Annotated[Literal["none", "local", "transformer_engine", "emulate"], NullIsNone] = key(
         "none", "none | local | transformer_engine | emulate"
     )
-    scope: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...] = key(
-        (), "attn, mlp, moe, moe_router, moe_preprocess; []: the whole layer"
-    )
-    warmup_steps: Count = key(3, "real steps before the capture")
+    scope: Annotated[
+        tuple[Literal[(*_PARTS, FULL_ITERATION)], ...],  # pyright: ignore[reportInvalidTypeForm]
+        BeforeValidator(_one_or_more),
+        WithJsonSchema({"anyOf": [{"type": "array", "items": _SCOPE}, _SCOPE]}),
+    ] = key((), f"{', '.join(_PARTS)}; []: the whole layer; {FULL_ITERATION}: one graph of all microbatches")
+    warmup_steps: Count = key(3, "real steps before the capture, 1 or more")
 
     def problems(self) -> Iterator[PlanError]:
         at = "cuda_graphs.scope"
@@ -228,6 +239,16 @@ class CudaGraphsSpec(Section):
             yield SpecError(f"{at}: moe_preprocess needs moe_router", where=at, fix="add moe_router")
         if "moe" in self.scope and "moe_router" in self.scope:
             yield SpecError(f"{at}: moe already contains moe_router", where=at, fix="keep one of them")
+        if FULL_ITERATION in self.scope and len(self.scope) > 1:
+            fix = f"write scope: [{FULL_ITERATION}], or leave it out"
+            yield SpecError(f"{at}: {FULL_ITERATION} already contains every part of every block", where=at, fix=fix)
+        if FULL_ITERATION in self.scope and self.impl == "transformer_engine":
+            what = f"{at}: transformer_engine captures parts of blocks, not a {FULL_ITERATION}"
+            yield SpecError(what, where=at, fix="set impl: local or emulate, or another scope")
+        if self.impl != "none" and not self.warmup_steps:
+            at = "cuda_graphs.warmup_steps"
+            what = f"{at} is 0: kernels are loaded and workspaces made in real steps, never while a graph is captured"
+            yield SpecError(what, where=at, fix="set it to 1 or more")
 
 
 class InitializationSpec(Section):

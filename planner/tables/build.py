@@ -10,6 +10,7 @@ from planner.graph.places import Places
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
 from planner.regions.regions import Region, rows_of
+from planner.regions.static_memory import GraphSlots
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.collectives import collective_rows
@@ -29,6 +30,7 @@ def tables_of(
     sites: tuple[AttentionSite, ...],
     memory: tuple[MemoryRow, ...],
     regions: tuple[Region, ...] = (),
+    slots: tuple[GraphSlots, ...] = (),
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
@@ -42,6 +44,7 @@ def tables_of(
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers),
         graph_regions=rows_of(regions),
+        graph_slots=slots,
         memory=memory,
         diagnostics=(
             *schedule_warnings(schedule),

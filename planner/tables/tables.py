@@ -13,6 +13,7 @@ from planner.errors import require
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.regions import GraphRegion
+from planner.regions.static_memory import GraphSlots
 from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
@@ -34,6 +35,7 @@ class Tables:
     stages: tuple[StagePlan, ...]
     schedule: SchedulePlan
     graph_regions: tuple[GraphRegion, ...] = ()
+    graph_slots: tuple[GraphSlots, ...] = ()
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     memory: tuple[MemoryRow, ...] = ()
     cost: CostPlan | None = None

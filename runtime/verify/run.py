@@ -22,6 +22,7 @@ from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
 from runtime.verify.comparison import (
@@ -98,7 +99,9 @@ def verify(
     ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
-    decided = plan(load_model(model_ref).eval(), spec_path)
+    spec = Spec.load(spec_path)
+    check_backend_here(spec)
+    decided = plan(load_model(model_ref).eval(), spec)
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)

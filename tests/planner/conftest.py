@@ -12,6 +12,7 @@ from planner.frozen_plan import (
     CostPlan,
     Diagnostic,
     GraphRegion,
+    GraphSlots,
     MemoryRow,
     OptimizerPlan,
     ParameterPlan,
@@ -80,6 +81,7 @@ def small_plan() -> Plan:
         ),
         schedule=SchedulePlan("1f1b", 4, build_schedule("1f1b", 2, 4).orders, 0.2, (2, 1)),
         graph_regions=(GraphRegion("h.0", "attn", False, "gloo collectives cannot be captured", ("x",), ("y",)),),
+        graph_slots=(GraphSlots(0, 0, 1, 2, 4, 8, 512, 512, 1024, (0, 1, 0, 1)), GraphSlots(1, None, 0, 1, 1, 1, 256)),
         optimizer=OptimizerPlan(
             (BufferPlan(0, "float32", "float32", 1024, 1024, (BucketPlan(0, 1024, ("wte.weight",)),)),)
         ),

@@ -18,7 +18,6 @@ SPEC: dict[str, Any] = {"mesh": {"tp": 2}, "batch": {"global": 4, "micro": 2}}
     ("part", "key"),
     [
         ({"mesh": "auto"}, "mesh"),
-        ({"cuda_graphs": {"impl": "local"}}, "cuda_graphs"),
         ({"recompute": "full"}, "recompute"),
         ({"mesh": {"cp": 2}}, "mesh.cp"),
     ],
@@ -28,6 +27,13 @@ def test_what_is_not_available_yet_is_an_error_with_a_fix(part: dict[str, Any], 
         plan(build(), {**SPEC, "inputs": INPUTS, **part})
     assert key in str(error.value)
     assert error.value.fix
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "emulate"])
+def test_graphs_are_planned_for_any_backend_on_any_machine(impl: str) -> None:
+    found = plan(build(), {**SPEC, "inputs": INPUTS, "cuda_graphs": {"impl": impl}})
+    assert all(row.captured for row in found.graph_regions)
+    assert [row.num_graphs for row in found.graph_slots] == [2 * len(found.graph_regions)]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -30,6 +30,7 @@ CONTRACT = {
     "stages": "index pp_rank chunk blocks num_parameters receives sends",
     "schedule": "kind num_microbatches orders",
     "graph_regions": "block scope captured reason inputs outputs",
+    "graph_slots": "pp_rank chunk num_regions num_slots num_graphs num_replays input_bytes output_bytes gradient_bytes",
     "optimizer": "buffers",
     "memory": "pp_rank parameters gradients optimizer activations graph_buffers total",
     "cost": "step_seconds compute tp_comm pp_bubble dp_comm",

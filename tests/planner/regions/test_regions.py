@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from planner import Plan, PlanError, plan
 from planner.pipeline.schedule import build_schedule
@@ -76,11 +78,63 @@ def test_experts_are_refused_on_a_dense_model():
 
 
 def test_a_function_with_its_own_backward_is_not_captured_and_says_so():
-    made = planned("own-round", "mlp")
+    made = planned("own-round", "attn", "mlp")
     rows = [row for row in made.graph_regions if not row.captured]
     assert rows
     assert all("autograd.Function" in row.reason for row in rows)
     assert all("own_functions.py" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("scope", ["mlp", "full_iteration"])
+def test_a_model_of_which_nothing_can_be_captured_is_refused_by_op_and_line(scope):
+    with pytest.raises(PlanError, match=r"no CUDA graph can .*Rounded\(_, 8\) is an autograd.Function") as error:
+        planned("own-round", scope)
+    assert "layers.0.parts.mlp   (own_functions.py:" in str(error.value)
+    assert "impl: none" in error.value.fix
+
+
+def test_a_scope_that_a_model_lacks_is_refused_also_beside_one_that_it_has():
+    with pytest.raises(PlanError, match="no block of the model has a part moe that"):
+        planned("gpt2", "attn", "moe")
+
+
+class Looked(nn.Module):
+    """A block that looks rows up and writes some."""
+
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.write = write
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("places", torch.arange(12).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.write(x[:, self.places]))))
+
+
+class Looking(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.layers = nn.Sequential(*(Looked(write) for _ in range(3)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.table(ids)).square().mean()
+
+
+def looking(write: Callable[[torch.Tensor], torch.Tensor]) -> Plan:
+    inputs = {"ids": {"shape": [12], "dtype": "int64", "high": 32}}
+    spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs}
+    return plan(Looking(write), {**spec, "cuda_graphs": {"impl": "emulate"}})
+
+
+def test_rows_that_are_looked_up_by_number_have_a_fixed_shape_and_are_captured():
+    made = looking(lambda x: torch.index_put(x, (x > 0,), x.new_zeros(())))  # one number: no mask is counted
+    assert [row.captured for row in made.graph_regions] == [True] * 3
+
+
+def test_writing_where_a_mask_is_set_makes_the_host_wait_and_is_refused():
+    with pytest.raises(PlanError, match=r"the model's 3 regions: .* aten.index_put.default .* the host would wait"):
+        looking(lambda x: torch.index_put(x, (x > 0,), x.new_zeros(()), accumulate=True))
 
 
 def test_the_plan_lists_regions_and_their_memory():

@@ -123,6 +123,11 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"optimizer": {"schedule": {"min_lr": 1.0}}}, "min_lr = 1 is more than optimizer.lr"),
         ({"cuda_graphs": {"scope": ["moe_preprocess"]}}, "moe_preprocess needs moe_router"),
         ({"cuda_graphs": {"scope": ["moe", "moe_router"]}}, "moe already contains moe_router"),
+        ({"cuda_graphs": {"scope": ["atn"]}}, "cuda_graphs.scope.0 cannot be the string 'atn'"),
+        ({"cuda_graphs": {"scope": "atn"}}, "cuda_graphs.scope must be a list or attn or mlp .* not the string 'atn'"),
+        ({"cuda_graphs": {"scope": ["full_iteration", "mlp"]}}, "full_iteration already contains every part"),
+        ({"cuda_graphs": {"scope": "full_iteration", "impl": "transformer_engine"}}, "captures parts of blocks"),
+        ({"cuda_graphs": {"impl": "local", "warmup_steps": 0}}, "cuda_graphs.warmup_steps is 0: kernels are loaded"),
         ({"inputs": {"x": {"shape": [0], "dtype": "int64"}}}, "inputs.x.shape.0 is 0"),
         ({"inputs": {"x": {"shape": [4]}}}, "inputs.x.dtype is missing"),
         ({"inputs": {"x": {"like": "x"}}}, "like each other in a circle"),
@@ -135,6 +140,11 @@ def test_bad_values_in_a_dict_are_named(keys, what):
     with pytest.raises(SpecError, match=what) as caught:
         Spec.load({**MINIMAL, **keys})
     assert caught.value.fix
+
+
+def test_one_part_of_the_scope_may_stand_without_a_list_and_no_graphs_need_no_warmup():
+    assert Spec.load({**MINIMAL, "cuda_graphs": {"scope": "full_iteration"}}).cuda_graphs.scope == ("full_iteration",)
+    assert Spec.load({**MINIMAL, "cuda_graphs": {"warmup_steps": 0}}).cuda_graphs.warmup_steps == 0
 
 
 @pytest.mark.parametrize(("name", "hint"), [("lion", ""), ("adam", "did you mean 'adamw'? "), ("sgd", "")])
