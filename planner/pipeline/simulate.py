@@ -68,16 +68,19 @@ def planned(schedule: Schedule) -> SchedulePlan:
     )
 
 
-def format_grid(steps: Steps, first: int = 0) -> str:
-    """A row for each step, a column for each rank; ``.`` where a rank waits. ``first`` numbers the first row."""
+def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple[int, int] | None = None) -> str:
+    """A row for each step, a column for each rank; ``.`` where a rank waits.
+
+    ``first`` and ``first_rank`` number the first row and column; ``marked``: a place of ``steps`` that is pointed at.
+    """
     if not steps:
         return "step  (nothing ran)"
-    width = max(6, *(len(str(a)) + 1 for row in steps for a in row if a))
-    head = "step  " + "".join(f"rank{rank}".ljust(width) for rank in range(len(steps[0])))
-    rows = [
-        f"{step:<6}" + "".join((str(action) if action else ".").ljust(width) for action in row)
-        for step, row in enumerate(steps, first)
-    ]
+    cells = [[str(action) if action else "." for action in row] for row in steps]
+    if marked is not None:
+        cells[marked[0]][marked[1]] = f">{cells[marked[0]][marked[1]]}<"
+    width = max(6, *(len(cell) + 1 for row in cells for cell in row if cell != "."))
+    head = "step  " + "".join(f"rank{rank}".ljust(width) for rank in range(first_rank, first_rank + len(steps[0])))
+    rows = [f"{step:<6}" + "".join(cell.ljust(width) for cell in row) for step, row in enumerate(cells, first)]
     return "\n".join(line.rstrip() for line in [head, *rows])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from passes.ops.random_state import RandomState
 from passes.stage_module import StageModule
 from planner.errors import PlanError
 from planner.pipeline.links import Message, received_by, sent_by
+from planner.pipeline.place import grid_around
 from planner.pipeline.schedule import Action
 from runtime.pipeline.p2p import Transport
 
 
 class StepError(RuntimeError):
-    """A step failed on this rank; the message names rank, stage, step, microbatch and action."""
+    """A step failed on this rank; the message names rank, stage, step, microbatch and action, and shows the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +174,15 @@ class Executor:
         verb = "forward" if action.kind == "F" else "backward"
         return (
             f"rank {groups.rank} {groups.coordinate}, stage {stage.index}, step {step.index}, "
-            f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}"
+            f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}\n"
+            f"  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
         )
+
+    def _place(self, action: Action) -> str:
+        orders = self.transport.orders or (self.order,)
+        if not torch.is_grad_enabled():  # evaluation runs the forwards alone
+            orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
+        return grid_around(orders, self.transport.groups.pp_rank, action)
 
 
 def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: Tensor | None) -> Saved:

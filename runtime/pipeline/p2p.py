@@ -51,6 +51,7 @@ class Transport:
         """``orders``: the actions of every pp rank; without them no message tells how far its sender has come."""
         self.groups = groups
         self.num_stages = num_stages
+        self.orders = tuple(orders)
         self._positions = {
             (action.kind, action.microbatch, action.chunk * len(orders) + rank): position
             for rank, order in enumerate(orders)

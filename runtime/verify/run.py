@@ -114,7 +114,12 @@ def verify(
     except RankError as error:
         if remove_collective is None:
             raise
-        return VerifyReport((), failure=str(error).strip().splitlines()[-1])
+        return VerifyReport((), failure=_last_error(str(error)))
+
+
+def _last_error(text: str) -> str:
+    """The line of a traceback that names the error, without what it shows below."""
+    return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
 def verify_rank(job: VerifyJob) -> VerifyReport:

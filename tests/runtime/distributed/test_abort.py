@@ -99,8 +99,9 @@ def test_plain_processes_end_by_themselves_with_the_ranks_own_error(case):
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1], errors
-    last = errors[failing].strip().splitlines()[-1]
+    last = [line for line in errors[failing].splitlines() if "Error: " in line][-1]
     assert re.search(told, last), errors[failing]
+    assert ("StepError" in told) == (">F1.0<" in errors[failing].partition(last)[2])
     if case == "init":
         assert "not every rank can begin: rank 1: TypeError" in errors[0]
 

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from passes.ops.random_state import RandomState
@@ -141,6 +142,46 @@ def test_an_error_names_rank_stage_step_microbatch_and_action():
         executor(Head(), Broken()).run(step_of())
     assert str(caught.value).startswith(
         "rank 0 {'tp': 0, 'cp': 0, 'dp': 0, 'pp': 0}, stage 1, step 7, microbatch 0, forward (F0.1): RuntimeError: "
+    )
+
+
+def test_an_error_shows_its_place_in_the_schedule():
+    class SecondBreaks(nn.Module):
+        def forward(self, value, mask):
+            seen.append(value)
+            return (value.view(*value.shape, len(seen) % 2).sum(),)
+
+    seen: list[torch.Tensor] = []
+    run = executor(Head())
+    run.stages[1] = dataclasses.replace(run.stages[1], module=SecondBreaks())
+    with pytest.raises(StepError) as caught:
+        run.run(step_of())
+    assert_expected_inline(
+        str(caught.value).partition("\n")[2],
+        """\
+  its place in the schedule of all pp ranks:
+  step  rank0
+  0     F0.0
+  1     F0.1
+  2     B0.1
+  3     B0.0
+  4     F1.0
+  5     >F1.1<
+  6     B1.1
+  7     B1.0""",
+    )
+    seen.clear()
+    with pytest.raises(StepError) as caught:
+        run.evaluate(step_of())
+    assert_expected_inline(
+        str(caught.value).partition("\n")[2],
+        """\
+  its place in the schedule of all pp ranks:
+  step  rank0
+  0     F0.0
+  1     F0.1
+  2     F1.0
+  3     >F1.1<""",
     )
 
 

@@ -17,7 +17,7 @@ from runtime.verify.comparison import (
     compare_values,
     lowest_precision,
 )
-from runtime.verify.run import random_batch, verify
+from runtime.verify.run import _last_error, random_batch, verify
 from tests.tools.paths import ROOT
 
 MODEL = """
@@ -67,6 +67,11 @@ def test_without_one_collective_the_comparison_is_red(files, number):
     assert not report.passed
     assert report.failed_rows
     assert str(report).endswith("DIFFERENT from one process")
+
+
+def test_what_a_failed_rank_shows_below_its_error_is_not_its_reason():
+    text = "rank 1 of 2 failed:\nTraceback\n  File\nStepError: rank 1, step 0: boom\n  step  rank0\n  0     >F0.0<\n"
+    assert _last_error(text) == "StepError: rank 1, step 0: boom"
 
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.down.weight", "norm.bias"])
