@@ -69,5 +69,18 @@ def num_graphs_by_microbatch(pp: int, num_microbatches: int, num_layers: Sequenc
     return 2 * sum(num_layers) * (num_microbatches if pp > 1 else 1)
 
 
+def order_by_microbatch(order: Order) -> Order:
+    """The actions of the microbatches that need graphs of their own where a graph knows no slots.
+
+    That is the whole order; but where each backward directly follows its forward, one microbatch's graphs serve all.
+    """
+    pairs = list(zip(order[::2], order[1::2], strict=False))
+    alone = all(f.kind == "F" and b == f._replace(kind="B") for f, b in pairs) and 2 * len(pairs) == len(order)
+    first: dict[int, int] = {}
+    for action in order:
+        first.setdefault(action.chunk, action.microbatch)
+    return tuple(action for action in order if not alone or action.microbatch == first[action.chunk])
+
+
 def _one_layer(order: Order) -> list[int]:
     return [1] * (1 + max((action.chunk for action in order), default=0))

@@ -11,7 +11,8 @@ the same order whichever of its parameters got a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -153,6 +154,7 @@ class GradientBuffers:
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
         self._order = sorted(indexed, key=lambda entry: entry[2].position)
         self._next = 0
+        self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
         for slot in self.slots:
             for parameter in slot.parameters:
@@ -162,6 +164,15 @@ class GradientBuffers:
     @property
     def slots(self) -> list[ParameterSlot]:
         return [slot for buffer in self.buffers for slot in buffer.slots.values()]
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Gradients that come meanwhile are of no step, as those of a capture: they stay in ``.grad``."""
+        self._is_deaf = True
+        try:
+            yield
+        finally:
+            self._is_deaf = False
 
     def begin_step(self) -> None:
         """Forget every gradient: the next one of each parameter is copied instead of added."""
@@ -213,6 +224,8 @@ class GradientBuffers:
         self.last_microbatch = False
 
     def _on_gradient(self, slot: ParameterSlot, parameter: Tensor) -> None:
+        if self._is_deaf:
+            return
         assert not slot.bucket.is_reducing, f"a gradient of {slot.local.fqn} came after the reduction of its bucket"
         if slot.is_fresh:
             slot.main_grad.copy_(parameter.grad)  # type: ignore[arg-type]

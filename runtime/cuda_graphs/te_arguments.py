@@ -1,0 +1,107 @@
+"""What make_graphed_callables of Transformer Engine is given for one rank.
+
+    _order                  +c: a forward of chunk c − 1,  −c: its backward;  e.g. 1 1 -1 1 -1 -1
+    _num_layers_per_chunk   L_0, L_1, …: the regions of each chunk
+    callables               region l of chunk c at             L_0 + … + L_{c−1} + l
+    sample_args             its k-th forward of M at     M · (L_0 + … + L_{c−1}) + k · L_c + l
+
+It knows no microbatches: the k-th backward of a chunk is taken for that of its k-th forward. Inputs of one signature
+(shapes, dtypes) share static memory in turn, by a first-in-first-out queue; whether they require a gradient is not
+looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ops.region import RegionCall
+from planner.pipeline.schedule import Order
+from planner.pipeline.slots import slots_by_kind
+from planner.sharding.boundaries import BoundaryPlan
+
+NUM_WARMUP = 3  # its own, on its own stream, beside the steps before
+Signature = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class GraphArguments:
+    """``modules`` and ``sample_args`` by position, the rest by name."""
+
+    modules: tuple[nn.Module, ...]
+    sample_args: tuple[tuple[Tensor, ...], ...]
+    order: list[int]
+    num_layers: list[int]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {
+            "num_warmup_iters": NUM_WARMUP,
+            "allow_unused_input": True,  # what gets no gradient gets none eagerly either
+            "_order": self.order,
+            "_num_layers_per_chunk": self.num_layers,
+            "_reuse_graph_input_output_buffers": True,
+            "clone_param_grads_on_return": True,  # a tied weight's gradient waits for its other addends
+        }
+
+
+def signed_order(order: Order) -> list[int]:
+    """As Transformer Engine writes it."""
+    return [action.chunk + 1 if action.kind == "F" else -action.chunk - 1 for action in order]
+
+
+def numbered(order: Order) -> dict[tuple[int, int], int]:
+    """(chunk, microbatch) → the how-manieth forward of its chunk it is."""
+    seen = Counter[int]()
+    found: dict[tuple[int, int], int] = {}
+    for action in order:
+        if action.kind == "F":
+            found[action.chunk, action.microbatch] = seen[action.chunk]
+            seen[action.chunk] += 1
+    return found
+
+
+def sample_index(order: Order, num_layers: Sequence[int], chunk: int, number: int, layer: int) -> int:
+    """Where the ``number``-th forward of a chunk has the inputs, and the graph, of a layer."""
+    num_microbatches = len(order) // len(num_layers) // 2
+    return num_microbatches * sum(num_layers[:chunk]) + number * num_layers[chunk] + layer
+
+
+def sample_args_of(
+    order: Order, chunks: Sequence[Sequence[RegionCall]], device: torch.device
+) -> tuple[tuple[Tensor, ...], ...]:
+    """The static inputs of each forward, in the order of ``sample_args``; where memory is shared, the same tensors.
+
+    An input that needs no gradient has one all the same where another of its signature does.
+    """
+    kinds = [[signature(call.inputs) for call in chunk] for chunk in chunks]
+    needed: dict[Signature, list[bool]] = {}
+    for call in (call for chunk in chunks for call in chunk):
+        kind = signature(call.inputs)
+        before = needed.get(kind, [False] * len(kind))
+        needed[kind] = [a or value.requires_grad for a, value in zip(before, call.inputs, strict=True)]
+    number, num_layers = numbered(order), [len(chunk) for chunk in chunks]
+    made: dict[int, tuple[Tensor, ...]] = {}
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for (microbatch, chunk, layer), slot in slots_by_kind(order, kinds).items():
+        kind = kinds[chunk][layer]
+        if slot not in made:
+            made[slot] = _static(kind, needed[kind], device)
+        found[sample_index(order, num_layers, chunk, number[chunk, microbatch], layer)] = made[slot]
+    return tuple(found[place] for place in sorted(found))
+
+
+def signature(values: Sequence[BoundaryPlan]) -> Signature:
+    """What two regions must have in common to share static inputs."""
+    return tuple((tuple(value.shape), value.dtype) for value in values)
+
+
+def _static(kind: Signature, needed: Sequence[bool], device: torch.device) -> tuple[Tensor, ...]:
+    """Zeros: a warm-up reads them, and zero is a valid index."""
+    made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in kind]
+    return tuple(value.requires_grad_(need) for value, need in zip(made, needed, strict=True))

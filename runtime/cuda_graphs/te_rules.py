@@ -1,0 +1,125 @@
+"""The rules of make_graphed_callables of Transformer Engine, checked before it is called.
+
+Its own checks speak of its variables, or it has none: it does not see that a backward is another microbatch's, that two
+regions share an input of which only one wants the gradient, or that a graph draws the same numbers at every replay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ops.region import RegionCall
+from planner.errors import PlanError
+from planner.pipeline.schedule import Order, format_order
+from runtime.cuda_graphs.te_arguments import GraphArguments
+
+WHERE = "cuda_graphs.impl"
+_INSTEAD = "use impl: local"
+
+
+def check_microbatches(order: Order) -> None:
+    """Backwards of a chunk come in the order of its forwards, as the signed order cannot say otherwise."""
+    chunks = sorted({action.chunk for action in order})
+    for chunk in chunks:
+        forwards, backwards = (
+            [a.microbatch for a in order if (a.kind, a.chunk) == (kind, chunk)] for kind in ("F", "B")
+        )
+        if forwards != backwards:
+            raise PlanError(
+                f"transformer_engine takes the k-th backward of a chunk for that of its k-th forward, but those "
+                f"of chunk {chunk} come in another order: {format_order(order)}",
+                where="pipeline.schedule",
+                fix=f"use gpipe, 1f1b or interleaved_1f1b, or {_INSTEAD}",
+            )
+
+
+def check_arguments(given: GraphArguments) -> None:
+    """Raises PlanError for what make_graphed_callables would refuse, or would take and get wrong."""
+    check_order(given.order, given.num_layers)
+    _check_counts(given)
+    _check_modules(given.modules)
+    _check_samples(given)
+
+
+def check_order(order: Sequence[int], num_layers: Sequence[int]) -> None:
+    """Whole numbers, each chunk with as many forwards as backwards and as every other, no backward too early."""
+    if not order or not all(type(number) is int and number != 0 for number in order):
+        raise _wrong(f"an order is made of whole numbers other than 0, not {list(order)}")
+    chunks = max(map(abs, order))
+    if chunks != len(num_layers):
+        raise _wrong(f"the order names {chunks} chunks, and there are layers for {len(num_layers)}")
+    if any(type(n) is not int or n < 0 for n in num_layers):
+        raise _wrong(f"numbers of layers are whole numbers, not {list(num_layers)}")
+    count = Counter(order)
+    sizes = {count[sign * (chunk + 1)] for chunk in range(chunks) for sign in (1, -1)}
+    if len(sizes) != 1:
+        counted = ", ".join(f"{count[c + 1]} and {count[-c - 1]} for chunk {c}" for c in range(chunks))
+        raise _wrong(f"each chunk needs as many forwards as backwards, and as the others, not {counted}")
+    waiting = Counter[int]()
+    for place, number in enumerate(order):
+        waiting[abs(number)] += 1 if number > 0 else -1
+        if waiting[abs(number)] < 0:
+            raise _wrong(f"a backward of chunk {abs(number) - 1} comes before its forward, at place {place}")
+
+
+def _check_counts(given: GraphArguments) -> None:
+    total, num_microbatches = sum(given.num_layers), len(given.order) // len(given.num_layers) // 2
+    if len(given.modules) != total:
+        raise _wrong(f"there are {total} layers, and {len(given.modules)} modules for them")
+    if len(given.sample_args) != total * num_microbatches:
+        raise _wrong(f"there are {total} layers · {num_microbatches} microbatches, and {len(given.sample_args)} inputs")
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise _wrong(f"callable {number} is no module but a {type(module).__name__}")
+        if not module.training:
+            raise _wrong(f"module {number} is in evaluation: its graph would never run in training")
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks):
+            raise _wrong(f"module {number} has hooks, which a graph does not run")
+        trained = [name for name, buffer in module.named_buffers() if buffer.requires_grad]
+        if trained:
+            raise _wrong(f"buffers of module {number} require a gradient: {', '.join(trained)}")
+
+
+def _check_samples(given: GraphArguments) -> None:
+    needed: dict[tuple[Any, ...], tuple[bool, ...]] = {}
+    for number, sample in enumerate(given.sample_args):
+        if not all(isinstance(value, Tensor) for value in sample):
+            raise _wrong(f"input {number} holds something else than tensors")
+        key = tuple((value.shape, value.dtype, value.layout) for value in sample)
+        wants = tuple(value.requires_grad for value in sample)
+        if needed.setdefault(key, wants) != wants:
+            raise _wrong(f"input {number} shares memory with one whose gradients are asked for elsewhere")
+
+
+def check_region(call: RegionCall, *, draws: bool) -> None:
+    """Raises PlanError, naming the region, for what no graph of Transformer Engine runs right."""
+    if draws:
+        names = ", ".join(value.name for value in call.outputs)
+        raise PlanError(
+            f"region {call.index}, which gives {names}, draws random numbers: transformer_engine registers the "
+            "generators of its own tracker with its graphs, so each replay would draw what the capture drew",
+            where=WHERE,
+            fix=f"set the model's dropout to 0, or {_INSTEAD}",
+        )
+
+
+def check_autocast() -> None:
+    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+        raise PlanError(
+            "Transformer Engine captures no graphs under autocast with a cache",
+            where=WHERE,
+            fix="run the engine outside of autocast: its precision is set by the spec",
+        )
+
+
+def _wrong(what: str) -> PlanError:
+    return PlanError(f"make_graphed_callables of Transformer Engine: {what}", where=WHERE, fix=_INSTEAD)

@@ -1,0 +1,193 @@
+"""CUDA graphs captured by make_graphed_callables of Transformer Engine: a pair for each region and microbatch.
+
+    capture    once: every region as a module, the order of the rank, static inputs        (te_arguments)
+    forward    inputs → the callable of (region, microbatch) → outputs, which lie in the graph's memory
+    backward   autograd runs the callable's own; what it returns for the inputs is copied out at once
+
+Outputs may be read until their microbatch's backward, and nothing reads them later. Gradients of inputs may be
+overwritten by the next backward, while autograd may keep one for a sum until then: hence the copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ops.random_state import RandomState
+from passes.ops.region import RegionCall, run_eagerly, run_region
+from passes.stage_module import RankProgram, StageModule
+from planner.errors import PlanError
+from planner.pipeline.schedule import Action, Order
+from planner.pipeline.slots import order_by_microbatch
+from runtime.cuda_graphs.te_arguments import (
+    GraphArguments,
+    numbered,
+    sample_args_of,
+    sample_index,
+    signed_order,
+)
+from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches, check_region
+
+EXTRA = 'pip install "meshwright[gpu]"'
+
+
+class TransformerEngineGraphs:
+    """Runs the regions of a rank as Transformer Engine captures them, while it ``is_on``; else eagerly.
+
+    Owns: the modules and static inputs it hands over, and the callables it gets for them.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        order: Order,
+        device: torch.device,
+        *,
+        no_gradient_hooks: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``order``: of this pp rank. ``no_gradient_hooks()``: while it is entered, gradients stay in ``.grad``.
+
+        Raises PlanError for an order or a region that its graphs cannot run.
+        """
+        self.device, self._no_gradient_hooks = device, no_gradient_hooks
+        self.is_on = False
+        self.num_replays = 0
+        self._order = order_by_microbatch(order)
+        self._chunks = [[RegionModule(*found) for found in regions_of(stage)] for stage in program.stages]
+        check_microbatches(order)
+        for module in self._modules:
+            check_region(module.call, draws=module.draws)
+            module.call.run = self.run
+        number = numbered(self._order)
+        alone = len(self._order) < len(order)
+        self._number = {place: 0 if alone else number[place] for place in numbered(order)}
+        self._current = 0
+        self._static: tuple[tuple[Tensor, ...], ...] = ()
+        self._callables: dict[tuple[int, int], Callable[..., Sequence[Tensor]]] = {}
+
+    def capture(self) -> None:
+        """Every graph of this rank; those of an earlier capture are let go. Gradients of no step are left behind."""
+        given = self.arguments()
+        if not given.modules:
+            return
+        check_autocast()
+        make = _make_graphed_callables()
+        self._reset()
+        with self._no_gradient_hooks():
+            made = make(given.modules, given.sample_args, **given.named)
+        self._static = given.sample_args
+        self._callables = {key: made[place] for key, place in self._places()}
+
+    def arguments(self) -> GraphArguments:
+        """What ``make_graphed_callables`` is given, checked by its rules."""
+        given = GraphArguments(
+            tuple(self._modules),
+            sample_args_of(self._order, [[module.call for module in chunk] for chunk in self._chunks], self.device),
+            signed_order(self._order),
+            [len(chunk) for chunk in self._chunks],
+        )
+        if given.modules:
+            check_arguments(given)
+        return given
+
+    def before_forward(self, action: Action) -> None:
+        self._current = self._number[action.chunk, action.microbatch]
+
+    def run(self, call: RegionCall, inputs: Sequence[Tensor], held: Sequence[Any]) -> Sequence[Tensor]:
+        """The outputs of a region for the microbatch that runs."""
+        if not self.is_on or not self._callables or not torch.is_grad_enabled():
+            return run_eagerly(call, inputs, held)
+        self.num_replays += 1
+        given = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
+        made = self._callables[call.index, self._current](*given)
+        outputs = [y if value.requires_grad else y.detach() for y, value in zip(made, call.outputs, strict=True)]
+        return (*outputs, *(inputs[i] for i in call.through))
+
+    @property
+    def num_graphs(self) -> int:
+        """A forward and a backward for each region and microbatch that was captured."""
+        return 2 * len(self._callables)
+
+    @property
+    def static_bytes(self) -> int:
+        """Of the static inputs. Outputs and gradients lie in the graphs' own pool."""
+        return sum({id(t): t.nbytes for sample in self._static for t in sample}.values())
+
+    @property
+    def _modules(self) -> list[RegionModule]:
+        return [module for chunk in self._chunks for module in chunk]
+
+    def _places(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """(region, number of its forward) → which callable."""
+        sizes = [len(chunk) for chunk in self._chunks]
+        for (chunk, _), number in numbered(self._order).items():
+            for layer, module in enumerate(self._chunks[chunk]):
+                yield (module.call.index, number), sample_index(self._order, sizes, chunk, number, layer)
+
+    def _reset(self) -> None:
+        for graphed in self._callables.values():
+            graphed.reset()  # pyright: ignore[reportFunctionMemberAccess]
+        self._callables, self._static = {}, ()
+
+
+class RegionModule(nn.Module):
+    """A region as a module: what it holds are its parameters and buffers, so that their gradients are asked for."""
+
+    def __init__(self, call: RegionCall, held: Sequence[Any]) -> None:
+        super().__init__()
+        self.call, self.held = call, list(held)
+        self.draws = any(isinstance(value, RandomState) for value in held)
+        for number, value in enumerate(held):
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"held_{number}", value)
+            elif isinstance(value, Tensor):
+                self.register_buffer(f"held_{number}", value, persistent=False)
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        return self.call.module(*inputs, *self.held)
+
+
+def regions_of(stage: StageModule) -> Iterator[tuple[RegionCall, list[Any]]]:
+    """The regions of a stage in the order in which they run, each with what it holds."""
+    for node in stage.module.graph.find_nodes(op="call_function", target=run_region):
+        handle, _, held = node.args
+        yield attrgetter(handle.target)(stage.module), [attrgetter(n.target)(stage.module) for n in held]
+
+
+class _Kept(torch.autograd.Function):
+    """The identity; its gradient is a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].clone()
+
+
+def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
+    """Transformer Engine's own. Raises PlanError where it is missing, or older than the arguments."""
+    try:
+        make = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
+    except (ImportError, OSError) as error:
+        raise PlanError(f"impl: transformer_engine needs that package: {error}", where=WHERE, fix=EXTRA) from error
+    _check_keywords(inspect.signature(make).parameters)
+    return make
+
+
+def _check_keywords(known: Mapping[str, Any]) -> None:
+    missing = sorted(GraphArguments((), (), [], []).named.keys() - known.keys())
+    if missing:
+        raise PlanError(
+            f"this version of Transformer Engine is too old: make_graphed_callables knows no {', '.join(missing)}",
+            where=WHERE,
+            fix='pip install -U "transformer-engine[pytorch]>=2.19"',
+        )
