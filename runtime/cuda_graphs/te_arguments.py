@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class GraphArguments:
     sample_args: tuple[tuple[Tensor, ...], ...]
     order: list[int]
     num_layers: list[int]
+    hooks: list[Any] = field(default_factory=list)  # of each module
 
     @property
     def named(self) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class GraphArguments:
             "_order": self.order,
             "_num_layers_per_chunk": self.num_layers,
             "_reuse_graph_input_output_buffers": True,
+            "capture_time_hooks": self.hooks,
             "clone_param_grads_on_return": True,  # a tied weight's gradient waits for its other addends
         }
 

@@ -71,6 +71,8 @@ def _check_counts(given: GraphArguments) -> None:
     total, num_microbatches = sum(given.num_layers), len(given.order) // len(given.num_layers) // 2
     if len(given.modules) != total:
         raise _wrong(f"there are {total} layers, and {len(given.modules)} modules for them")
+    if len(given.hooks) != total:
+        raise _wrong(f"there are {total} layers, and hooks of {len(given.hooks)}")
     if len(given.sample_args) != total * num_microbatches:
         raise _wrong(f"there are {total} layers · {num_microbatches} microbatches, and {len(given.sample_args)} inputs")
 

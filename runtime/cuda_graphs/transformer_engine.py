@@ -14,15 +14,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from passes.ops.random_state import RandomState
-from passes.ops.region import RegionCall, run_eagerly, run_region
-from passes.stage_module import RankProgram, StageModule
+from passes.ops.region import RegionCall, run_eagerly
+from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action, Order
 from planner.pipeline.slots import order_by_microbatch
@@ -33,6 +31,7 @@ from runtime.cuda_graphs.te_arguments import (
     sample_index,
     signed_order,
 )
+from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, regions_of, uncounted
 from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches, check_region
 
 EXTRA = 'pip install "meshwright[gpu]"'
@@ -60,19 +59,20 @@ class TransformerEngineGraphs:
         self.is_on = False
         self.num_replays = 0
         self._order = order_by_microbatch(order)
-        self._chunks = [[RegionModule(*found) for found in regions_of(stage)] for stage in program.stages]
+        self._chunks = [list(regions_of(stage)) for stage in program.stages]
+        self._modules = [module for chunk in self._chunks for module in chunk]
+        self._module_of = {module.call.index: module for module in self._modules}
         check_microbatches(order)
         for module in self._modules:
             check_region(module.call, draws=module.draws)
             module.call.run = self.run
         number = numbered(self._order)
-        alone = len(self._order) < len(order)
-        self._number = {place: 0 if alone else number[place] for place in numbered(order)}
+        self._number = {place: number.get(place, 0) for place in numbered(order)}  # 0: one's graphs serve all
         self._current = 0
         self._static: tuple[tuple[Tensor, ...], ...] = ()
         self._callables: dict[tuple[int, int], Callable[..., Sequence[Tensor]]] = {}
 
-    def capture(self) -> None:
+    def capture(self, *_: Any) -> None:
         """Every graph of this rank; those of an earlier capture are let go. Gradients of no step are left behind."""
         given = self.arguments()
         if not given.modules:
@@ -80,7 +80,7 @@ class TransformerEngineGraphs:
         check_autocast()
         make = _make_graphed_callables()
         self._reset()
-        with self._no_gradient_hooks():
+        with self._no_gradient_hooks(), uncounted(self._modules):
             made = make(given.modules, given.sample_args, **given.named)
         self._static = given.sample_args
         self._callables = {key: made[place] for key, place in self._places()}
@@ -92,6 +92,7 @@ class TransformerEngineGraphs:
             sample_args_of(self._order, [[module.call for module in chunk] for chunk in self._chunks], self.device),
             signed_order(self._order),
             [len(chunk) for chunk in self._chunks],
+            [module.capture_hooks for module in self._modules],
         )
         if given.modules:
             check_arguments(given)
@@ -105,9 +106,14 @@ class TransformerEngineGraphs:
         if not self.is_on or not self._callables or not torch.is_grad_enabled():
             return run_eagerly(call, inputs, held)
         self.num_replays += 1
+        module = self._module_of[call.index]
+        module.count(FORWARD)
         given = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
         made = self._callables[call.index, self._current](*given)
         outputs = [y if value.requires_grad else y.detach() for y, value in zip(made, call.outputs, strict=True)]
+        node = next((y.grad_fn for y in outputs if y.requires_grad), None)
+        if node is not None and module.axes:
+            node.register_prehook(lambda _: module.count(BACKWARD))
         return (*outputs, *(inputs[i] for i in call.through))
 
     @property
@@ -120,10 +126,6 @@ class TransformerEngineGraphs:
         """Of the static inputs. Outputs and gradients lie in the graphs' own pool."""
         return sum({id(t): t.nbytes for sample in self._static for t in sample}.values())
 
-    @property
-    def _modules(self) -> list[RegionModule]:
-        return [module for chunk in self._chunks for module in chunk]
-
     def _places(self) -> Iterator[tuple[tuple[int, int], int]]:
         """(region, number of its forward) → which callable."""
         sizes = [len(chunk) for chunk in self._chunks]
@@ -135,30 +137,6 @@ class TransformerEngineGraphs:
         for graphed in self._callables.values():
             graphed.reset()  # pyright: ignore[reportFunctionMemberAccess]
         self._callables, self._static = {}, ()
-
-
-class RegionModule(nn.Module):
-    """A region as a module: what it holds are its parameters and buffers, so that their gradients are asked for."""
-
-    def __init__(self, call: RegionCall, held: Sequence[Any]) -> None:
-        super().__init__()
-        self.call, self.held = call, list(held)
-        self.draws = any(isinstance(value, RandomState) for value in held)
-        for number, value in enumerate(held):
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(f"held_{number}", value)
-            elif isinstance(value, Tensor):
-                self.register_buffer(f"held_{number}", value, persistent=False)
-
-    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
-        return self.call.module(*inputs, *self.held)
-
-
-def regions_of(stage: StageModule) -> Iterator[tuple[RegionCall, list[Any]]]:
-    """The regions of a stage in the order in which they run, each with what it holds."""
-    for node in stage.module.graph.find_nodes(op="call_function", target=run_region):
-        handle, _, held = node.args
-        yield attrgetter(handle.target)(stage.module), [attrgetter(n.target)(stage.module) for n in held]
 
 
 class _Kept(torch.autograd.Function):
@@ -184,7 +162,7 @@ def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
 
 
 def _check_keywords(known: Mapping[str, Any]) -> None:
-    missing = sorted(GraphArguments((), (), [], []).named.keys() - known.keys())
+    missing = sorted(GraphArguments((), (), [], [], []).named.keys() - known.keys())
     if missing:
         raise PlanError(
             f"this version of Transformer Engine is too old: make_graphed_callables knows no {', '.join(missing)}",

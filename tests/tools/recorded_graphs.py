@@ -70,7 +70,11 @@ class RecordedGraph(TorchDispatchMode):
     def replay(self) -> None:
         self.pool.poison(self.number)
         for func, args, kwargs, results in self.ops:
-            made = [v for v in tree_leaves(func(*args, **kwargs)) if isinstance(v, Tensor)]
+            leaves = tree_leaves(func(*args, **kwargs))
+            for value in leaves:
+                if hasattr(value, "wait"):  # a collective that has begun
+                    value.wait()
+            made = [v for v in leaves if isinstance(v, Tensor)]
             for old, new in zip(results, made, strict=True):
                 if _at(old) != _at(new):
                     old.data.copy_(new)

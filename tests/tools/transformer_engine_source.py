@@ -36,9 +36,10 @@ def local_source() -> str | None:
     return None
 
 
-def fetched_source(folder: Path) -> str:
-    """From a wheel that pip fetches. Raises NotThere with its reason."""
-    command = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), "transformer-engine"]
+def fetched_source(folder: Path, version: str = "") -> str:
+    """From a wheel that pip fetches, the newest unless a version is given. Raises NotThere with its reason."""
+    wanted = f"transformer-engine=={version}" if version else "transformer-engine"
+    command = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
     ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
@@ -81,9 +82,8 @@ def _refusals(body: list[ast.stmt]) -> Iterator[ast.expr]:
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
-        if isinstance(statement, ast.Assert):
-            yield statement.test
-        elif isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Raise):
+        only_raises = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Raise)
+        if isinstance(statement, ast.Assert) or only_raises:
             yield statement.test
         for inner in ("body", "orelse"):
             yield from _refusals(getattr(statement, inner, []))

@@ -1,0 +1,86 @@
+"""The regions of a rank as the modules that Transformer Engine captures.
+
+    module(*inputs) = region(*inputs, *held)       held: its parameters and buffers, and handles
+
+A replay runs no Python, so what a collective counts is counted at the capture, and added at each replay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
+from passes.ops.region import RegionCall, run_region
+from passes.stage_module import StageModule
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class RegionModule(nn.Module):
+    """A region as a module. Owns: what its collectives count in one forward and in one backward."""
+
+    def __init__(self, call: RegionCall, held: Sequence[Any]) -> None:
+        super().__init__()
+        self.call, self.held = call, list(held)
+        self.axes = [value for value in held if isinstance(value, AxisHandle)]
+        self.draws = any(isinstance(value, RandomState) for value in held)
+        self.counted: dict[str, list[Counter[Any]]] = {}
+        for number, value in enumerate(held):
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"held_{number}", value)
+            elif isinstance(value, Tensor):
+                self.register_buffer(f"held_{number}", value, persistent=False)
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
+        return self.call.module(*inputs, *self.held)
+
+    @property
+    def capture_hooks(self) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+        """Called around each forward and backward of the warm-up and of the capture, outside of the graph."""
+        return {
+            "forward_pre_hooks": {0: self._begin},
+            "forward_hooks": {0: lambda _: self._end(FORWARD)},
+            "backward_pre_hooks": {0: self._begin},
+            "backward_hooks": {0: lambda _: self._end(BACKWARD)},
+        }
+
+    def count(self, phase: str) -> None:
+        """As if the collectives of a forward, or of a backward, had run."""
+        for counter, counts in zip(self._counters, self.counted.get(phase, ()), strict=False):
+            counter.update(counts)
+
+    def _begin(self, _: nn.Module) -> None:
+        self._before = [counter.copy() for counter in self._counters]
+
+    def _end(self, phase: str) -> None:
+        self.counted[phase] = [now - before for now, before in zip(self._counters, self._before, strict=True)]
+
+    @property
+    def _counters(self) -> list[Counter[Any]]:
+        return [counter for axis in self.axes for counter in (axis.counts, axis.bytes)]
+
+
+@contextmanager
+def uncounted(modules: Sequence[RegionModule]) -> Iterator[None]:
+    """What a capture and its warm-up run is no collective of a step."""
+    axes = {id(axis): axis for module in modules for axis in module.axes}.values()
+    before = [(axis, axis.counts.copy(), axis.bytes.copy()) for axis in axes]
+    try:
+        yield
+    finally:
+        for axis, counts, sizes in before:
+            axis.counts, axis.bytes = counts, sizes
+
+
+def regions_of(stage: StageModule) -> Iterator[RegionModule]:
+    """The regions of a stage in the order in which they run, each with what it holds."""
+    for node in stage.module.graph.find_nodes(op="call_function", target=run_region):
+        handle, _, held = node.args
+        yield RegionModule(attrgetter(handle.target)(stage.module), [attrgetter(n.target)(stage.module) for n in held])

@@ -1,0 +1,255 @@
+"""What Transformer Engine is given follows its rules, and what breaks one is refused before it is called."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from passes.ops.random_state import RandomState
+from planner.errors import PlanError
+from planner.pipeline.schedule import Action, Order, Schedule, build_schedule
+from planner.pipeline.schedule_text import parse_order
+from planner.pipeline.slots import order_by_microbatch
+from runtime.cuda_graphs import te_rules
+from runtime.cuda_graphs.te_arguments import GraphArguments, numbered, sample_index, signed_order
+from runtime.cuda_graphs.te_modules import RegionModule
+from runtime.cuda_graphs.te_rules import check_arguments, check_autocast, check_order, check_region
+from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
+from tests.tools.paths import ORACLES
+from tests.tools.region_stages import program_of
+
+CPU = torch.device("cpu")
+CASES = [c for c in json.loads((ORACLES / "schedules.json").read_text())["cases"] if c.get("num_layers_per_chunk")]
+
+
+def order_of(case: dict[str, Any]) -> Order:
+    return tuple(Action(*step) for step in case["steps"])
+
+
+def graphs_of(order: Order, num_layers: list[int]) -> TransformerEngineGraphs:
+    return TransformerEngineGraphs(program_of([[True] * n for n in num_layers]), order, CPU)
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    sizes = st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 12), st.just(1))
+    groups = st.tuples(st.just("interleaved_1f1b"), st.integers(2, 4), st.integers(1, 4), st.integers(2, 4))
+    interleaved = groups.map(lambda g: (g[0], g[1], g[1] * g[2], g[3]))
+    return st.one_of(sizes, interleaved).map(lambda arguments: build_schedule(*arguments))
+
+
+# ---- what is right passes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: str(c["id"]))
+def test_orders_and_shared_inputs_are_those_of_the_oracle(case):
+    """An order whose backwards directly follow their forwards is given for one microbatch: its graphs serve all."""
+    order, layers = order_of(case), case["num_layers_per_chunk"]
+    assert signed_order(order) == case["order"]
+    check_order(case["order"], layers)
+    made = graphs_of(order, layers).arguments()
+    assert len({id(sample[0]) for sample in made.sample_args}) == case["num_unique_static_input_buffers"]
+    assert made.order in (case["order"], [1, -1])
+    if made.order == case["order"]:
+        named = {
+            buffer: id(s[0]) for buffer, s in zip(case["static_input_buffer_of_slot"], made.sample_args, strict=True)
+        }
+        found = [id(sample[0]) for sample in made.sample_args]
+        assert [named[buffer] for buffer in case["static_input_buffer_of_slot"]] == found
+
+
+@given(schedules(), st.data())
+def test_every_order_of_a_schedule_passes_and_every_forward_has_a_place_of_its_own(schedule, data):
+    order = schedule.orders[data.draw(st.integers(0, schedule.pp - 1))]
+    layers = [data.draw(st.integers(0, 3)) for _ in range(schedule.vpp)]
+    check_order(signed_order(order), layers)
+    places = [
+        sample_index(order, layers, chunk, number, layer)
+        for (chunk, _), number in numbered(order).items()
+        for layer in range(layers[chunk])
+    ]
+    assert sorted(places) == list(range(sum(layers) * schedule.num_microbatches))
+
+
+@given(schedules(), st.data())
+def test_an_order_that_lost_gained_or_swapped_an_action_is_refused(schedule, data):
+    order = signed_order(schedule.orders[data.draw(st.integers(0, schedule.pp - 1))])
+    place = data.draw(st.integers(0, len(order) - 1))
+    with pytest.raises(PlanError, match="make_graphed_callables"):
+        check_order(order[:place] + order[place + 1 :], [2] * schedule.vpp)
+    with pytest.raises(PlanError, match="make_graphed_callables"):
+        check_order([*order, order[place]], [2] * schedule.vpp)
+    with pytest.raises(PlanError, match="before its forward"):
+        check_order(order[::-1], [2] * schedule.vpp)
+
+
+@given(schedules())
+def test_microbatches_have_graphs_of_their_own_where_they_overlap(schedule):
+    for order in schedule.orders:
+        overlap = any(a.kind == b.kind == "F" for a, b in pairwise(order))
+        kept = order_by_microbatch(order)
+        assert kept == (order if overlap else order[:2])
+
+
+# ---- what is wrong is refused
+
+
+@pytest.mark.parametrize(
+    ("order", "layers", "why"),
+    [
+        ([], [1], "whole numbers"),
+        ([1, 0, -1], [1], "whole numbers"),
+        ([1, -1, -1.5], [1], "whole numbers"),
+        ([1, 2, -2, -1], [1], "names 2 chunks, and there are layers for 1"),
+        ([1, -1], [1, 1], "names 1 chunks, and there are layers for 2"),
+        ([1, -1], [-1], "numbers of layers"),
+        ([1, -1], [1.0], "numbers of layers"),
+        ([2, -2], [1, 1], "not 0 and 0 for chunk 0, 1 and 1 for chunk 1"),
+        ([1, 1, 1, 2, -1, -1, -1, -2], [1, 1], "not 3 and 3 for chunk 0, 1 and 1 for chunk 1"),
+        ([1, 1, -1], [1], "not 2 and 1 for chunk 0"),
+        ([1, -1, -1, 1], [1], "backward of chunk 0 comes before its forward, at place 2"),
+    ],
+)
+def test_a_wrong_order_is_refused(order, layers, why):
+    with pytest.raises(PlanError, match=why):
+        check_order(order, layers)
+
+
+def arguments() -> GraphArguments:
+    return graphs_of(build_schedule("1f1b", 2, 4).orders[0], [2]).arguments()
+
+
+def with_module(change: Callable[[nn.Module], Any]) -> Callable[[GraphArguments], GraphArguments]:
+    return lambda made: (change(made.modules[1]), made)[1]
+
+
+def with_sample(*values: Any) -> Callable[[GraphArguments], GraphArguments]:
+    return lambda made: replace(made, sample_args=(values, *made.sample_args[1:]))
+
+
+WRONG: dict[str, tuple[Callable[[GraphArguments], GraphArguments], str]] = {
+    "a module missing": (lambda made: replace(made, modules=made.modules[:-1]), "2 layers, and 1 modules"),
+    "hooks missing": (lambda made: replace(made, hooks=[]), "2 layers, and hooks of 0"),
+    "an input missing": (lambda made: replace(made, sample_args=made.sample_args[1:]), "4 microbatches, and 7 inputs"),
+    "no module": (
+        lambda made: replace(made, modules=(made.modules[0], print)),
+        "callable 1 is no module but a builtin",
+    ),  # type: ignore[arg-type]
+    "evaluation": (with_module(lambda m: m.eval()), "module 1 is in evaluation"),
+    "a hook": (with_module(lambda m: m.register_forward_hook(print)), "module 1 has hooks"),
+    "a hook before": (with_module(lambda m: m.register_full_backward_pre_hook(print)), "module 1 has hooks"),
+    "a trained buffer": (
+        with_module(lambda m: m.register_buffer("shift", torch.zeros(1, requires_grad=True))),
+        "buffers of module 1 require a gradient: shift",
+    ),
+    "a number": (with_sample(torch.zeros(2), 3), "input 0 holds something else than tensors"),
+    "no gradient": (
+        lambda made: with_sample(*(torch.zeros_like(t) for t in made.sample_args[0]))(made),
+        "shares memory with one whose gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name):
+    change, why = WRONG[name]
+    made = arguments()
+    check_arguments(made)
+    with pytest.raises(PlanError, match=why):
+        check_arguments(change(made))
+
+
+def test_backwards_in_another_order_than_forwards_are_refused():
+    with pytest.raises(PlanError, match=r"that of its k-th forward, .*chunk 0 .*: F0.0 F1.0 B1.0 B0.0"):
+        graphs_of(parse_order("F0.0 F1.0 B1.0 B0.0"), [1])
+
+
+def test_a_region_that_draws_random_numbers_is_refused_by_name():
+    call = next(iter(graphs_of(parse_order("F0.0 B0.0"), [1]).arguments().modules)).call
+    module = RegionModule(call, [RandomState(0, 0)])
+    with pytest.raises(PlanError, match="region 0, which gives y, draws random numbers"):
+        check_region(call, draws=module.draws)
+
+
+def test_autocast_with_a_cache_is_refused(monkeypatch):
+    check_autocast()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda: True)
+    with pytest.raises(PlanError, match="autocast"):
+        check_autocast()
+
+
+def test_a_missing_package_is_one_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(PlanError, match="needs that package") as caught:
+        graphs_of(parse_order("F0.0 B0.0"), [1]).capture()
+    assert "meshwright[gpu]" in caught.value.fix
+
+
+def test_a_rank_without_regions_captures_nothing():
+    graphs = graphs_of(parse_order("F0.0 B0.0"), [0])
+    graphs.capture()
+    assert (graphs.num_graphs, graphs.static_bytes) == (0, 0)
+
+
+# ---- what is given where
+
+
+def test_an_input_has_a_gradient_where_another_of_its_signature_does():
+    """Transformer Engine would share the memory all the same, and one of the two would lose its gradient."""
+    order = build_schedule("1f1b", 2, 4).orders[0]
+    for sides, wanted in (([True, False], True), ([False, False], False)):
+        made = TransformerEngineGraphs(program_of([sides]), order, CPU).arguments()
+        assert {sample[1].requires_grad for sample in made.sample_args} == {wanted}
+
+
+def test_weights_of_a_region_are_parameters_of_its_module_and_stay_the_same_objects():
+    program = program_of([[True, True]])
+    made = TransformerEngineGraphs(program, build_schedule("1f1b", 2, 4).orders[0], CPU).arguments()
+    weights = list(program.stages[0].module.parameters())
+    assert all(next(m.parameters()) is weights[i] for i, m in enumerate(made.modules))
+
+
+# ---- recorded facts of the package
+
+
+def test_only_recorded_parameters_are_given(te_facts):
+    known = {p["name"]: p for p in te_facts["parameters"]}
+    assert known.keys() >= arguments().named.keys()
+    assert [p["name"] for p in te_facts["parameters"]][:2] == ["modules", "sample_args"]
+    assert arguments().named["_order"] == [1, 1, -1, 1, -1, 1, -1, -1]
+
+
+def test_each_recorded_check_has_a_rule_of_ours_or_a_reason(te_facts):
+    for recorded in te_facts["checks"].values():
+        for compared, rule in recorded.items():
+            assert rule.startswith("never: ") or callable(getattr(te_rules, rule, None)), compared
+
+
+def test_orders_shuffled_at_random_are_refused_unless_they_are_orders():
+    """Against a slow reading of the rules: counts, and backwards after forwards."""
+    draw = random.Random(0)
+    passed = 0
+    for _ in range(2000):
+        order = [draw.choice([1, -1, 2, -2]) for _ in range(draw.choice([4, 8]))]
+        prefixes = [order[: i + 1] for i in range(len(order))]
+        right = all(p.count(c) >= p.count(-c) for p in prefixes for c in (1, 2)) and (
+            order.count(1) == order.count(-1) == order.count(2) == order.count(-2)
+        )
+        try:
+            check_order(order, [1, 1])
+        except PlanError:
+            assert not right, order
+        else:
+            assert right, order
+            passed += 1
+    assert passed > 20
