@@ -230,7 +230,7 @@ def backwards_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [not_copied, hooks_listen, first_microbatch_for_all, backwards_first])
 def test_a_mistake_shows_as_numbers(mutant, te_source, tmp_path, monkeypatch):
-    name = "t5" if mutant is not_copied else "llama"
+    name = {not_copied: "t5", backwards_first: "gpt2"}.get(mutant, "llama")
     with (made := engine_of(name, None, **GPIPE))[0] as engine:
         eager = train(engine, made[1], 1)
     mutant(monkeypatch)
@@ -238,7 +238,22 @@ def test_a_mistake_shows_as_numbers(mutant, te_source, tmp_path, monkeypatch):
         assert not close(eager, train(engine, entry, 1))
 
 
-# ---- other versions, and a GPU
+# ---- the hooks of the buffers, other versions, and a GPU
+
+
+def test_gradients_of_no_step_stay_where_they_are_and_reach_no_buffer():
+    engine, _ = engine_of("gpt2", None)
+    with engine:
+        slot = engine.optimizer.buffers.slots[0]
+        before, weight = slot.main_grad.clone(), slot.parameters[0]
+        with engine.optimizer.buffers.deaf():
+            weight.sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(slot.main_grad, before)
+        weight.grad = None
+        weight.sum().backward()
+        assert weight.grad is None
+        assert torch.equal(slot.main_grad, torch.ones_like(before))
 
 
 def test_a_version_without_a_keyword_that_is_given_is_too_old():
