@@ -10,7 +10,7 @@ Two questions are answered by the same queue, with another kind:
     graphs by slot    kind = the layer itself, since a graph has the layer's weights inside:
                       2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
                       one chunk:         2 · layers · (warm-up + 1)
-    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers without a pipeline
+    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers where none overlap
 
 The first two are what is in flight at once, so they do not grow with the number of microbatches. With several chunks
 Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
@@ -64,9 +64,9 @@ def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
     return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in enumerate(num_layers)])
 
 
-def num_graphs_by_microbatch(pp: int, num_microbatches: int, num_layers: Sequence[int]) -> int:
+def num_graphs_by_microbatch(order: Order, num_layers: Sequence[int]) -> int:
     """Graphs of a rank when each microbatch has its own, as one captures that knows the order but no slots."""
-    return 2 * sum(num_layers) * (num_microbatches if pp > 1 else 1)
+    return 2 * sum(num_layers[action.chunk] for action in order_by_microbatch(order) if action.kind == "F")
 
 
 def order_by_microbatch(order: Order) -> Order:

@@ -61,7 +61,7 @@ def decide_slots(
     for rank, order in enumerate(schedule.actions):
         chunks = [[region for region in captured if region.stage == chunk * pp + rank] for chunk in range(vpp)]
         by_microbatch = asked.impl == "transformer_engine"
-        rows += _by_microbatch(pp, rank, order, chunks) if by_microbatch else _by_slot(rank, order, chunks)
+        rows += _by_microbatch(rank, order, chunks) if by_microbatch else _by_slot(rank, order, chunks)
     return tuple(rows)
 
 
@@ -92,7 +92,7 @@ def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> lis
     return rows
 
 
-def _by_microbatch(pp: int, rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
+def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
     """Graphs for each microbatch; static inputs shared by signature, listed at the chunk that takes them first."""
     taken = slots_by_kind(order, [[_signature(region) for region in regions] for regions in chunks])
     first: dict[int, Region] = {}
@@ -104,7 +104,7 @@ def _by_microbatch(pp: int, rank: int, order: Order, chunks: Sequence[Sequence[R
     rows = []
     for row, regions in zip(_by_slot(rank, order, chunks), chunks, strict=True):
         inputs = sum(shared[region.index] for region in regions)
-        graphs = num_graphs_by_microbatch(pp, len(row.slots), [len(regions)])
+        graphs = num_graphs_by_microbatch(order, [len(regions) * (chunk == row.chunk) for chunk in range(len(chunks))])
         rows.append(replace(row, num_graphs=graphs, input_bytes=inputs))
     return rows
 

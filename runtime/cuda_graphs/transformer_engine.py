@@ -24,6 +24,7 @@ from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action, Order
 from planner.pipeline.slots import order_by_microbatch
+from runtime.cuda_graphs.choice import EXTRA
 from runtime.cuda_graphs.te_arguments import (
     GraphArguments,
     numbered,
@@ -31,10 +32,8 @@ from runtime.cuda_graphs.te_arguments import (
     sample_index,
     signed_order,
 )
-from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, regions_of, uncounted
+from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, RegionModule, regions_of, uncounted
 from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches, check_region
-
-EXTRA = 'pip install "meshwright[gpu]"'
 
 
 class TransformerEngineGraphs:
@@ -105,16 +104,19 @@ class TransformerEngineGraphs:
         """The outputs of a region for the microbatch that runs."""
         if not self.is_on or not self._callables or not torch.is_grad_enabled():
             return run_eagerly(call, inputs, held)
-        self.num_replays += 1
         module = self._module_of[call.index]
-        module.count(FORWARD)
+        self._count(module, FORWARD)
         given = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
         made = self._callables[call.index, self._current](*given)
         outputs = [y if value.requires_grad else y.detach() for y, value in zip(made, call.outputs, strict=True)]
         node = next((y.grad_fn for y in outputs if y.requires_grad), None)
-        if node is not None and module.axes:
-            node.register_prehook(lambda _: module.count(BACKWARD))
+        if node is not None:
+            node.register_prehook(lambda _: self._count(module, BACKWARD))
         return (*outputs, *(inputs[i] for i in call.through))
+
+    def _count(self, module: RegionModule, phase: str) -> None:
+        self.num_replays += 1
+        module.count(phase)
 
     @property
     def num_graphs(self) -> int:
@@ -156,7 +158,8 @@ def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
     try:
         make = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
     except (ImportError, OSError) as error:
-        raise PlanError(f"impl: transformer_engine needs that package: {error}", where=WHERE, fix=EXTRA) from error
+        what = f"impl: transformer_engine needs that package: {error}"
+        raise PlanError(what, where=WHERE, fix=f"pip install '{EXTRA}'") from error
     _check_keywords(inspect.signature(make).parameters)
     return make
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from passes.lower import lower
 from passes.ops.axis import AxisHandle
 from planner import PlanError, plan
 from planner.pipeline.schedule import Action, build_schedule
@@ -34,6 +35,7 @@ from tests.tools.transformer_engine_source import checks, parameters
 CPU = torch.device("cpu")
 CASES = [c for c in json.loads((ORACLES / "schedules.json").read_text())["cases"] if c.get("num_layers_per_chunk")]
 GPIPE = {"pipeline": {"schedule": "gpipe"}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
 
 # ---- what it asks
@@ -73,7 +75,7 @@ def test_every_schedule_of_the_oracle_gives_what_it_gives_eagerly(te_source, tmp
             graphs.is_on = True
             for _ in range(2):
                 assert same(eager, walk(program, order, graphs.before_forward)), case["id"]
-        assert graphs.num_replays == 2 * sum(len(chunks[a.chunk]) for a in order if a.kind == "F")
+        assert graphs.num_replays == 2 * sum(len(chunks[a.chunk]) for a in order)
 
 
 @pytest.mark.slow
@@ -107,6 +109,26 @@ def test_it_runs_each_forward_on_the_inputs_that_lie_at_its_place(te_source, tmp
         for layer in range(sizes[a.chunk])
     ]
     assert called[-len(expected) :] == expected
+
+
+# ---- what the plan says of it
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("mesh", "sections"), [({"pp": 2}, {}), ({"pp": 2}, GPIPE), ({"pp": 2, "vpp": 2}, INTERLEAVED), ({}, {})]
+)
+def test_the_plan_counts_its_graphs_and_static_inputs(name, mesh, sections):
+    entry = families.build(name)
+    spec = spec_of(entry, ["attn", "mlp"], mesh=mesh, **sections)
+    spec["cuda_graphs"]["impl"] = "transformer_engine"
+    planned = plan(entry.model, spec)
+    for rank, order in enumerate(planned.schedule.actions):
+        given = TransformerEngineGraphs(lower(planned, rank, CPU), order, CPU).arguments()
+        rows = [row for row in planned.graph_slots if row.pp_rank == rank]
+        assert sum(row.num_graphs for row in rows) == 2 * len(given.sample_args)
+        inputs = {id(t): t.nbytes for sample in given.sample_args for t in sample}
+        assert sum(row.input_bytes for row in rows) == sum(inputs.values())
 
 
 # ---- what it does, in an engine
@@ -152,7 +174,7 @@ def test_regions_give_what_they_give_eagerly(name, sections, te_source, tmp_path
             assert goes_on or differences(eager, found) == [], scope
             num_regions = len(graphs._modules)
             assert graphs.num_graphs == 2 * num_regions * (4 if sections else 1)
-            assert graphs.num_replays == num_regions * 4 * 3
+            assert graphs.num_replays == 2 * num_regions * 4 * 3
 
 
 @pytest.mark.slow
@@ -195,7 +217,7 @@ def counted(engine: Engine) -> Any:
 LAYOUTS = [
     ({"tp": 2, "pp": 2}, {}),
     ({"tp": 2, "dp": 2}, {"tensor_parallel": {"sequence_parallel": True}, "optimizer": {"bucket_size": 5000}}),
-    ({"tp": 2, "pp": 2, "vpp": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
+    ({"tp": 2, "pp": 2, "vpp": 2}, INTERLEAVED),
 ]
 
 
