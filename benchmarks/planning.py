@@ -7,6 +7,7 @@ of planner/api.py calls; building the model and importing torch and transformers
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -51,15 +52,20 @@ JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
 }  # fmt: skip
 
 
+GRAPHS = "regions for CUDA graphs of the first job, attn + mlp"
+ROUNDS, MOST_ADDED = 7, 0.2
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", choices=JOBS, help="run this job here and print JSON")
+    parser.add_argument("--job", choices=[*JOBS, GRAPHS], help="run this job here and print JSON")
     arguments = parser.parse_args()
     if arguments.job:
-        print(json.dumps(measure(arguments.job)))
+        print(json.dumps(measure_graphs() if arguments.job == GRAPHS else measure(arguments.job)))
         return
     for name in JOBS:
         print(report(name, run(name)), flush=True)
+    print(report_graphs(run(GRAPHS)), flush=True)
 
 
 def run(name: str) -> dict[str, Any]:
@@ -100,9 +106,7 @@ def measure(name: str) -> dict[str, Any]:
     imported = time.perf_counter()
     torch.set_num_threads(1)
     config, mesh, batch, given, *_ = JOBS[name]
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(config))
-        model = load_model(f"hf:{directory}")
+    model = model_of(config, load_model)
     built, before = time.perf_counter(), peak_mib()
     phases, cpu_start = time_phases(api), time.process_time()
     api.plan(model, {"mesh": mesh, "batch": batch, "inputs": given})
@@ -115,6 +119,48 @@ def measure(name: str) -> dict[str, Any]:
         "peak_rss_mib": peak_mib(),
         "phases": phases,
     }
+
+
+def model_of(config: dict[str, Any], load_model: Callable[[str], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(config))
+        return load_model(f"hf:{directory}")
+
+
+def measure_graphs() -> dict[str, Any]:
+    """The same plan with regions and without, in turn: the least seconds of each, and of the two steps alone."""
+    import torch
+
+    from planner import api
+    from planner.capture.model.reference import load_model
+
+    torch.set_num_threads(1)
+    config, mesh, batch, given, *_ = next(iter(JOBS.values()))
+    spec = {"mesh": mesh, "batch": batch, "inputs": given}
+    graphs = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "mlp"]}}
+    phases, steps = time_phases(api), list[float]()
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    for _ in range(ROUNDS):
+        for kind, asked in (("without", {}), ("with", graphs)):
+            model = model_of(config, load_model)
+            phases.clear()
+            gc.collect()
+            gc.disable()  # it would fall into one of the two
+            start = time.process_time()
+            api.plan(model, {**spec, **asked})
+            seconds[kind].append(time.process_time() - start)
+            gc.enable()
+        steps.append(phases["decide_regions"] + phases["decide_slots"])
+    return {**{kind: min(found) for kind, found in seconds.items()}, "steps": min(steps)}
+
+
+def report_graphs(row: dict[str, float]) -> str:
+    added = row["with"] / row["without"] - 1
+    return (
+        f"## {GRAPHS}\n\nCPU {row['without']:.3f} s without, {row['with']:.3f} s with them: {added:+.1%} "
+        f"(reach {MOST_ADDED:+.0%}); decide_regions and decide_slots alone {row['steps'] * 1e3:.1f} ms; "
+        f"least of {ROUNDS}\n"
+    )
 
 
 def time_phases(api: Any) -> dict[str, float]:

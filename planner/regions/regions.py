@@ -18,7 +18,7 @@ from planner.errors import PlanError
 from planner.graph.blocks.blocks import Block
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.graph.walks import ancestors, readers, walk
+from planner.graph.walks import operands, readers, walk
 from planner.placement.types import Placement
 from planner.regions.parts import parts_of
 from planner.regions.refusals import Refusal, refusal, uncapturable
@@ -163,15 +163,17 @@ def _parts(
 
 
 def _calls(block: Block, decisions: Decisions) -> list[fx.Node]:
-    """The calls of a block; of what stages compute again, such as views of weights, what the block alone reads."""
-    stages, inside = decisions.stages, set(block.nodes)
-    found = []
-    for node in map(decisions.program.node, block.nodes):
+    """The calls of a block; of what stages compute again, such as views of weights, what these calls alone read.
+
+    So a value that blocks share, as a bias of relative positions, is made outside, with all that it is made of.
+    """
+    stages, found = decisions.stages, dict[fx.Node, None]()
+    for node in map(decisions.program.node, reversed(block.nodes)):
         copies = stages.copies.get(node.name, ())
-        is_own = len(copies) == 1 and all(user.name in inside for user in node.users)
+        is_own = len(copies) == 1 and all(user in found for user in node.users)
         if node.op == "call_function" and node.name in stages.stage_of and (not copies or is_own):
-            found.append(node)
-    return found
+            found[node] = None
+    return list(reversed(found))
 
 
 # ---- what crosses
@@ -220,7 +222,7 @@ def _is_read_again(
         return False
     is_sent = region.stage < stages.num_stages - 1 and name in stages.live[region.stage]
     outer = [n for n in reading if n.name not in region.nodes]
-    return is_sent or (bool(outer) and not _after(region, program).isdisjoint(outer))
+    return is_sent or (bool(outer) and _some_after(outer, region, program))
 
 
 def _times(reader: fx.Node, value: fx.Node) -> int:
@@ -230,15 +232,15 @@ def _times(reader: fx.Node, value: fx.Node) -> int:
     return found.count(value)
 
 
-def _after(region: Region, program: Program) -> set[fx.Node]:
-    """What runs after the region, which runs as soon as it can: all behind its first node that it does not need."""
+def _some_after(outer: Collection[fx.Node], region: Region, program: Program) -> bool:
+    """Whether some of ``outer`` run after the region: it runs as soon as it can, so behind all that it needs.
+
+    One walk, no further up than to where the region begins.
+    """
     nodes = [program.node(name) for name in region.nodes]
-    needed, begun, after = ancestors(nodes), False, set[fx.Node]()
-    for node in program.graph.graph.nodes:
-        begun = begun or node.name in region.nodes
-        if begun and node not in needed:
-            after.add(node)
-    return after
+    first = min(nodes)  # nodes of one graph are in its order
+    needed = set(walk(nodes, operands, into=lambda node: node >= first))
+    return any(node > first and node not in needed for node in outer)
 
 
 def home_of(change: TypeChange, owner: dict[str, Region]) -> Region | None:

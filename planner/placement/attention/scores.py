@@ -8,7 +8,7 @@ activations as well, and none of attention: they have no scores whose heads must
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -31,19 +31,25 @@ _MAX_WALK = 400
 def is_product_of_activations(node: fx.Node) -> bool:
     """A product whose operands all carry a gradient and are no weights."""
     read = node.all_input_nodes
-    return (
-        node.op == "call_function"
-        and node.target in BATCHED
-        and len(read) > 1
-        and all(n.meta.get("grad") and not is_made_of_weights(n) for n in read)
-    )
+    return node.op == "call_function" and node.target in BATCHED and len(read) > 1 and all(map(_is_made, read))
+
+
+def _multiplies_activations(node: fx.Node) -> bool:
+    """The same, where weights may stand between them: scores or values times a projection in one einsum."""
+    return node.op == "call_function" and node.target in BATCHED and sum(map(_is_made, node.all_input_nodes)) > 1
+
+
+def _is_made(node: fx.Node) -> bool:
+    return bool(node.meta.get("grad")) and not is_made_of_weights(node)
 
 
 def has_scores(product: fx.Node) -> bool:
     """Whether a product of activations makes scores that a softmax turns into the factors of another, or reads such."""
     if "has_scores" not in product.meta:
         product.meta["has_scores"] = any(
-            _meets_product(s, step) for step in (readers, operands) for s in _softmaxes(product, step)
+            _meets(s, step, is_product_of_activations)
+            for step in (readers, operands)
+            for s in _softmaxes(product, step)
         )
     return product.meta["has_scores"]
 
@@ -52,15 +58,17 @@ def mixes_values(node: fx.Node) -> bool:
     """Whether a call gives the mixture of values that scores ask for: sdpa, or the product after the softmax."""
     if getattr(node.target, "_opname", "") == "scaled_dot_product_attention":
         return True
-    return is_product_of_activations(node) and any(_meets_product(s, operands) for s in _softmaxes(node, operands))
+    if not _multiplies_activations(node):
+        return False
+    return any(_meets(s, operands, _multiplies_activations) for s in _softmaxes(node, operands))
 
 
 def _softmaxes(product: fx.Node, step: Step) -> list[fx.Node]:
     return [n for n in _up_to_products(product, step) if n.target in SOFTMAXES]
 
 
-def _meets_product(softmax: fx.Node, step: Step) -> bool:
-    return any(is_product_of_activations(n) for n in _up_to_products(softmax, step))
+def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) -> bool:
+    return any(map(is_product, _up_to_products(softmax, step)))
 
 
 def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:

@@ -16,6 +16,7 @@ from tests.models import families
 
 aten = torch.ops.aten
 MODELS = ["gpt2", "llama", "bert", "t5", "falcon-new", "gptj", "relative-bias", "matmul", "parallel", "torch-encoder"]
+MODELS += ["einsum", "t5-gated"]
 
 
 def planned(name: str, *scope: str, mesh: dict[str, int] | None = None) -> Plan:
@@ -64,6 +65,18 @@ def test_nothing_comes_back_into_a_captured_region(name, scope):
             made_of = {user for n in made_of for user in n.users} - seen
             seen |= made_of
         assert region.refused or not seen & inside
+
+
+@pytest.mark.parametrize("scope", [("attn", "mlp"), ()])
+def test_a_bias_that_blocks_share_is_made_outside_with_all_that_it_is_made_of(scope):
+    made = planned("t5", *scope)
+    assert all(row.captured for row in made.graph_regions)
+    held = [n for region in made.regions for n in calls(made, region)]
+    program = made.to_run()[0].program
+    tables = [name for name, fqn in program.parameters.items() if "relative_attention_bias" in fqn]
+    readers = {user for name in tables for user in program.node(name).users}
+    assert len(readers) == 2  # one of the encoder, one of the decoder
+    assert readers.isdisjoint(held)
 
 
 def test_a_model_without_attention_is_refused_where_attention_is_asked_for():
