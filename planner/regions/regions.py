@@ -16,6 +16,7 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Block
+from planner.graph.ops.addends import num_addends
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, readers, walk
@@ -216,20 +217,13 @@ def _is_read_again(
     reading = [n for n in node.users if n.op == "call_function" and stages.runs_on(n.name, region.stage)]
     inner = [n for n in reading if n.name in region.nodes]
     wanted = {n: decisions.placements.wanted(n, n.all_input_nodes.index(node)) for n in inner}
-    direct = sum(_times(n, node) for n in inner if wanted[n] == kind)
+    direct = sum(num_addends(n, node) for n in inner if wanted[n] == kind)
     changed = {w for w in wanted.values() if w != kind and homes.get((name, w)) is region}
     if direct + len(changed) < 2:
         return False
     is_sent = region.stage < stages.num_stages - 1 and name in stages.live[region.stage]
     outer = [n for n in reading if n.name not in region.nodes]
     return is_sent or (bool(outer) and _some_after(outer, region, program))
-
-
-def _times(reader: fx.Node, value: fx.Node) -> int:
-    """How often a call names a value: x · x has two addends."""
-    found: list[fx.Node] = []
-    fx.map_arg((reader.args, reader.kwargs), lambda n: found.append(n) or n)
-    return found.count(value)
 
 
 def _some_after(outer: Collection[fx.Node], region: Region, program: Program) -> bool:
