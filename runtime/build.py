@@ -13,10 +13,11 @@ from torch.distributed import PrefixStore, Store
 from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
-from planner.regions.static_memory import slots_of
 from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
+from runtime.cuda_graphs.by_slot import GraphsBySlot
 from runtime.cuda_graphs.emulate import Emulation
+from runtime.cuda_graphs.graphs import Graphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
@@ -78,7 +79,7 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
 
 
 def executor_of(
-    plan: Plan, built: Built, groups: Groups, graphs: Emulation | None, *, before_backward: Callable[[bool], None]
+    plan: Plan, built: Built, groups: Groups, graphs: Graphs | None, *, before_backward: Callable[[bool], None]
 ) -> Executor:
     """The loop over this rank's actions."""
     orders = plan.schedule.actions
@@ -92,11 +93,13 @@ def executor_of(
     )
 
 
-def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Emulation | None:
+def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | None:
     """Who runs the regions of this rank; None where the plan has none."""
     if spec.cuda_graphs.impl == "none":
         return None
-    return Emulation(built.program, slots_of(plan.schedule.actions[groups.pp_rank]), groups.device)
+    order, buffers = plan.schedule.actions[groups.pp_rank], built.optimizer.buffers
+    maker = Emulation(built.program.random, groups.device)
+    return GraphsBySlot(built.program, order, buffers, maker, groups.device)
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:

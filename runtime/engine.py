@@ -112,10 +112,10 @@ class Engine:
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
 
     def capture_graphs(self) -> None:
-        """Run the plan's graph regions in static memory from the next step on, before ``warmup_steps`` are over."""
+        """Capture the plan's graphs before the next step, though ``warmup_steps`` are not over; or capture them anew."""
         if self.graphs is None:
             raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
-        self.graphs.is_on = True
+        self.graphs.is_wanted = True
 
     # ---- public: tensors in and out
 
@@ -205,11 +205,15 @@ class Engine:
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
         self._initialise() if self.program.gate is not None else self._ready()
-        self.optimizer.begin_step()
         self._gradients_ready = False
-        if self.graphs is not None and self.step_index >= self.spec.cuda_graphs.warmup_steps:
-            self.graphs.is_on = True
-        return self._loss_here(self.executor.run(step))
+        if self.graphs is None:
+            self.optimizer.begin_step()
+            return self._loss_here(self.executor.run(step))
+        if self.graphs.is_wanted or (not self.graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps):
+            self._ready()
+            self.graphs.capture(self.executor, step)
+        self.optimizer.begin_step()  # after a capture: its gradients are none of this step
+        return self._loss_here(self.graphs.run(self.executor, step))
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._check(batch, local)
@@ -233,7 +237,7 @@ class Engine:
             )
 
     def _before_backward(self, is_last: bool) -> None:
-        self.optimizer.buffers.last_microbatch = is_last
+        self.optimizer.buffers.last_microbatch = is_last and not (self.graphs and self.graphs.holds_reductions)
 
     def _loss_here(self, loss: Tensor | None) -> Tensor:
         """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""

@@ -4,19 +4,30 @@
     CUDA    seed = hash of the same without the op, set once a forward; the op is a place in the generator's sequence
 
 A CUDA generator counts (Philox): any place in its sequence costs the host two numbers, and no op waits for the device.
-Its state may be registered with a CUDA graph, which then reads seed and place of the day when it is replayed.
+
+A graph that is captured draws from generators of its own, one for each draw, which are registered with it. They are put
+where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 _DRAWS = 36  # bits of a place: 2^36 numbers for a thread of one op, and 2^28 ops
+
+
+class Draw(NamedTuple):
+    """One random op of one forward; ``sharded``: the tp ranks draw each their own."""
+
+    microbatch: int
+    op: int
+    sharded: bool
 
 
 @dataclass
@@ -25,6 +36,8 @@ class RandomState:
 
     Dropout acts while ``training``; in an evaluation it is the identity.
     Owns: for each device a generator of what all tp ranks draw alike and one of what is this rank's own.
+    ``drawn``: collects the draws while somebody looks. ``registered``: who draws in the graph that is captured.
+    ``default``: the one of them that ops without a generator draw from.
     """
 
     seed: int
@@ -32,6 +45,9 @@ class RandomState:
     step: int = 0
     microbatch: int = 0  # global index of the microbatch over all dp ranks
     training: bool = True
+    drawn: dict[Draw, None] | None = None
+    registered: Mapping[Draw, torch.Generator] | None = None
+    default: torch.Generator | None = None
     _generators: dict[tuple[torch.device, bool], torch.Generator] = field(default_factory=dict, repr=False)
 
     def begin(self, step: int, microbatch: int) -> None:
@@ -40,37 +56,59 @@ class RandomState:
 
     def generator(self, device: torch.device, op: int, sharded: bool) -> torch.Generator:
         """The generator for one draw of ``op``; ``sharded``: the tp ranks draw each their own."""
+        draw = Draw(self.microbatch, op, sharded)
+        if self.drawn is not None:
+            self.drawn[draw] = None
+        if self.registered is not None:
+            return self.registered[draw]
         found = self._generators.get((device, sharded))
         if found is None:
             found = self._generators[device, sharded] = torch.Generator(device)
-        if device.type != "cuda":
-            return found.manual_seed(self.stream_seed(op, sharded))
-        seed = self.stream_seed(None, sharded)
-        if found.initial_seed() != seed:
-            found.manual_seed(seed)
-        return found.set_offset(op % (1 << 64 - _DRAWS) << _DRAWS)
+        return self.put(found, draw)
+
+    def put(self, generator: torch.Generator, draw: Draw) -> torch.Generator:
+        """``generator``, where ``draw`` of this step begins."""
+        if generator.device.type != "cuda":
+            return generator.manual_seed(self.stream_seed(draw))
+        seed = self.stream_seed(draw, of_op=False)
+        if generator.initial_seed() != seed:
+            generator.manual_seed(seed)
+        return generator.set_offset(draw.op % (1 << 64 - _DRAWS) << _DRAWS)
 
     @contextmanager
     def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
         """Ops that know no other generator draw from the default one: it has this stream, then its own again."""
         own = self.generator(device, op, sharded)
-        if device.type == "cuda":
-            default = torch.cuda.default_generators[device.index or 0]
-            before = default.graphsafe_get_state()
-            default.graphsafe_set_state(own.graphsafe_get_state())
-            restore = default.graphsafe_set_state
-        else:
-            default = torch.default_generator
-            before = default.get_state()
-            default.set_state(own.get_state())
-            restore = default.set_state
+        self.default = own if self.registered is not None else None
+        try:
+            with drawing_from(own):
+                yield
+        finally:
+            self.default = None
+
+    def stream_seed(self, draw: Draw, *, of_op: bool = True) -> int:
+        """63 bits of a hash of all that names a draw; without ``of_op``, a forward."""
+        op = f"/{draw.op}" if of_op else ""
+        text = f"{self.seed}/{self.step}/{draw.microbatch}{op}/{self.tp_rank if draw.sharded else -1}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def drawing_from(own: torch.Generator) -> Iterator[None]:
+    """The default generator of a device goes on from ``own``, which is then where it ended; and has its own state again."""
+    if own.device.type == "cuda":
+        default = torch.cuda.default_generators[own.device.index or 0]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(own.graphsafe_get_state())  # one state for both
         try:
             yield
         finally:
-            restore(before)  # pyright: ignore[reportArgumentType]
-
-    def stream_seed(self, op: int | None, sharded: bool) -> int:
-        """63 bits of a hash of all that names a draw; ``op`` None: a forward."""
-        of_op = "" if op is None else f"/{op}"
-        text = f"{self.seed}/{self.step}/{self.microbatch}{of_op}/{self.tp_rank if sharded else -1}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+            default.graphsafe_set_state(before)
+        return
+    default, state = torch.default_generator, torch.default_generator.get_state()
+    default.set_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(default.get_state())
+        default.set_state(state)

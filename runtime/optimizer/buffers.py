@@ -156,6 +156,8 @@ class GradientBuffers:
         self._next = 0
         self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
+        self._slot_of = {id(parameter): slot for slot in self.slots for parameter in slot.parameters}
+        self._in_graphs: list[ParameterSlot] = []
         for slot in self.slots:
             for parameter in slot.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
@@ -175,9 +177,17 @@ class GradientBuffers:
             self._is_deaf = False
 
     def begin_step(self) -> None:
-        """Forget every gradient: the next one of each parameter is copied instead of added."""
+        """Forget every gradient: the next one of each parameter is copied instead of added; a graph only adds."""
         self.launches = []
         self._rearm()
+        for slot in self._in_graphs:
+            slot.main_grad.zero_()
+            slot.is_fresh = False
+
+    def add_in_graphs(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From the next step on, graphs add the gradients of these, and ``arrived`` is told of each."""
+        found = {self._slot_of[id(p)].local.fqn: self._slot_of[id(p)] for p in parameters}
+        self._in_graphs = list(found.values())
 
     def finish_grad_sync(self) -> None:
         """Reduce the buckets that have not started, with zeros for parameters without a gradient, and wait for all.
@@ -233,8 +243,12 @@ class GradientBuffers:
         else:
             slot.main_grad.add_(parameter.grad)  # type: ignore[arg-type]
         parameter.grad = None
+        self.arrived(parameter)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """A parameter's gradient of this microbatch is in its buffer."""
         if self.last_microbatch:
-            slot.bucket.missing.discard(id(parameter))
+            self._slot_of[id(parameter)].bucket.missing.discard(id(parameter))
             while self._next < len(self._order) and not self._order[self._next][2].missing:
                 self._launch()
 

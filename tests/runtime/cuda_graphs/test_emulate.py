@@ -11,8 +11,7 @@ from torch import Tensor
 
 from planner import PlanError, plan
 from runtime import Engine
-from runtime.cuda_graphs import emulate
-from runtime.cuda_graphs.emulate import Emulation, Slot
+from runtime.cuda_graphs import by_slot
 from runtime.distributed.launch import launch
 from tests.models import families
 

@@ -1,0 +1,65 @@
+"""What an engine asks of CUDA graphs, and what a backend gives to make them: on a GPU, or recorded on any device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from planner.pipeline.schedule import Action
+from runtime.pipeline.executor import Executor, Step
+
+
+class Graph(Protocol):
+    """One graph: what ran in ``capture`` runs again, at the same addresses, with each ``replay``."""
+
+    def capture(self, body: Callable[[], None]) -> None: ...
+    def replay(self) -> None: ...
+
+
+class Maker(Protocol):
+    """How graphs are made. Those of one ``pool`` share memory, and are to be replayed in the order of their capture."""
+
+    def pool(self) -> Any: ...
+    def graph(self, pool: Any, generators: Collection[torch.Generator]) -> Graph: ...
+    def warm_up(self, body: Callable[[], None]) -> None:
+        """Run ``body`` once where captures run, so that nothing is made for the first time in one."""
+
+    def spoil(self, tensors: Collection[Tensor]) -> None:
+        """What stands in these is used up; where one can tell, it cannot be read again."""
+
+
+class Graphs(ABC):
+    """Who runs a rank's regions, or its step, as graphs once it ``is_on``; else, and without gradients, eagerly.
+
+    ``is_wanted``: capture before the next step, anew where there are graphs. ``holds_reductions``: backwards of this
+    step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
+    """
+
+    is_on = False
+    is_wanted = False
+    holds_reductions = False
+    num_replays = 0
+
+    @abstractmethod
+    def capture(self, executor: Executor, step: Step) -> None:
+        """Make the graphs. Gradients of this rank are anything after it; all ranks call it alike."""
+
+    def run(self, executor: Executor, step: Step) -> Tensor | None:
+        """Forward and backward of a step; the sum of this rank's losses."""
+        return executor.run(step)
+
+    def before_forward(self, action: Action) -> None:
+        """A forward that a backward will follow begins."""
+
+    @property
+    @abstractmethod
+    def num_graphs(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def static_bytes(self) -> int:
+        """Memory that stands still, beside what graphs keep between a forward and its backward."""

@@ -1,0 +1,177 @@
+"""A CUDA graph as any device can have one: the kernels of a capture at their addresses, and nothing else.
+
+    capture     Python runs once; each op is written down with the memory that it reads and that it writes
+    replay      the ops again, in that memory; no line of Python, no shape, no branch, no address is looked at anew
+
+What the ops make lies in a ``Pool``, in blocks that are given again when the capture lets go of them, as the caching
+allocator does. A replay writes NaN into a block where the capture freed it. So what is wrong with a real graph is wrong
+with this one: a tensor that is read after its block went to another, an input that was not copied in, a number that
+Python chose at capture. What a real capture refuses is refused: reading a value, shapes that follow values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from passes.ops.random_state import RandomState, drawing_from
+from runtime.cuda_graphs.pool import Place, Pool, storage_of
+
+_STOPS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+
+
+class CaptureError(RuntimeError):
+    """An op that no graph can capture."""
+
+
+@dataclass
+class _Op:
+    """One kernel. ``made``: where its results lie, None for those that are no new tensor.
+
+    ``random``: who it draws from without naming it. ``memory``: the storages that it touches.
+    """
+
+    target: Any
+    args: Any
+    kwargs: Any
+    random: torch.Generator | None
+    made: Any = ()
+    memory: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.is_exchange = self.target.namespace == "c10d"
+        self.is_send = self.is_exchange and self.target._opname == "send"
+        self.reads_only = not self.is_exchange and not self.target._schema.is_mutable
+        self.is_written = self.target._schema.name not in _UNWRITTEN
+
+    def bind(self, pool: Pool) -> None:
+        self.args, self.kwargs, self.made = _bound((self.args, self.kwargs, self.made), pool)
+        leaves = tree_leaves((self.args, self.kwargs, self.made))
+        self.memory = frozenset(storage_of(v) for v in leaves if isinstance(v, Tensor))
+
+    def run(self) -> Any:
+        """What an exchange gives to wait for."""
+        with nullcontext() if self.random is None else drawing_from(self.random):
+            results = tree_leaves(self.target(*self.args, **self.kwargs))
+        if self.is_exchange:
+            return results[-1]
+        for made, value in zip(self.made, results, strict=True):
+            if made is not None and self.is_written:
+                made.copy_(value)
+        return None
+
+
+@dataclass
+class _Free:
+    """Here the capture let go of a block: what stands in it is gone."""
+
+    place: Any
+    is_exchange = reads_only = False
+    memory: frozenset[int] = frozenset()
+
+    def bind(self, pool: Pool) -> None:
+        self.place = _bound(self.place, pool)
+        self.memory = frozenset([storage_of(self.place)])
+
+    def run(self) -> None:
+        poison(self.place)
+
+
+class RecordedGraph:
+    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in."""
+
+    def __init__(self, pool: Pool, random: RandomState) -> None:
+        self.pool, self._random = pool, random
+        self._ops: list[_Op | _Free] = []
+        self._in_use: dict[int, Place] = {}
+        self._is_bound = False
+
+    def capture(self, body: Callable[[], None]) -> None:
+        """Run ``body`` once and write down its ops. Raises CaptureError for one that a GPU could not capture."""
+        with _Capture(self):
+            body()
+        self._free()
+
+    def record(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run one op of the capture; its results, in the memory that the graph keeps for them."""
+        if _STOPS & set(target.tags):
+            raise CaptureError(f"{target} reads a value on the host, or gives a shape that follows values")
+        self._free()
+        op = _Op(target, *tree_map(self._placed, (args, kwargs)), self._drawn_from(target, args, kwargs))
+        known = {storage_of(v) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
+
+        def is_new(value: Any) -> bool:
+            return isinstance(value, Tensor) and not op.is_exchange and storage_of(value) not in known
+
+        out = target(*args, **kwargs)
+        new = [is_new(value) for value in tree_leaves(out)]
+        kept = tree_map(lambda value: self.pool.keep(value) if is_new(value) else value, out)
+        op.made = [self._placed(v) if fresh else None for v, fresh in zip(tree_leaves(kept), new, strict=True)]
+        self._in_use.update({place.block: place for place in op.made if place is not None})
+        if any(new) or not op.reads_only:  # else it is a view, and where it was
+            self._ops.append(op)
+        return kept
+
+    def replay(self) -> None:
+        """All ops again. An exchange is waited for before its memory is touched, as by the stream of a GPU."""
+        if not self._is_bound:
+            for op in self._ops:
+                op.bind(self.pool)
+            self._is_bound = True
+        pending: list[tuple[_Op, Any]] = []
+        with torch.no_grad():
+            for op in self._ops:
+                for entry in [entry for entry in pending if _must_wait(entry[0], op)]:
+                    entry[1].wait()
+                    pending.remove(entry)
+                work = op.run()
+                if isinstance(op, _Op) and op.is_exchange:
+                    pending.append((op, work))
+        for _, work in pending:
+            work.wait()
+
+    def _free(self) -> None:
+        """Write down which blocks nobody holds any more."""
+        for block in [block for block in self._in_use if self.pool.is_free(block)]:
+            self._ops.append(_Free(self._in_use.pop(block)))
+
+    def _placed(self, value: Any) -> Any:
+        place = self.pool.place_of(value) if isinstance(value, Tensor) else None
+        return value if place is None else place
+
+    def _drawn_from(self, target: Any, args: Any, kwargs: Any) -> torch.Generator | None:
+        is_named = any(isinstance(v, torch.Generator) for v in tree_leaves((args, kwargs)))
+        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        return self._random.default if is_random and not is_named else None
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._graph.record(func, args, kwargs or {})
+
+
+def poison(tensor: Tensor) -> None:
+    """What stood here is not to be read again; of numbers that can say so."""
+    if tensor.is_floating_point():
+        tensor.data.fill_(float("nan"))
+
+
+def _bound(tree: Any, pool: Pool) -> Any:
+    return tree_map(lambda value: value.tensor(pool) if isinstance(value, Place) else value, tree)
+
+
+def _must_wait(exchange: _Op, op: _Op | _Free) -> bool:
+    """Whether an exchange is to end before ``op``; what is sent may be read meanwhile."""
+    return not exchange.memory.isdisjoint(op.memory) and not (exchange.is_send and op.reads_only)

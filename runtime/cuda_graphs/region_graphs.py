@@ -1,0 +1,188 @@
+"""The two graphs of one region in one slot, and the static memory between them and the eager ops around.
+
+    forward     inputs → copied into static inputs → [ region → static outputs ]
+    backward    gradients → copied into static gradients → [ region's backward → static gradients, weights' += ]
+
+[ ] is captured. A weight that this region alone reads has its gradient added into its buffer by the graph; of others it
+goes out, to meet its further addends in autograd's order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import Draw, RandomState
+from passes.ops.region import RegionCall
+from planner.sharding.boundaries import BoundaryPlan
+from runtime.cuda_graphs.graphs import Graph, Maker
+
+
+class Region:
+    """A region as its graphs are made from: who calls it, with which ``held`` values.
+
+    ``own``: the weights that it alone reads. Owns: the generators that its draws are from, put before each replay.
+    """
+
+    def __init__(self, call: RegionCall, held: Sequence[Any], own: Sequence[nn.Parameter], random: RandomState) -> None:
+        self.call, self.held, self.own, self.random = call, tuple(held), tuple(own), random
+        self.axes = [value for value in held if isinstance(value, AxisHandle)]
+        self.generators: dict[Draw, torch.Generator] = {}
+        trained = {id(v): v for v in held if isinstance(v, nn.Parameter) and v.requires_grad}
+        self.shared = [v for key, v in trained.items() if key not in map(id, self.own)]
+
+    @property
+    def has_backward(self) -> bool:
+        return any(b.requires_grad for b in self.call.outputs)
+
+    def put_generators(self) -> None:
+        """Where the draws of the microbatch that runs begin."""
+        for draw, generator in self.generators.items():
+            self.random.put(generator, draw._replace(microbatch=self.random.microbatch))
+
+
+class RegionGraphs:
+    """The graphs of one region for one microbatch at a time. Owns: their static memory."""
+
+    def __init__(self, region: Region, maker: Maker, device: torch.device) -> None:
+        call = region.call
+        self.region, self._maker = region, maker
+        self.inputs, self.outputs = _zeros(call.inputs, device), _zeros(call.outputs, device)
+        self.of_inputs = _zeros((b for b in call.inputs if b.requires_grad), device)
+        self.of_outputs = _zeros((b for b in call.outputs if b.requires_grad), device)
+        self.of_later = _zeros((call.inputs[i] for i in call.through), device)
+        self.of_shared: list[Tensor | None] = []
+        self.added: list[nn.Parameter] = []
+        self._forward: tuple[Graph, list[Counter[Any]]] | None = None
+        self._backward: tuple[Graph, list[Counter[Any]]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        every = (*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later)
+        return sum(tensor.nbytes for tensor in every)
+
+    # ---- the capture
+
+    def warm_up(self) -> None:
+        """Run both ways once, and see what is drawn."""
+        random, device = self.region.random, (*self.inputs, *self.outputs)[0].device
+
+        def body() -> None:
+            self._run()
+            self._run_backward()
+
+        random.drawn = {}
+        with _uncounted(self.region.axes):
+            self._maker.warm_up(body)
+        self.region.generators = {draw: torch.Generator(device) for draw in random.drawn}
+        random.drawn = None
+
+    def capture_forward(self, pool: Any) -> None:
+        self._forward = self._captured(pool, self._run)
+
+    def capture_backward(self, pool: Any) -> None:
+        if self.region.has_backward:
+            self._backward = self._captured(pool, self._run_backward)
+
+    def _captured(self, pool: Any, body: Callable[[], None]) -> tuple[Graph, list[Counter[Any]]]:
+        region = self.region
+        graph = self._maker.graph(pool, region.generators.values())
+        region.put_generators()
+        region.random.registered = region.generators
+        try:
+            with _uncounted(region.axes) as counted:
+                graph.capture(body)
+        finally:
+            region.random.registered = None
+        return graph, counted
+
+    def _run(self) -> None:
+        """The region, from its static inputs to its static outputs."""
+        call = self.region.call
+        with torch.enable_grad():
+            # other leaves than the parameters: theirs are bound to the stream of the eager steps, and have hooks
+            leaves = [_leaf(s, b.requires_grad) for s, b in zip(self.inputs, call.inputs, strict=True)]
+            held = {id(v): _leaf(v, v.requires_grad) for v in self.region.held if isinstance(v, nn.Parameter)}
+            made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
+            through = [leaves[i].view_as(leaves[i]) for i in call.through]  # made last: its gradient comes first
+        with torch.no_grad():
+            for static, value in zip(self.outputs, made, strict=True):
+                static.copy_(value)
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._weights = [held[id(weight)] for weight in (*self.region.own, *self.region.shared)]
+        made = [value for value, b in zip(made, call.outputs, strict=True) if b.requires_grad]
+        self._edges = [get_gradient_edge(v) if v.requires_grad else None for v in (*made, *through)]
+
+    def _run_backward(self) -> None:
+        statics, leaves = (*self.of_outputs, *self.of_later), [*self._leaves, *self._weights]
+        seeds = [(edge, static) for edge, static in zip(self._edges, statics, strict=True) if edge is not None]
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if seeds and leaves:
+            edges, gradients = zip(*seeds, strict=True)
+            found = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
+        of_weights = found[len(self._leaves) :]
+        with torch.no_grad():
+            for static, gradient in zip(self.of_inputs, found, strict=False):
+                static.zero_() if gradient is None else static.copy_(gradient)
+            own = list(zip(self.region.own, of_weights, strict=False))
+            for parameter, gradient in own:
+                if gradient is not None:
+                    parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+        self.added = [parameter for parameter, gradient in own if gradient is not None]
+        self.of_shared = list(of_weights[len(own) :])
+
+    # ---- the replay
+
+    def forward(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs, and what goes through."""
+        for static, value in zip(self.inputs, given, strict=True):
+            static.copy_(value)
+        self.region.put_generators()
+        self._replay(self._forward)
+        return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients of inputs and shared weights, from those of the outputs that have one and of what goes through."""
+        for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
+            static.zero_() if given is None else static.copy_(given)
+        self._replay(self._backward)
+        # whoever keeps them (a send, a leaf) must not see the next replay
+        of_inputs = [static.clone() for static in self.of_inputs]
+        of_shared = [None if gradient is None else gradient.clone() for gradient in self.of_shared]
+        self._maker.spoil((*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later))
+        return of_inputs, of_shared
+
+    def _replay(self, captured: tuple[Graph, list[Counter[Any]]] | None) -> None:
+        assert captured is not None, f"{self.region.call} is replayed, and was not captured"
+        graph, counted = captured
+        graph.replay()
+        for axis, counts in zip(self.region.axes, counted[0::2], strict=True):
+            axis.counts.update(counts)
+        for axis, sizes in zip(self.region.axes, counted[1::2], strict=True):
+            axis.bytes.update(sizes)
+
+
+@contextmanager
+def _uncounted(axes: Sequence[AxisHandle]) -> Iterator[list[Counter[Any]]]:
+    """Counts go on after it as if nothing had run; it gives what each axis counted, and the bytes, when it is over."""
+    before = [(axis.counts.copy(), axis.bytes.copy()) for axis in axes]
+    counted: list[Counter[Any]] = []
+    yield counted
+    for axis, (counts, sizes) in zip(axes, before, strict=True):
+        counted += [axis.counts - counts, axis.bytes - sizes]
+        axis.counts, axis.bytes = counts, sizes
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+def _zeros(values: Iterable[BoundaryPlan], device: torch.device) -> list[Tensor]:
+    return [torch.zeros(b.shape, dtype=getattr(torch, b.dtype), device=device) for b in values]
