@@ -17,6 +17,7 @@ from planner.sharding.parameters import LocalParameter
 from planner.spec.spec import Spec
 from runtime.cuda_graphs.by_slot import GraphsBySlot
 from runtime.cuda_graphs.emulate import Emulation
+from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.cuda_graphs.graphs import Graphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
@@ -99,6 +100,8 @@ def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | 
         return None
     order, buffers = plan.schedule.actions[groups.pp_rank], built.optimizer.buffers
     maker = Emulation(built.program.random, groups.device)
+    if "full_iteration" in spec.cuda_graphs.scope:
+        return FullIteration(built.program, buffers, maker, groups.device)
     return GraphsBySlot(built.program, order, buffers, maker, groups.device)
 
 

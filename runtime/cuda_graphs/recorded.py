@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.ops.random_state import RandomState, drawing_from
+from planner.graph.ops.host_stops import reads_on_host
 from runtime.cuda_graphs.pool import Place, Pool, storage_of
 
-_STOPS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
@@ -102,8 +102,8 @@ class RecordedGraph:
 
     def record(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run one op of the capture; its results, in the memory that the graph keeps for them."""
-        if _STOPS & set(target.tags):
-            raise CaptureError(f"{target} reads a value on the host, or gives a shape that follows values")
+        if reason := reads_on_host(target, args, lambda value: value.dtype):
+            raise CaptureError(reason)
         self._free()
         op = _Op(target, *tree_map(self._placed, (args, kwargs)), self._drawn_from(target, args, kwargs))
         known = {storage_of(v) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}

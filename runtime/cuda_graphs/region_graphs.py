@@ -25,6 +25,9 @@ from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.graphs import Graph, Maker
 
 
+Counted = list[tuple[Counter[Any], Counter[Any]]]  # for each axis its collectives by (kind, phase), and their bytes
+
+
 class Region:
     """A region as its graphs are made from: who calls it, with which ``held`` values.
 
@@ -60,8 +63,8 @@ class RegionGraphs:
         self.of_later = _zeros((call.inputs[i] for i in call.through), device)
         self.of_shared: list[Tensor | None] = []
         self.added: list[nn.Parameter] = []
-        self._forward: tuple[Graph, list[Counter[Any]]] | None = None
-        self._backward: tuple[Graph, list[Counter[Any]]] | None = None
+        self._forward: tuple[Graph, Counted] | None = None
+        self._backward: tuple[Graph, Counted] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +82,7 @@ class RegionGraphs:
             self._run_backward()
 
         random.drawn = {}
-        with _uncounted(self.region.axes):
+        with uncounted(self.region.axes):
             self._maker.warm_up(body)
         self.region.generators = {draw: torch.Generator(device) for draw in random.drawn}
         random.drawn = None
@@ -91,13 +94,13 @@ class RegionGraphs:
         if self.region.has_backward:
             self._backward = self._captured(pool, self._run_backward)
 
-    def _captured(self, pool: Any, body: Callable[[], None]) -> tuple[Graph, list[Counter[Any]]]:
+    def _captured(self, pool: Any, body: Callable[[], None]) -> tuple[Graph, Counted]:
         region = self.region
         graph = self._maker.graph(pool, region.generators.values())
         region.put_generators()
         region.random.registered = region.generators
         try:
-            with _uncounted(region.axes) as counted:
+            with uncounted(region.axes) as counted:
                 graph.capture(body)
         finally:
             region.random.registered = None
@@ -142,8 +145,7 @@ class RegionGraphs:
 
     def forward(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, and what goes through."""
-        for static, value in zip(self.inputs, given, strict=True):
-            static.copy_(value)
+        copy_in(self.inputs, given)
         self.region.put_generators()
         self._replay(self._forward)
         return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
@@ -159,25 +161,34 @@ class RegionGraphs:
         self._maker.spoil((*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later))
         return of_inputs, of_shared
 
-    def _replay(self, captured: tuple[Graph, list[Counter[Any]]] | None) -> None:
+    def _replay(self, captured: tuple[Graph, Counted] | None) -> None:
         assert captured is not None, f"{self.region.call} is replayed, and was not captured"
         graph, counted = captured
         graph.replay()
-        for axis, counts in zip(self.region.axes, counted[0::2], strict=True):
-            axis.counts.update(counts)
-        for axis, sizes in zip(self.region.axes, counted[1::2], strict=True):
-            axis.bytes.update(sizes)
+        count_again(self.region.axes, counted)
 
 
 @contextmanager
-def _uncounted(axes: Sequence[AxisHandle]) -> Iterator[list[Counter[Any]]]:
+def uncounted(axes: Sequence[AxisHandle]) -> Iterator[Counted]:
     """Counts go on after it as if nothing had run; it gives what each axis counted, and the bytes, when it is over."""
     before = [(axis.counts.copy(), axis.bytes.copy()) for axis in axes]
-    counted: list[Counter[Any]] = []
+    counted: Counted = []
     yield counted
     for axis, (counts, sizes) in zip(axes, before, strict=True):
-        counted += [axis.counts - counts, axis.bytes - sizes]
+        counted.append((axis.counts - counts, axis.bytes - sizes))
         axis.counts, axis.bytes = counts, sizes
+
+
+def count_again(axes: Sequence[AxisHandle], counted: Counted) -> None:
+    """What ``uncounted`` gave, once more."""
+    for axis, (counts, sizes) in zip(axes, counted, strict=True):
+        axis.counts.update(counts)
+        axis.bytes.update(sizes)
+
+
+def copy_in(statics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for static, value in zip(statics, values, strict=True):
+        static.copy_(value)
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -245,6 +245,10 @@ class GradientBuffers:
         parameter.grad = None
         self.arrived(parameter)
 
+    def watch(self, alias: nn.Parameter, parameter: nn.Parameter) -> None:
+        """Gradients of ``alias``, another leaf over a parameter's memory, are the parameter's."""
+        alias.register_post_accumulate_grad_hook(partial(self._on_gradient, self._slot_of[id(parameter)]))
+
     def arrived(self, parameter: Tensor) -> None:
         """A parameter's gradient of this microbatch is in its buffer."""
         if self.last_microbatch:

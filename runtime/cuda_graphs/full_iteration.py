@@ -1,0 +1,132 @@
+"""One graph for a step: forward and backward of all microbatches, exchanges between stages too, and no optimizer.
+
+    in      batch tensors of each microbatch, denominators, the gradient of the loss  → copied into static inputs
+    graph   the whole order of actions; gradients of weights are added into their buffers
+    out     the sum of the losses, copied from its place
+
+Reductions over the data-parallel ranks start after it, as does the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ops.random_state import Draw
+from passes.stage_module import RankProgram
+from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
+from runtime.cuda_graphs.region_graphs import Counted, copy_in, count_again, uncounted
+from runtime.optimizer.buffers import GradientBuffers, ParameterSlot
+from runtime.pipeline.executor import Executor, Step
+
+
+class FullIteration(Graphs):
+    """Owns: the graph, its static inputs, and the generators that its draws are from."""
+
+    def __init__(self, program: RankProgram, buffers: GradientBuffers, maker: Maker, device: torch.device) -> None:
+        self._program, self._buffers, self._maker, self._device = program, buffers, maker, device
+        self._axes = list(program.axes.values())
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graph: Graph | None = None
+        self._static: Step | None = None
+        self._loss: Tensor | None = None
+        self._counted: Counted = []
+        self._generators: dict[Draw, torch.Generator] = {}
+        self._added: list[ParameterSlot] = []
+
+    def capture(self, executor: Executor, step: Step) -> None:
+        self._forget()
+        random, self.holds_reductions = self._program.random, True
+        self._static = static = _copy_of(step)
+        with uncounted(self._axes), _aliases(self._program, self._buffers):
+            random.drawn = {}
+            self._maker.warm_up(lambda: executor.run(static))
+            self._generators = {draw: torch.Generator(self._device) for draw in random.drawn}
+            random.drawn = None
+            self._buffers.begin_step()
+            self._graph = self._maker.graph(self._maker.pool(), self._generators.values())
+            self._put_generators(step)
+            random.registered = self._generators
+            try:
+                with uncounted(self._axes) as self._counted:
+                    self._graph.capture(lambda: self._run(executor, static))
+            finally:
+                random.registered = None
+        self._added = [slot for slot in self._buffers.slots if not slot.is_fresh]
+        self.is_on, self.is_wanted = True, False
+
+    def _run(self, executor: Executor, static: Step) -> None:
+        self._loss = executor.run(static)
+
+    def run(self, executor: Executor, step: Step) -> Tensor | None:
+        if not self.is_on:
+            return executor.run(step)
+        assert self._graph is not None and self._static is not None
+        copy_in(list(_tensors(self._static)), list(_tensors(step)))
+        self._put_generators(step)
+        self._graph.replay()
+        self.num_replays += 1
+        for slot in self._added:
+            slot.is_fresh = False
+        count_again(self._axes, self._counted)
+        loss = None if self._loss is None else self._loss.clone()
+        self._maker.spoil(list(_tensors(self._static)))
+        return loss
+
+    def _put_generators(self, step: Step) -> None:
+        random = self._program.random
+        random.begin(step.index, step.first_microbatch)
+        for draw, generator in self._generators.items():
+            random.put(generator, draw)
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graph is None else 1
+
+    @property
+    def static_bytes(self) -> int:
+        return 0 if self._static is None else sum(tensor.nbytes for tensor in _tensors(self._static))
+
+
+def _copy_of(step: Step) -> Step:
+    """The same values in memory of their own, each tensor once."""
+    microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
+    denominators = [tensor.clone() for tensor in step.denominators]
+    scale = None if step.scale is None else step.scale.clone()
+    return Step(step.index, microbatches, step.first_microbatch, denominators, scale)
+
+
+def _tensors(step: Step) -> Iterator[Tensor]:
+    for microbatch in step.microbatches:
+        yield from microbatch.values()
+    yield from step.denominators
+    if step.scale is not None:
+        yield step.scale
+
+
+@contextmanager
+def _aliases(program: RankProgram, buffers: GradientBuffers) -> Iterator[None]:
+    """Modules hold other leaves over the same memory: those of the parameters are bound to the stream of eager steps."""
+    replaced: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
+    found: dict[int, nn.Parameter] = {}
+    for module in (inner for stage in program.stages for inner in stage.module.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in found:
+                found[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    buffers.watch(found[id(parameter)], parameter)
+            replaced.append((module._parameters, name, parameter))
+            module._parameters[name] = found[id(parameter)]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter  # type: ignore[index]
