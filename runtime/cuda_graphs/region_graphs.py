@@ -61,6 +61,7 @@ class RegionGraphs:
         self.of_inputs = _zeros((b for b in call.inputs if b.requires_grad), device)
         self.of_outputs = _zeros((b for b in call.outputs if b.requires_grad), device)
         self.of_later = _zeros((call.inputs[i] for i in call.through), device)
+        maker.spoil(self._static)
         self.of_shared: list[Tensor | None] = []
         self.added: list[nn.Parameter] = []
         self._forward: tuple[Graph, Counted] | None = None
@@ -68,14 +69,17 @@ class RegionGraphs:
 
     @property
     def num_bytes(self) -> int:
-        every = (*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later)
-        return sum(tensor.nbytes for tensor in every)
+        return sum(tensor.nbytes for tensor in self._static)
+
+    @property
+    def _static(self) -> list[Tensor]:
+        return [*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later]
 
     # ---- the capture
 
     def warm_up(self) -> None:
         """Run both ways once, and see what is drawn."""
-        random, device = self.region.random, (*self.inputs, *self.outputs)[0].device
+        random, device = self.region.random, self._static[0].device
 
         def body() -> None:
             self._run()
@@ -158,7 +162,7 @@ class RegionGraphs:
         # whoever keeps them (a send, a leaf) must not see the next replay
         of_inputs = [static.clone() for static in self.of_inputs]
         of_shared = [None if gradient is None else gradient.clone() for gradient in self.of_shared]
-        self._maker.spoil((*self.inputs, *self.outputs, *self.of_inputs, *self.of_outputs, *self.of_later))
+        self._maker.spoil(self._static)
         return of_inputs, of_shared
 
     def _replay(self, captured: tuple[Graph, Counted] | None) -> None:
