@@ -14,11 +14,14 @@ from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import LocalParameter
+from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from runtime.cuda_graphs.by_slot import GraphsBySlot
+from runtime.cuda_graphs.choice import check_backend
 from runtime.cuda_graphs.emulate import Emulation
 from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.cuda_graphs.graphs import Graphs
+from runtime.cuda_graphs.local import CudaGraphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
@@ -60,6 +63,7 @@ class Built:
 
 def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program: RankProgram | None) -> Built:
     """Lower the plan for this rank (unless ``program`` is given), take the weights, let go of the model."""
+    check_backend(spec.cuda_graphs.impl, groups.device)
     decisions, _ = plan.to_run()
     differ = differing(plan, groups, spec.initial_weights)
     take_constants(plan, groups, differ)
@@ -99,8 +103,9 @@ def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | 
     if spec.cuda_graphs.impl == "none":
         return None
     order, buffers = plan.schedule.actions[groups.pp_rank], built.optimizer.buffers
-    maker = Emulation(built.program.random, groups.device)
-    if "full_iteration" in spec.cuda_graphs.scope:
+    local = spec.cuda_graphs.impl == "local"
+    maker = CudaGraphs(groups.device) if local else Emulation(built.program.random, groups.device)
+    if FULL_ITERATION in spec.cuda_graphs.scope:
         return FullIteration(built.program, buffers, maker, groups.device)
     return GraphsBySlot(built.program, order, buffers, maker, groups.device)
 

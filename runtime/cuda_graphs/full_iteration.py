@@ -1,6 +1,6 @@
 """One graph for a step: forward and backward of all microbatches, exchanges between stages too, and no optimizer.
 
-    in      batch tensors of each microbatch, denominators, the gradient of the loss  → copied into static inputs
+    in      batch tensors of each microbatch, and the denominators that are read  → copied into static inputs
     graph   the whole order of actions; gradients of weights are added into their buffers
     out     the sum of the losses, copied from its place
 
@@ -30,6 +30,7 @@ class FullIteration(Graphs):
     def __init__(self, program: RankProgram, buffers: GradientBuffers, maker: Maker, device: torch.device) -> None:
         self._program, self._buffers, self._maker, self._device = program, buffers, maker, device
         self._axes = list(program.axes.values())
+        self._read = sorted({index for stage in program.stages for index in stage.denominators})
         self._forget()
 
     def _forget(self) -> None:
@@ -43,7 +44,7 @@ class FullIteration(Graphs):
     def capture(self, executor: Executor, step: Step) -> None:
         self._forget()
         random, self.holds_reductions = self._program.random, True
-        self._static = static = _copy_of(step)
+        self._static = static = self._copy_of(step)
         with uncounted(self._axes), _aliases(self._program, self._buffers):
             random.drawn = {}
             self._maker.warm_up(lambda: executor.run(static))
@@ -68,7 +69,7 @@ class FullIteration(Graphs):
         if not self.is_on:
             return executor.run(step)
         assert self._graph is not None and self._static is not None
-        copy_in(list(_tensors(self._static)), list(_tensors(step)))
+        copy_in(self._tensors(self._static), self._tensors(step))
         self._put_generators(step)
         self._graph.replay()
         self.num_replays += 1
@@ -76,7 +77,7 @@ class FullIteration(Graphs):
             slot.is_fresh = False
         count_again(self._axes, self._counted)
         loss = None if self._loss is None else self._loss.clone()
-        self._maker.spoil(list(_tensors(self._static)))
+        self._maker.spoil(self._tensors(self._static))
         return loss
 
     def _put_generators(self, step: Step) -> None:
@@ -91,23 +92,18 @@ class FullIteration(Graphs):
 
     @property
     def static_bytes(self) -> int:
-        return 0 if self._static is None else sum(tensor.nbytes for tensor in _tensors(self._static))
+        return 0 if self._static is None else sum(tensor.nbytes for tensor in self._tensors(self._static))
 
+    def _copy_of(self, step: Step) -> Step:
+        """The same values in memory of their own. The scale of the loss stands still already."""
+        microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
+        denominators = [d.clone() if i in self._read else d for i, d in enumerate(step.denominators)]
+        return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)
 
-def _copy_of(step: Step) -> Step:
-    """The same values in memory of their own, each tensor once."""
-    microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
-    denominators = [tensor.clone() for tensor in step.denominators]
-    scale = None if step.scale is None else step.scale.clone()
-    return Step(step.index, microbatches, step.first_microbatch, denominators, scale)
-
-
-def _tensors(step: Step) -> Iterator[Tensor]:
-    for microbatch in step.microbatches:
-        yield from microbatch.values()
-    yield from step.denominators
-    if step.scale is not None:
-        yield step.scale
+    def _tensors(self, step: Step) -> list[Tensor]:
+        """What is copied in."""
+        batch = [tensor for given in step.microbatches for tensor in given.values()]
+        return [*batch, *(step.denominators[i] for i in self._read)]
 
 
 @contextmanager

@@ -64,6 +64,21 @@ def differences(a: Trained, b: Trained) -> list[str]:
     return found + [f"parameter {name}" for name in a[1] if not torch.equal(a[1][name], b[1][name])]
 
 
+def figures(engine: Engine) -> tuple[int, int, int]:
+    """Graphs, replays and static bytes of this rank, as the run counted them."""
+    assert engine.graphs is not None
+    return engine.graphs.num_graphs, engine.graphs.num_replays, engine.graphs.static_bytes
+
+
+def planned(engine: Engine, steps: int) -> tuple[int, int, int]:
+    """The same by the plan."""
+    rank = engine.groups.pp_rank
+    rows = [row for row in engine.plan.graph_slots if row.pp_rank == rank]
+    num_bytes = sum(row.bytes for row in rows)
+    assert num_bytes == engine.plan.memory[rank].graph_buffers
+    return sum(row.num_graphs for row in rows), steps * sum(row.num_replays for row in rows), num_bytes
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "falcon-new", "twice", "frozen", "relative-bias"]
 )
@@ -73,8 +88,7 @@ def test_regions_give_what_they_give_eagerly(name):
     for scope in SCOPES:
         with (made := engine_of(name, scope))[0] as engine:
             assert differences(eager, train(engine, made[1])) == [], scope
-            assert engine.graphs is not None
-            assert engine.graphs.num_replays > 0
+            assert figures(engine) == planned(engine, steps=3)
 
 
 def train_layouts(name: str, layouts: list[tuple[dict[str, int], dict[str, Any]]]) -> list[list[str]]:
@@ -85,6 +99,8 @@ def train_layouts(name: str, layouts: list[tuple[dict[str, int], dict[str, Any]]
         for scope in (None, ["attn"], ["attn", "mlp"], [], ["full_iteration"]):
             with (made := engine_of(name, scope, mesh=mesh, **sections))[0] as engine:
                 runs.append(train(engine, made[1], 2))
+                if engine.graphs is not None:
+                    assert figures(engine) == planned(engine, steps=2)
         found += [differences(runs[0], run) for run in runs[1:]]
     return found
 
