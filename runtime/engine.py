@@ -112,7 +112,7 @@ class Engine:
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
 
     def capture_graphs(self) -> None:
-        """Capture the plan's graphs before the next step, though ``warmup_steps`` are not over; or capture them anew."""
+        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or anew."""
         if self.graphs is None:
             raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
         self.graphs.is_wanted = True

@@ -95,7 +95,7 @@ class RandomState:
 
 @contextmanager
 def drawing_from(own: torch.Generator) -> Iterator[None]:
-    """The default generator of a device goes on from ``own``, which is then where it ended; and has its own state again."""
+    """The default generator of a device goes on from ``own``, which ends where it ended, and has its state back."""
     if own.device.type == "cuda":
         default = torch.cuda.default_generators[own.device.index or 0]
         before = default.graphsafe_get_state()

@@ -1,1 +1,1 @@
-"""Who runs the regions that the plan marks: eagerly, or as CUDA graphs would."""
+"""Runs the regions that the plan marks as graphs: of CUDA, of Transformer Engine, or recorded on any device."""

@@ -144,7 +144,8 @@ class _Replay(torch.autograd.Function):
         owner.num_replays += 1
         call, outputs = graphs.region.call, graphs.forward(given[:count])
         ctx.owner, ctx.graphs = owner, graphs
-        ctx.mark_non_differentiable(*(out for out, b in zip(outputs, call.outputs, strict=False) if not b.requires_grad))
+        constant = [out for out, b in zip(outputs, call.outputs, strict=False) if not b.requires_grad]
+        ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 

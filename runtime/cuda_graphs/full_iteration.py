@@ -47,7 +47,7 @@ class FullIteration(Graphs):
         self._static = static = self._copy_of(step)
         with uncounted(self._axes), _aliases(self._program, self._buffers):
             random.drawn = {}
-            self._maker.warm_up(lambda: executor.run(static))
+            self._maker.warm_up(lambda: self._run(executor, static))
             self._generators = {draw: torch.Generator(self._device) for draw in random.drawn}
             random.drawn = None
             self._buffers.begin_step()
@@ -68,7 +68,8 @@ class FullIteration(Graphs):
     def run(self, executor: Executor, step: Step) -> Tensor | None:
         if not self.is_on:
             return executor.run(step)
-        assert self._graph is not None and self._static is not None
+        assert self._graph is not None
+        assert self._static is not None
         copy_in(self._tensors(self._static), self._tensors(step))
         self._put_generators(step)
         self._graph.replay()
@@ -108,7 +109,7 @@ class FullIteration(Graphs):
 
 @contextmanager
 def _aliases(program: RankProgram, buffers: GradientBuffers) -> Iterator[None]:
-    """Modules hold other leaves over the same memory: those of the parameters are bound to the stream of eager steps."""
+    """Modules hold other leaves over the same memory: the parameters' own are bound to the stream of eager steps."""
     replaced: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
     found: dict[int, nn.Parameter] = {}
     for module in (inner for stage in program.stages for inner in stage.module.modules()):

@@ -52,7 +52,7 @@ class Graphs(ABC):
         """Forward and backward of a step; the sum of this rank's losses."""
         return executor.run(step)
 
-    def before_forward(self, action: Action) -> None:
+    def before_forward(self, action: Action) -> None:  # noqa: B027 -- one graph for all need not know
         """A forward that a backward will follow begins."""
 
     @property

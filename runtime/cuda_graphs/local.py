@@ -1,6 +1,6 @@
 """Graphs of torch.cuda: captured on a stream of their own, in memory that each pool keeps.
 
-Other threads may call CUDA while a graph is captured (NCCL's watchdog asks for events), so errors are this thread's own.
+Other threads may call CUDA while a graph is captured (NCCL's watchdog asks for events): an error is this thread's own.
 Exchanges inside are captured as NCCL's kernels: their communicators were made by the real steps before.
 """
 
@@ -46,9 +46,7 @@ class CudaGraph:
             self._graph.register_generator_state(generator)
 
     def capture(self, body: Callable[[], None]) -> None:
-        with torch.cuda.graph(
-            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             body()
 
     def replay(self) -> None:

@@ -39,7 +39,7 @@ class Pool:
         block = self._numbers.get(storage_of(tensor))
         if block is None:
             return None
-        return Place(block, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return Place(block, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def keep(self, value: Tensor) -> Tensor:
         """``value`` in a block of the pool."""

@@ -105,7 +105,8 @@ class RecordedGraph:
         if reason := reads_on_host(target, args, lambda value: value.dtype):
             raise CaptureError(reason)
         self._free()
-        op = _Op(target, *tree_map(self._placed, (args, kwargs)), self._drawn_from(target, args, kwargs))
+        placed = tree_map(self._placed, (args, kwargs))
+        op = _Op(target, placed[0], placed[1], self._drawn_from(target, args, kwargs))
         known = {storage_of(v) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
 
         def is_new(value: Any) -> bool:

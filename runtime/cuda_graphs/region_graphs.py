@@ -24,8 +24,8 @@ from passes.ops.region import RegionCall
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.graphs import Graph, Maker
 
-
-Counted = list[tuple[Counter[Any], Counter[Any]]]  # for each axis its collectives by (kind, phase), and their bytes
+# for each axis its collectives by (kind, phase), and their bytes
+Counted = list[tuple[Counter[Any], Counter[Any]]]
 
 
 class Region:
@@ -155,7 +155,7 @@ class RegionGraphs:
         return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs and shared weights, from those of the outputs that have one and of what goes through."""
+        """The gradients of inputs and shared weights, from those of the outputs and of what goes through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
         self._replay(self._backward)
