@@ -6,6 +6,7 @@ train_step = batch check -> loss denominators of the global batch -> actions of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Self
@@ -204,16 +205,21 @@ class Engine:
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
-        self._initialise() if self.program.gate is not None else self._ready()
         self._gradients_ready = False
-        if self.graphs is None:
-            self.optimizer.begin_step()
-            return self._loss_here(self.executor.run(step))
-        if self.graphs.is_wanted or (not self.graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps):
-            self._ready()
-            self.graphs.capture(self.executor, step)
+        self._capture_graphs(step)
+        is_whole = self.graphs is not None and self.graphs.holds_reductions
+        gates = self.program.gate is not None and not is_whole  # one graph for all has none
+        self._initialise() if gates else self._ready()
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
-        return self._loss_here(self.graphs.run(self.executor, step))
+        run = self.executor.run if self.graphs is None else partial(self.graphs.run, self.executor)
+        return self._loss_here(run(step))
+
+    def _capture_graphs(self, step: Step) -> None:
+        graphs = self.graphs
+        is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
+        if graphs is not None and (is_due or graphs.is_wanted):
+            self._ready()
+            graphs.capture(self.executor, step)
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._check(batch, local)

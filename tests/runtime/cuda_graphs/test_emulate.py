@@ -330,9 +330,15 @@ def train_behind_late_gathers(scope: list[str] | None, hooks: bool) -> Trained:
 @pytest.mark.slow
 def test_parameters_are_waited_for_before_a_replay_reads_them():
     runs = [launch(train_behind_late_gathers, 2, *given, timeout_seconds=120) for given in LATE]
-    eager, graphed, without_hooks = (run[0] for run in runs)
+    eager, graphed, in_one, without_hooks = (run[0] for run in runs)
     assert differences(eager, graphed) == []
+    assert differences(eager, in_one) == []
     assert differences(eager, without_hooks)
 
 
-LATE: list[tuple[list[str] | None, bool]] = [(None, True), (["attn", "mlp"], True), (["attn", "mlp"], False)]
+LATE: list[tuple[list[str] | None, bool]] = [
+    (None, True),
+    (["attn", "mlp"], True),
+    (["full_iteration"], True),
+    (["attn", "mlp"], False),
+]
