@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.errors import PlanError
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, Action, Order, Schedule
 from planner.pipeline.simulate import format_grid, simulate
 
@@ -21,7 +22,10 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action) -> str:
     kind = CUSTOM if any(a.kind == "B" for a in actions) else FORWARD_ONLY
     num_chunks, num_microbatches = 1 + max(a.chunk for a in actions), 1 + max(a.microbatch for a in actions)
     schedule = Schedule(kind, len(orders), num_chunks, num_microbatches, len(orders), tuple(orders))
-    steps = simulate(schedule).steps
+    try:
+        steps = simulate(schedule).steps
+    except PlanError as error:  # what failed may be the schedule itself
+        return f"{action} of pp rank {rank}; no step has a place, as {error.what}"
     at = next(i for i, row in enumerate(steps) if row[rank] == action)
     first, first_rank = _around(at, len(steps), MOST_STEPS), _around(rank, len(orders), MOST_RANKS)
     shown = tuple(row[first_rank : first_rank + MOST_RANKS] for row in steps[first : first + MOST_STEPS])
