@@ -22,6 +22,7 @@ from runtime.cuda_graphs.emulate import Emulation
 from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.cuda_graphs.graphs import Graphs
 from runtime.cuda_graphs.local import CudaGraphs
+from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
@@ -99,15 +100,17 @@ def executor_of(
 
 
 def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | None:
-    """Who runs the regions of this rank; None where the plan has none."""
-    if spec.cuda_graphs.impl == "none":
+    """Who runs the regions of this rank, or its steps, as graphs; None where the plan has none."""
+    asked, program, buffers, device = spec.cuda_graphs, built.program, built.optimizer.buffers, groups.device
+    order = plan.schedule.actions[groups.pp_rank]
+    if asked.impl == "none":
         return None
-    order, buffers = plan.schedule.actions[groups.pp_rank], built.optimizer.buffers
-    local = spec.cuda_graphs.impl == "local"
-    maker = CudaGraphs(groups.device) if local else Emulation(built.program.random, groups.device)
-    if FULL_ITERATION in spec.cuda_graphs.scope:
-        return FullIteration(built.program, buffers, maker, groups.device)
-    return GraphsBySlot(built.program, order, buffers, maker, groups.device)
+    if asked.impl == "transformer_engine":
+        return TransformerEngineGraphs(program, order, device, no_gradient_hooks=buffers.deaf)
+    maker = CudaGraphs(device) if asked.impl == "local" else Emulation(program.random, device)
+    if FULL_ITERATION in asked.scope:
+        return FullIteration(program, buffers, maker, device)
+    return GraphsBySlot(program, order, buffers, maker, device)
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:

@@ -211,7 +211,7 @@ class Engine:
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
         self._initialise() if gates else self._ready()
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
-        run = self.executor.run if self.graphs is None else partial(self.graphs.run, self.executor)
+        run = self.executor.run if self.graphs is None else partial(self.graphs.run_step, self.executor)
         return self._loss_here(run(step))
 
     def _capture_graphs(self, step: Step) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from passes.ops.region import RegionCall, run_eagerly, run_region
+from passes.ops.region import RegionCall, run_eagerly
 from passes.stage_module import RankProgram
 from planner.pipeline.schedule import Action, Order
 from planner.regions.static_memory import slots_of
+from runtime.cuda_graphs.calls import calls_of
 from runtime.cuda_graphs.graphs import Graphs, Maker
 from runtime.cuda_graphs.region_graphs import Region, RegionGraphs
 from runtime.optimizer.buffers import GradientBuffers
@@ -109,33 +111,20 @@ def backward_order(regions: Sequence[Region]) -> list[Region]:
 
 def regions_of(program: RankProgram) -> list[list[Region]]:
     """For each chunk its regions, in the order in which they run."""
-    modules = [stage.module for stage in program.stages]
-    readers = Counter(id(value) for module in modules for value in _read(module))
-    found = []
-    for module in modules:
-        calls = module.graph.find_nodes(op="call_function", target=run_region)
-        found.append([_region(module, node, readers, program) for node in calls])
-    return found
+    read = (value for stage in program.stages for value in _read(stage.module))
+    readers = Counter(id(value) for value in read)
 
+    def region(call: RegionCall, held: list[Any]) -> Region:
+        trained = [v for v in held if isinstance(v, nn.Parameter) and v.requires_grad]
+        return Region(call, held, [v for v in trained if readers[id(v)] == 1], program.random)
 
-def _region(module: fx.GraphModule, node: fx.Node, readers: Counter[int], program: RankProgram) -> Region:
-    handle, _, held = node.args
-    values = [_attribute(module, n) for n in held]  # type: ignore[union-attr]
-    trained = [v for v in values if isinstance(v, nn.Parameter) and v.requires_grad]
-    return Region(_attribute(module, handle), values, [v for v in trained if readers[id(v)] == 1], program.random)
+    return [[region(call, held) for call, held in calls_of(stage)] for stage in program.stages]
 
 
 def _read(module: fx.GraphModule) -> list[Any]:
     """What each op reads that stands in the module, once for each time."""
     nodes = module.graph.find_nodes(op="get_attr")
-    return [_attribute(module, node) for node in nodes for _ in node.users]
-
-
-def _attribute(module: nn.Module, node: Any) -> Any:
-    value: Any = module
-    for name in node.target.split("."):
-        value = getattr(value, name)
-    return value
+    return [attrgetter(node.target)(module) for node in nodes for _ in node.users]
 
 
 class _Replay(torch.autograd.Function):

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from passes.ops.random_state import Draw
 from passes.stage_module import RankProgram
+from runtime.cuda_graphs.calls import Counted, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
-from runtime.cuda_graphs.region_graphs import Counted, copy_in, count_again, uncounted
+from runtime.cuda_graphs.region_graphs import copy_in
 from runtime.optimizer.buffers import GradientBuffers, ParameterSlot
 from runtime.pipeline.executor import Executor, Step
 
@@ -65,7 +66,7 @@ class FullIteration(Graphs):
     def _run(self, executor: Executor, static: Step) -> None:
         self._loss = executor.run(static)
 
-    def run(self, executor: Executor, step: Step) -> Tensor | None:
+    def run_step(self, executor: Executor, step: Step) -> Tensor | None:
         if not self.is_on:
             return executor.run(step)
         assert self._graph is not None
@@ -76,7 +77,7 @@ class FullIteration(Graphs):
         self.num_replays += 1
         for slot in self._added:
             slot.is_fresh = False
-        count_again(self._axes, self._counted)
+        count_again(self._counted)
         loss = None if self._loss is None else self._loss.clone()
         self._maker.spoil(self._tensors(self._static))
         return loss

@@ -48,7 +48,7 @@ class Graphs(ABC):
     def capture(self, executor: Executor, step: Step) -> None:
         """Make the graphs. Gradients of this rank are anything after it; all ranks call it alike."""
 
-    def run(self, executor: Executor, step: Step) -> Tensor | None:
+    def run_step(self, executor: Executor, step: Step) -> Tensor | None:
         """Forward and backward of a step; the sum of this rank's losses."""
         return executor.run(step)
 

@@ -9,23 +9,18 @@ goes out, to meet its further addends in autograd's order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from passes.ops.axis import AxisHandle
 from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall
 from planner.sharding.boundaries import BoundaryPlan
+from runtime.cuda_graphs.calls import Counted, axes_of, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Maker
-
-# for each axis its collectives by (kind, phase), and their bytes
-Counted = list[tuple[Counter[Any], Counter[Any]]]
 
 
 class Region:
@@ -36,7 +31,7 @@ class Region:
 
     def __init__(self, call: RegionCall, held: Sequence[Any], own: Sequence[nn.Parameter], random: RandomState) -> None:
         self.call, self.held, self.own, self.random = call, tuple(held), tuple(own), random
-        self.axes = [value for value in held if isinstance(value, AxisHandle)]
+        self.axes = axes_of(held)
         self.generators: dict[Draw, torch.Generator] = {}
         trained = {id(v): v for v in held if isinstance(v, nn.Parameter) and v.requires_grad}
         self.shared = [v for key, v in trained.items() if key not in map(id, self.own)]
@@ -169,25 +164,7 @@ class RegionGraphs:
         assert captured is not None, f"{self.region.call} is replayed, and was not captured"
         graph, counted = captured
         graph.replay()
-        count_again(self.region.axes, counted)
-
-
-@contextmanager
-def uncounted(axes: Sequence[AxisHandle]) -> Iterator[Counted]:
-    """Counts go on after it as if nothing had run; it gives what each axis counted, and the bytes, when it is over."""
-    before = [(axis.counts.copy(), axis.bytes.copy()) for axis in axes]
-    counted: Counted = []
-    yield counted
-    for axis, (counts, sizes) in zip(axes, before, strict=True):
-        counted.append((axis.counts - counts, axis.bytes - sizes))
-        axis.counts, axis.bytes = counts, sizes
-
-
-def count_again(axes: Sequence[AxisHandle], counted: Counted) -> None:
-    """What ``uncounted`` gave, once more."""
-    for axis, (counts, sizes) in zip(axes, counted, strict=True):
-        axis.counts.update(counts)
-        axis.bytes.update(sizes)
+        count_again(counted)
 
 
 def copy_in(statics: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -8,17 +8,14 @@ A replay runs no Python, so what a collective counts is counted at the capture, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.ops.region import RegionCall, run_region
-from passes.stage_module import StageModule
+from passes.ops.region import RegionCall
+from runtime.cuda_graphs.calls import axes_of
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -29,7 +26,7 @@ class RegionModule(nn.Module):
     def __init__(self, call: RegionCall, held: Sequence[Any]) -> None:
         super().__init__()
         self.call, self.held = call, list(held)
-        self.axes = [value for value in held if isinstance(value, AxisHandle)]
+        self.axes = axes_of(held)
         self.draws = any(isinstance(value, RandomState) for value in held)
         self.counted: dict[str, list[Counter[Any]]] = {}
         for number, value in enumerate(held):
@@ -65,22 +62,3 @@ class RegionModule(nn.Module):
     @property
     def _counters(self) -> list[Counter[Any]]:
         return [counter for axis in self.axes for counter in (axis.counts, axis.bytes)]
-
-
-@contextmanager
-def uncounted(modules: Sequence[RegionModule]) -> Iterator[None]:
-    """What a capture and its warm-up run is no collective of a step."""
-    axes = {id(axis): axis for module in modules for axis in module.axes}.values()
-    before = [(axis, axis.counts.copy(), axis.bytes.copy()) for axis in axes]
-    try:
-        yield
-    finally:
-        for axis, counts, sizes in before:
-            axis.counts, axis.bytes = counts, sizes
-
-
-def regions_of(stage: StageModule) -> Iterator[RegionModule]:
-    """The regions of a stage in the order in which they run, each with what it holds."""
-    for node in stage.module.graph.find_nodes(op="call_function", target=run_region):
-        handle, _, held = node.args
-        yield RegionModule(attrgetter(handle.target)(stage.module), [attrgetter(n.target)(stage.module) for n in held])

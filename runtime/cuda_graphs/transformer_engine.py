@@ -24,7 +24,9 @@ from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action, Order
 from planner.pipeline.slots import order_by_microbatch
+from runtime.cuda_graphs.calls import axes_of, calls_of, uncounted
 from runtime.cuda_graphs.choice import EXTRA
+from runtime.cuda_graphs.graphs import Graphs
 from runtime.cuda_graphs.te_arguments import (
     GraphArguments,
     numbered,
@@ -32,11 +34,12 @@ from runtime.cuda_graphs.te_arguments import (
     sample_index,
     signed_order,
 )
-from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, RegionModule, regions_of, uncounted
+from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, RegionModule
 from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches, check_region
+from runtime.pipeline.executor import Executor, Step
 
 
-class TransformerEngineGraphs:
+class TransformerEngineGraphs(Graphs):
     """Runs the regions of a rank as Transformer Engine captures them, while it ``is_on``; else eagerly.
 
     Owns: the modules and static inputs it hands over, and the callables it gets for them.
@@ -55,10 +58,8 @@ class TransformerEngineGraphs:
         Raises PlanError for an order or a region that its graphs cannot run.
         """
         self.device, self._no_gradient_hooks = device, no_gradient_hooks
-        self.is_on = False
-        self.num_replays = 0
         self._order = order_by_microbatch(order)
-        self._chunks = [list(regions_of(stage)) for stage in program.stages]
+        self._chunks = [[RegionModule(call, held) for call, held in calls_of(stage)] for stage in program.stages]
         self._modules = [module for chunk in self._chunks for module in chunk]
         self._module_of = {module.call.index: module for module in self._modules}
         check_microbatches(order)
@@ -71,15 +72,17 @@ class TransformerEngineGraphs:
         self._static: tuple[tuple[Tensor, ...], ...] = ()
         self._callables: dict[tuple[int, int], Callable[..., Sequence[Tensor]]] = {}
 
-    def capture(self, *_: Any) -> None:
+    def capture(self, executor: Executor | None = None, step: Step | None = None) -> None:
         """Every graph of this rank; those of an earlier capture are let go. Gradients of no step are left behind."""
+        self.is_on, self.is_wanted = True, False
         given = self.arguments()
         if not given.modules:
             return
         check_autocast()
         make = _make_graphed_callables()
         self._reset()
-        with self._no_gradient_hooks(), uncounted(self._modules):
+        axes = axes_of(value for module in self._modules for value in module.held)
+        with self._no_gradient_hooks(), uncounted(axes):
             made = make(given.modules, given.sample_args, **given.named)
         self._static = given.sample_args
         self._callables = {key: made[place] for key, place in self._places()}
