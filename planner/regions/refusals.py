@@ -6,16 +6,13 @@ Also a part that cannot run as one call: cut in two by a stage, or reading what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import fx
 
 from planner.decisions import Decisions
+from planner.graph.ops.host_stops import reads_on_host
 from planner.graph.ops.own_backward import OwnBackward
 
-aten = torch.ops.aten
-_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
 
 
@@ -37,27 +34,8 @@ def uncapturable(nodes: Iterable[fx.Node]) -> Iterator[Refusal]:
     for node in nodes:
         if isinstance(node.target, OwnBackward):
             yield node, f"{node.target} is an autograd.Function of its own, which may do anything in Python"
-        elif _waits(node):
+        elif reads_on_host(node.target, node.args, lambda value: value.meta["val"]):
             yield node, f"the shape that {node.target} gives depends on values: the host would wait for them"
-
-
-def _waits(node: fx.Node) -> bool:
-    """Whether the host needs a value of the device: an index that is a mask does, unless it fills with one number."""
-    args: Any = node.args
-    if node.target in (aten.index.Tensor, aten.index_put.default):
-        return any(map(_is_mask, args[1])) and not _fills(node)
-    if node.target is aten.one_hot.default:
-        return (args[1:] or (-1,))[0] == -1
-    return bool(_DYNAMIC & set(getattr(node.target, "tags", ())))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
-
-
-def _fills(node: fx.Node) -> bool:
-    args: Any = node.args
-    return node.target is aten.index_put.default and args[2].meta["val"].numel() == 1 and args[3:] != (True,)
 
 
 def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -102,8 +102,8 @@ class RecordedGraph:
 
     def record(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run one op of the capture; its results, in the memory that the graph keeps for them."""
-        if reason := reads_on_host(target, args, lambda value: value.dtype):
-            raise CaptureError(reason)
+        if reads_on_host(target, args):
+            raise CaptureError(f"{target} reads a value on the host, or gives a shape that follows values")
         self._free()
         placed = tree_map(self._placed, (args, kwargs))
         op = _Op(target, placed[0], placed[1], self._drawn_from(target, args, kwargs))

@@ -1,6 +1,7 @@
 """Ops that read values of tensors on the host, to return them or to shape what they make: no CUDA graph has them.
 
-Indexing by numbers is none of them, though PyTorch tags the op for what it does with masks.
+PyTorch tags them. An index of numbers is none of them, though tagged for what it does with masks, nor is a mask that is
+filled with one number.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from typing import Any
 
 import torch
 
+aten = torch.ops.aten
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _MASKS = {torch.bool, torch.uint8}
 
 
-def reads_on_host(target: Any, args: Sequence[Any], dtype_of: Callable[[Any], torch.dtype | None]) -> str:
-    """Why no graph captures a call of ``target``; empty where one does. ``dtype_of`` an argument that is a tensor."""
-    schema = getattr(target, "_schema", None)
-    if schema is not None and schema.name in _INDEXING:
-        by_mask = any(index is not None and dtype_of(index) in _MASKS for index in args[1])
-        return f"{target} looks up on the host where its mask is true" if by_mask else ""
-    tags = _TAGS & set(getattr(target, "tags", ()))
-    return f"{target} reads a value on the host, or gives a shape that follows values" if tags else ""
+def reads_on_host(target: Any, args: Sequence[Any], value_of: Callable[[Any], Any] = lambda value: value) -> bool:
+    """Whether a call waits for the device. ``value_of`` an argument: the tensor that it is, or one like it."""
+    if target is aten.index.Tensor or target in _PUTS:
+        by_mask = any(index is not None and value_of(index).dtype in _MASKS for index in args[1])
+        fills = target in _PUTS and value_of(args[2]).numel() == 1 and args[3:4] != (True,)
+        return by_mask and not fills
+    if target is aten.one_hot.default:
+        return (*args[1:], -1)[0] == -1
+    return bool(_TAGS & set(getattr(target, "tags", ())))
