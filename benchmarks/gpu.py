@@ -4,6 +4,7 @@
     python benchmarks/gpu.py sync       nothing makes the host wait in a step
     python benchmarks/gpu.py dropout    factor, share of zeros and masks in bfloat16 and float16
     python benchmarks/gpu.py shared     two ranks on one GPU train as one process does
+    python benchmarks/gpu.py graphs     CUDA graphs: the numbers of eager steps, and how much faster short kernels are
     python benchmarks/gpu.py profile    a 1.1-billion Llama in bfloat16: speed, gaps, attention's kernels, memory
     python benchmarks/gpu.py all --write                    all of them, appended to RESULTS.md as each one ends
 
@@ -25,7 +26,7 @@ import torch
 
 from benchmarks.on_gpu.table import RESULTS, Table, section
 
-PARTS = ("equal", "sync", "dropout", "shared", "profile")
+PARTS = ("equal", "sync", "dropout", "shared", "graphs", "profile")
 
 
 def main(arguments: list[str] | None = None) -> int:

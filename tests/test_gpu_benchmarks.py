@@ -15,7 +15,7 @@ from benchmarks.on_gpu.table import Table, section
 from passes.ops.random_state import RandomState
 from tests.tools.paths import ROOT
 
-PARTS = ("equal", "sync", "dropout", "profile")
+PARTS = ("equal", "sync", "dropout", "graphs", "profile")
 CPU = torch.device("cpu")
 
 
@@ -119,8 +119,8 @@ def test_runs_that_differ_are_out_of_reach() -> None:
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
-        (lambda self, op, sharded: 7, "the same: tp ranks inside"),
-        (lambda self, op, sharded: self.tp_rank, "not the same: tp ranks outside"),
+        (lambda self, draw: 7, "the same: tp ranks inside"),
+        (lambda self, draw: self.tp_rank, "not the same: tp ranks outside"),
     ],
 )
 def test_masks_that_depend_on_the_layout_are_seen(

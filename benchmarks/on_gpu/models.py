@@ -40,6 +40,19 @@ def llama(*, tiny: bool, attention_dropout: float) -> tuple[nn.Module, dict[str,
     return _of(config | sizes, materialize=False).train(), sizes
 
 
+def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:
+    """A GPT-2 of 12 layers, width 768, whose kernels are short at one sequence; its length and its vocabulary."""
+    length, vocabulary = (16, 257) if tiny else (128, 50257)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": length,
+        "vocab_size": vocabulary,
+    }
+    config |= {"n_embd": 64, "n_layer": 2, "n_head": 2} if tiny else {"n_embd": 768, "n_layer": 12, "n_head": 12}
+    return _of(config, materialize=False).eval(), length, vocabulary
+
+
 def planned(model: nn.Module, mesh: dict[str, int] | None = None, **rest: Any) -> Plan:
     """A plan for one of ``SMALL``: two microbatches for each dp rank, clipping."""
     mesh = mesh or {}

@@ -41,9 +41,9 @@ def figures(device: torch.device, attention_dropout: float, *, tiny: bool) -> di
     given = batch(0, MICRO * MICROBATCHES, length, vocabulary)
     with Engine(decided, device=device) as engine:
         timed = 1 if tiny else TIMED
-        seconds = _seconds_a_step(engine, given, 1 if tiny else WARM, timed)
+        seconds = seconds_a_step(engine, given, 1 if tiny else WARM, timed)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        kernels = _kernels(engine, given, device)
+        kernels = kernels_of(engine, given, device)
     del engine, model
     gc.collect()
     if device.type == "cuda":
@@ -119,7 +119,7 @@ def _plan(model: torch.nn.Module, length: int, vocabulary: int) -> Plan:
     )
 
 
-def _seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int) -> float:
+def seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int) -> float:
     for _ in range(warm):
         engine.train_step(given)
     _wait(engine.groups.device)
@@ -132,7 +132,7 @@ def _seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int
     return (time.perf_counter() - start) / timed
 
 
-def _kernels(engine: Engine, given: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
+def kernels_of(engine: Engine, given: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
     """(name, start, end) in microseconds of what ran on the GPU; nothing on a CPU."""
     if device.type != "cuda":
         return []
