@@ -173,7 +173,7 @@ def _regions(plan: Tables, full: bool) -> Section:
         return r.block
 
     def same(r: GraphRegion) -> Any:
-        return r.scope, r.captured, r.reason, r.inputs, r.outputs, r.bytes
+        return r.scope, r.captured, r.reason, len(r.inputs), len(r.outputs), r.bytes
 
     folds = unfolded(plan.graph_regions, name) if full else fold(plan.graph_regions, name, same)
     rows = tuple(_region_cells(item) for item in folds)
@@ -183,7 +183,8 @@ def _regions(plan: Tables, full: bool) -> Section:
 
 def _region_cells(item: Fold) -> tuple[str, ...]:
     r: GraphRegion = item.rows[0]
-    captured, crossing = "yes" if r.captured else "no", (", ".join(r.inputs), ", ".join(r.outputs))
+    more = ", …" if len(item.rows) > 1 else ""  # each block has names of its own for the same values
+    captured, crossing = "yes" if r.captured else "no", (", ".join(names) + more for names in (r.inputs, r.outputs))
     return item.name, str(len(item.rows)), r.scope, captured, *crossing, f"{r.bytes:,}", r.reason
 
 

@@ -40,9 +40,10 @@ class Tolerance:
         """What the dtype of a stored parameter adds, by element: up to one step between neighbours, eps·|x|, an update.
 
         In bfloat16 that is more than the update itself. One process rounds at each update; the engine updates float32
-        main weights and rounds once.
+        main weights and rounds once. The other may be larger by what it may differ.
         """
-        return truth.detach().double().abs() * (torch.finfo(truth.dtype).eps * self.num_updates)
+        largest = truth.detach().double().abs() + self.parameter
+        return largest * (torch.finfo(truth.dtype).eps * self.num_updates)
 
     def gradient_floor(self, largest: float) -> float:
         """Below this size a gradient is rounding noise of the model's ``largest`` (as of a key's bias in attention)."""
