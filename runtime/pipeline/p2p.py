@@ -34,6 +34,9 @@ class _Transfer(NamedTuple):
     works: list[Any]
 
     def is_done(self) -> bool:
+        """As far as the backend can be asked: not while a graph is captured, whose work has not begun."""
+        if self.buffers and self.buffers[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
