@@ -32,7 +32,7 @@ class CaptureError(RuntimeError):
     """An op that no graph can capture."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Op:
     """One kernel. ``made``: where its results lie, None for those that are no new tensor.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from planner import plan
 from runtime import Engine
 from tests.models import families
-from tests.runtime.cuda_graphs.test_emulate import SCOPES, differences, engine_of, spec_of, train
+from tests.tools.graphed_runs import SCOPES, differences, engine_of, spec_of, train
 
 WIDTH = 16
 

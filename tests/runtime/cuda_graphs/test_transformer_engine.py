@@ -26,7 +26,7 @@ from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.distributed.launch import launch
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
-from tests.runtime.cuda_graphs.test_emulate import SCOPES, Trained, differences, engine_of, spec_of, train
+from tests.tools.graphed_runs import SCOPES, Trained, differences, engine_of, spec_of, train
 from tests.tools.paths import ORACLES
 from tests.tools.recorded_graphs import on_a_cpu
 from tests.tools.region_stages import program_of, same, walk

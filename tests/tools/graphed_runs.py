@@ -1,0 +1,70 @@
+"""Engines with and without graphs, trained alike; where they differ, to the last bit; and what each counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner import plan
+from runtime import Engine
+from tests.models import families
+
+SCOPES = [["attn"], ["mlp"], ["attn", "mlp"], [], ["full_iteration"]]
+Trained = tuple[list[tuple[float, dict[str, Tensor], float]], dict[str, Tensor]]
+
+
+def spec_of(entry: families.Entry, scope: list[str] | None, **sections: Any) -> dict[str, Any]:
+    inputs = {
+        key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+        for key, (shape, dtype, _) in entry.inputs.items()
+    }
+    graphs = {} if scope is None else {"cuda_graphs": {"impl": "emulate", "scope": scope}}
+    return {"mesh": {}, "batch": {"global": 8, "micro": 2}, "inputs": inputs, **graphs, **sections}
+
+
+def engine_of(
+    name: str, scope: list[str] | None, *, captures: bool = True, **sections: Any
+) -> tuple[Engine, families.Entry]:
+    """Graphs are captured before the first step, or with ``captures`` False after those of a test."""
+    entry = families.build(name)
+    if "dropout" in name:
+        entry.model.train()
+    engine = Engine(plan(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
+    if engine.graphs is not None and captures:
+        engine.capture_graphs()
+    return engine, entry
+
+
+def train(engine: Engine, entry: families.Entry, steps: int = 3) -> Trained:
+    """Loss, every gradient and norm of each step, and the parameters after them."""
+    found = []
+    for step in range(steps):
+        loss = engine.forward_backward(entry.batch(8, step))
+        found.append((loss, engine.gather_gradients(), engine.optimizer_step().grad_norm))
+    return found, engine.gather_parameters()
+
+
+def differences(a: Trained, b: Trained) -> list[str]:
+    """Where two runs are not the same to the last bit."""
+    found = []
+    for step, (x, y) in enumerate(zip(a[0], b[0], strict=True)):
+        found += [f"{step}: {what}" for what, i in (("loss", 0), ("norm", 2)) if x[i] != y[i]]
+        found += [f"{step}: gradient of {name}" for name in x[1] if not torch.equal(x[1][name], y[1][name])]
+    return found + [f"parameter {name}" for name in a[1] if not torch.equal(a[1][name], b[1][name])]
+
+
+def figures(engine: Engine) -> tuple[int, int, int]:
+    """Graphs, replays and static bytes of this rank, as the run counted them."""
+    assert engine.graphs is not None
+    return engine.graphs.num_graphs, engine.graphs.num_replays, engine.graphs.static_bytes
+
+
+def planned(engine: Engine, steps: int) -> tuple[int, int, int]:
+    """The same by the plan."""
+    rank = engine.groups.pp_rank
+    rows = [row for row in engine.plan.graph_slots if row.pp_rank == rank]
+    num_bytes = sum(row.bytes for row in rows)
+    assert num_bytes == engine.plan.memory[rank].graph_buffers
+    return sum(row.num_graphs for row in rows), steps * sum(row.num_replays for row in rows), num_bytes
