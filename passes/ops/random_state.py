@@ -75,6 +75,11 @@ class RandomState:
             generator.manual_seed(seed)
         return generator.set_offset(draw.op % (1 << 64 - _DRAWS) << _DRAWS)
 
+    def put_all(self, generators: Mapping[Draw, torch.Generator]) -> None:
+        """Each where its draw begins in the microbatch that runs."""
+        for draw, generator in generators.items():
+            self.put(generator, draw._replace(microbatch=self.microbatch))
+
     @contextmanager
     def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
         """Ops that know no other generator draw from the default one: it has this stream, then its own again."""

@@ -23,7 +23,7 @@ class Emulation:
         return Pool(self._device)
 
     def graph(self, pool: Pool, generators: Collection[Any]) -> RecordedGraph:
-        return RecordedGraph(pool, self._random)
+        return RecordedGraph(pool, self._random, generators)
 
     def warm_up(self, body: Callable[[], None]) -> None:
         body()

@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 class Pool:
-    """Memory that the graphs captured in it share. Owns: its blocks."""
+    """Memory that the graphs captured in it share. Owns: its blocks, and which of them hold something."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.blocks: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}
+        self._in_use: dict[int, Place] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -46,9 +47,14 @@ class Pool:
         stride = torch.empty_like(value, device="meta").stride()  # dense, where value has places twice
         extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True)) if value.numel() else 0
         block = self.take(extent * value.element_size())
-        kept = Place(block, value.dtype, tuple(value.shape), stride).tensor(self)
+        place = self._in_use[block] = Place(block, value.dtype, tuple(value.shape), stride)
+        kept = place.tensor(self)
         kept.copy_(value)
         return kept
+
+    def let_go(self) -> list[Place]:
+        """What was kept, by whatever graph, and nobody holds any more since the last call."""
+        return [self._in_use.pop(block) for block in list(self._in_use) if self.is_free(block)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@
     replay      the ops again, in that memory; no line of Python, no shape, no branch, no address is looked at anew
 
 What the ops make lies in a ``Pool``, in blocks that are given again when the capture lets go of them, as the caching
-allocator does. A replay writes NaN into a block where the capture freed it. So what is wrong with a real graph is wrong
-with this one: a tensor that is read after its block went to another, an input that was not copied in, a number that
-Python chose at capture. What a real capture refuses is refused: reading a value, shapes that follow values.
+allocator does. A replay writes NaN into a block where the capture freed it, or where it found that an earlier graph's
+was free. So what is wrong with a real graph is wrong with this one: a tensor that is read after its block went to
+another, an input that was not copied in, a number that Python chose at capture. What a real capture refuses is refused:
+reading a value, shapes that follow values, drawing from a generator that is not registered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +87,23 @@ class _Free:
 
 
 class RecordedGraph:
-    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in."""
+    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in. ``generators``: who draws in it."""
 
-    def __init__(self, pool: Pool, random: RandomState) -> None:
-        self.pool, self._random = pool, random
+    def __init__(self, pool: Pool, random: RandomState, generators: Collection[torch.Generator] = ()) -> None:
+        self.pool, self._random, self._registered = pool, random, {_number_of(g) for g in generators}
         self._ops: list[_Op | _Free] = []
-        self._in_use: dict[int, Place] = {}
         self._is_bound = False
 
     def capture(self, body: Callable[[], None]) -> None:
         """Run ``body`` once and write down its ops. Raises CaptureError for one that a GPU could not capture."""
-        with _Capture(self):
+        with self.capturing():
             body()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The same for what runs inside."""
+        with _Capture(self):
+            yield
         self._free()
 
     def record(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +122,6 @@ class RecordedGraph:
         new = [is_new(value) for value in tree_leaves(out)]
         kept = tree_map(lambda value: self.pool.keep(value) if is_new(value) else value, out)
         op.made = [self._placed(v) if fresh else None for v, fresh in zip(tree_leaves(kept), new, strict=True)]
-        self._in_use.update({place.block: place for place in op.made if place is not None})
         if any(new) or not op.reads_only:  # else it is a view, and where it was
             self._ops.append(op)
         return kept
@@ -141,17 +146,20 @@ class RecordedGraph:
 
     def _free(self) -> None:
         """Write down which blocks nobody holds any more."""
-        for block in [block for block in self._in_use if self.pool.is_free(block)]:
-            self._ops.append(_Free(self._in_use.pop(block)))
+        self._ops += [_Free(place) for place in self.pool.let_go()]
 
     def _placed(self, value: Any) -> Any:
         place = self.pool.place_of(value) if isinstance(value, Tensor) else None
         return value if place is None else place
 
     def _drawn_from(self, target: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-        is_named = any(isinstance(v, torch.Generator) for v in tree_leaves((args, kwargs)))
+        """Who has not been named: None where the op is not random, or draws from the process's own generator."""
+        named = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
         is_random = torch.Tag.nondeterministic_seeded in target.tags
-        return self._random.default if is_random and not is_named else None
+        default = self._random.default if is_random and not named else None
+        if not {_number_of(g) for g in (*named, default) if g is not None} <= self._registered:
+            raise CaptureError(f"{target} draws from a generator that is not registered with the graph")
+        return default
 
 
 class _Capture(TorchDispatchMode):
@@ -167,6 +175,11 @@ def poison(tensor: Tensor) -> None:
     """What stood here is not to be read again; of numbers that can say so."""
     if tensor.is_floating_point():
         tensor.data.fill_(float("nan"))
+
+
+def _number_of(generator: torch.Generator) -> int:
+    """Of a generator; an op is given another object for it."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _bound(tree: Any, pool: Pool) -> Any:

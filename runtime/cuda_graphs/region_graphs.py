@@ -42,8 +42,7 @@ class Region:
 
     def put_generators(self) -> None:
         """Where the draws of the microbatch that runs begin."""
-        for draw, generator in self.generators.items():
-            self.random.put(generator, draw._replace(microbatch=self.random.microbatch))
+        self.random.put_all(self.generators)
 
 
 class RegionGraphs:

@@ -1,6 +1,9 @@
 """The regions of a rank as the modules that Transformer Engine captures.
 
-    module(*inputs) = region(*inputs, *held)       held: its parameters and buffers, and handles
+    module(*inputs) = region(*inputs, *held), with a gradient; without; None, …       held: parameters, buffers, handles
+
+Memory for gradients of outputs is shared by the signature of those that have one, and taken with the gaps of the first
+region that has it: so all modules give as many outputs, and those without a gradient come behind.
 
 A replay runs no Python, so what a collective counts is counted at the capture, and added at each replay.
 """
@@ -11,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from passes.ops.random_state import RandomState
+from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall
 from runtime.cuda_graphs.calls import axes_of
 
@@ -21,13 +25,19 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class RegionModule(nn.Module):
-    """A region as a module. Owns: what its collectives count in one forward and in one backward."""
+    """A region as a module.
 
-    def __init__(self, call: RegionCall, held: Sequence[Any]) -> None:
+    Owns: what its collectives count in one forward and in one backward, and the generators that its draws are from.
+    """
+
+    def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
         super().__init__()
         self.call, self.held = call, list(held)
+        self._places = sorted(range(len(call.outputs)), key=lambda place: not call.outputs[place].requires_grad)
+        self._nothing = (None,) * (num_outputs - len(call.outputs))
         self.axes = axes_of(held)
-        self.draws = any(isinstance(value, RandomState) for value in held)
+        self.random = next((value for value in held if isinstance(value, RandomState)), None)
+        self.generators: dict[Draw, torch.Generator] = {}
         self.counted: dict[str, list[Counter[Any]]] = {}
         for number, value in enumerate(held):
             if isinstance(value, nn.Parameter):
@@ -35,8 +45,19 @@ class RegionModule(nn.Module):
             elif isinstance(value, Tensor):
                 self.register_buffer(f"held_{number}", value, persistent=False)
 
-    def forward(self, *inputs: Tensor) -> Sequence[Tensor]:
-        return self.call.module(*inputs, *self.held)
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor | None]:
+        made = self.call.module(*inputs, *self.held)
+        given = [y if value.requires_grad else y.detach() for y, value in zip(made, self.call.outputs, strict=True)]
+        return (*(given[place] for place in self._places), *self._nothing)
+
+    def in_order(self, given: Sequence[Any]) -> list[Tensor]:
+        """The region's outputs, from those of the module."""
+        return [given[self._places.index(place)] for place in range(len(self._places))]
+
+    def put_generators(self) -> None:
+        """Where the draws of the microbatch that runs begin."""
+        if self.random is not None:
+            self.random.put_all(self.generators)
 
     @property
     def capture_hooks(self) -> dict[str, dict[int, Callable[[nn.Module], None]]]:

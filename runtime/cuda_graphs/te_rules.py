@@ -1,7 +1,7 @@
 """The rules of make_graphed_callables of Transformer Engine, checked before it is called.
 
-Its own checks speak of its variables, or it has none: it does not see that a backward is another microbatch's, that two
-regions share an input of which only one wants the gradient, or that a graph draws the same numbers at every replay.
+Its own checks speak of its variables, or it has none: it does not see that a backward is another microbatch's, or that
+two regions share an input of which only one wants the gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.ops.region import RegionCall
 from planner.errors import PlanError
 from planner.pipeline.schedule import Order, format_order
 from runtime.cuda_graphs.te_arguments import GraphArguments
@@ -100,18 +99,6 @@ def _check_samples(given: GraphArguments) -> None:
         wants = tuple(value.requires_grad for value in sample)
         if needed.setdefault(key, wants) != wants:
             raise _wrong(f"input {number} shares memory with one whose gradients are asked for elsewhere")
-
-
-def check_region(call: RegionCall, *, draws: bool) -> None:
-    """Raises PlanError, naming the region, for what no graph of Transformer Engine runs right."""
-    if draws:
-        names = ", ".join(value.name for value in call.outputs)
-        raise PlanError(
-            f"region {call.index}, which gives {names}, draws random numbers: transformer_engine registers the "
-            "generators of its own tracker with its graphs, so each replay would draw what the capture drew",
-            where=WHERE,
-            fix=f"set the model's dropout to 0, or {_INSTEAD}",
-        )
 
 
 def check_autocast() -> None:

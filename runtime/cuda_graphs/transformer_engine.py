@@ -35,7 +35,8 @@ from runtime.cuda_graphs.te_arguments import (
     signed_order,
 )
 from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, RegionModule
-from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches, check_region
+from runtime.cuda_graphs.te_random import find_draws, registered
+from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches
 from runtime.pipeline.executor import Executor, Step
 
 
@@ -59,12 +60,13 @@ class TransformerEngineGraphs(Graphs):
         """
         self.device, self._no_gradient_hooks = device, no_gradient_hooks
         self._order = order_by_microbatch(order)
-        self._chunks = [[RegionModule(call, held) for call, held in calls_of(stage)] for stage in program.stages]
+        calls = [list(calls_of(stage)) for stage in program.stages]
+        most = max((len(call.outputs) for chunk in calls for call, _ in chunk), default=0)
+        self._chunks = [[RegionModule(call, held, most) for call, held in chunk] for chunk in calls]
         self._modules = [module for chunk in self._chunks for module in chunk]
         self._module_of = {module.call.index: module for module in self._modules}
         check_microbatches(order)
         for module in self._modules:
-            check_region(module.call, draws=module.draws)
             module.call.run = self.run
         number = numbered(self._order)
         self._number = {place: number.get(place, 0) for place in numbered(order)}  # 0: one's graphs serve all
@@ -82,10 +84,14 @@ class TransformerEngineGraphs(Graphs):
         make = _make_graphed_callables()
         self._reset()
         axes = axes_of(value for module in self._modules for value in module.held)
+        places = dict(self._places())
         with self._no_gradient_hooks(), uncounted(axes):
-            made = make(given.modules, given.sample_args, **given.named)
+            for module in self._modules:
+                find_draws(module, given.sample_args[places[module.call.index, 0]], self.device)
+            with registered(self._modules):
+                made = make(given.modules, given.sample_args, **given.named)
         self._static = given.sample_args
-        self._callables = {key: made[place] for key, place in self._places()}
+        self._callables = {key: made[place] for key, place in places.items()}
 
     def arguments(self) -> GraphArguments:
         """What ``make_graphed_callables`` is given, checked by its rules."""
@@ -109,8 +115,9 @@ class TransformerEngineGraphs(Graphs):
             return run_eagerly(call, inputs, held)
         module = self._module_of[call.index]
         self._count(module, FORWARD)
+        module.put_generators()
         given = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
-        made = self._callables[call.index, self._current](*given)
+        made = module.in_order(self._callables[call.index, self._current](*given))
         outputs = [y if value.requires_grad else y.detach() for y, value in zip(made, call.outputs, strict=True)]
         node = next((y.grad_fn for y in outputs if y.requires_grad), None)
         if node is not None:

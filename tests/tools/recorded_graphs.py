@@ -1,125 +1,142 @@
-"""Graphs of the CPU that behave as CUDA graphs: every op of a capture is recorded, and run again in the same memory.
+"""Names of torch.cuda and of Transformer Engine on a CPU, so that the real make_graphed_callables runs from its source.
 
-    capture    the ops run once, with what they read and wrote
-    replay     each op runs again on the tensors it had, and its results are written where the first ones lie
-    released   memory that its owner no longer holds: NaN as soon as a graph that was captured later is replayed
+    torch.cuda.CUDAGraph, graph     runtime.cuda_graphs.recorded: ops at their addresses, blocks that are given again
+    make_weak_ref                   the same memory, without holding its block
+    its tracker of generators       its own source
 
-With them the real ``make_graphed_callables`` of Transformer Engine runs on a CPU, from its source alone.
+What it does not need without FP8 are classes of nothing.
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
-from passes.ops import collectives
+from passes.ops.random_state import RandomState
+from runtime.cuda_graphs.pool import Pool, storage_of
+from runtime.cuda_graphs.recorded import RecordedGraph
+from tests.tools.transformer_engine_source import Source
 
 PACKAGE = "transformer_engine.pytorch"
+TRACKER = {"_ALL_ACTIVE_RNG_STATES", "CudaRNGStatesTracker", "get_all_rng_states", "set_all_rng_states"}
 
 
-class Pool:
-    """What graphs of one call share. Owns: how many were captured, and the memory that was let go, with the count."""
+@dataclass
+class Device:
+    """What stands in for a GPU. ``random``: who tells which generator is the default one."""
+
+    random: RandomState = field(default_factory=lambda: RandomState(0, 0))
+    pools: list[Pool] = field(default_factory=list)
+
+    def pool(self) -> Pool:
+        self.pools.append(Pool(torch.device("cpu")))
+        return self.pools[-1]
+
+    @contextmanager
+    def capture(self, graph: Graph, pool: Pool) -> Iterator[None]:
+        graph.recorded = RecordedGraph(pool, self.random, graph.generators)
+        with graph.recorded.capturing():
+            yield
+
+    def weak(self, given: Any) -> Any:
+        return tree_map(lambda v: self._weak(v) if isinstance(v, Tensor) and v.numel() else v, given)
+
+    def _weak(self, value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if all(pool.place_of(value) is None for pool in self.pools):
+            return value
+        memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+        count = storage.nbytes() // value.element_size()
+        alias = torch.frombuffer(memory, dtype=value.dtype, count=count)
+        assert storage_of(alias) != storage_of(value)
+        return alias.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+class Graph:
+    """In place of torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self.num_captured = 0
-        self.made: set[int] = set()
-        self.released: list[tuple[int, Tensor]] = []
-        self.num_poisoned = 0
+        self.generators: list[torch.Generator] = []
+        self.recorded: RecordedGraph | None = None
 
-    def release(self, given: Any) -> Any:
-        """In place of a weak reference."""
-        for value in tree_leaves(given):
-            if isinstance(value, Tensor) and value.is_floating_point() and _at(value) in self.made:
-                self.released.append((self.num_captured, value))
-        return given
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.generators.append(generator)
 
-    def poison(self, captured: int) -> None:
-        for count, value in self.released:
-            if captured >= count:
-                value.data.fill_(float("nan"))
-                self.num_poisoned += 1
-
-
-class RecordedGraph(TorchDispatchMode):
-    """In place of torch.cuda.CUDAGraph. Owns: its ops."""
-
-    def __init__(self, pool: Pool) -> None:
-        super().__init__()
-        self.pool, self.number = pool, -1
-        self.ops: list[tuple[Any, Any, Any, list[Tensor]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _run(func, args, kwargs or {})
-        given = {_at(v) for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
-        results = [v for v in tree_leaves(made) if isinstance(v, Tensor)]
-        self.pool.made |= {_at(v) for v in results} - given
-        self.ops.append((func, args, kwargs or {}, results))
-        return made
-
-    @torch.no_grad()
     def replay(self) -> None:
-        self.pool.poison(self.number)
-        for func, args, kwargs, results in self.ops:
-            made = [v for v in tree_leaves(_run(func, args, kwargs)) if isinstance(v, Tensor)]
-            for old, new in zip(results, made, strict=True):
-                if _at(old) != _at(new):
-                    old.data.copy_(new)
+        assert self.recorded is not None, "a graph is replayed, and was not captured"
+        self.recorded.replay()
 
     def reset(self) -> None:
-        self.ops = []
+        self.recorded = None
 
 
 @contextmanager
-def capture(graph: RecordedGraph, pool: Any = None) -> Iterator[None]:
-    graph.number = graph.pool.num_captured
-    graph.pool.num_captured += 1
-    with graph:
-        yield
-
-
-@contextmanager
-def on_a_cpu(source: str, folder: Path) -> Iterator[Pool]:
+def on_a_cpu(source: Source, folder: Path) -> Iterator[Device]:
     """``transformer_engine.pytorch`` has the function of this source, and torch.cuda has graphs of the CPU."""
-    pool = Pool()
+    device = Device()
     path = folder / "graph.py"
-    path.write_text(source)
+    path.write_text(source.graph)
     cuda: dict[str, Any] = {
-        "CUDAGraph": type("CUDAGraph", (RecordedGraph,), {"__init__": lambda self: RecordedGraph.__init__(self, pool)}),
-        "graph": capture,
+        "CUDAGraph": Graph,
+        "graph": device.capture,
         "synchronize": lambda: None,
         "stream": lambda stream: nullcontext(),
         "Stream": object,
         "current_stream": lambda: "the stream",
-        "get_rng_state": lambda: None,
-        "set_rng_state": lambda state: None,
+        "current_device": lambda: 0,
+        "default_generators": (torch.default_generator,),
+    }
+    known = {
+        "autocast": lambda **_: nullcontext(),
+        "FP8GlobalStateManager": _NoFP8,
+        "graph_safe_rng_available": lambda: True,
+        "make_weak_ref": device.weak,
+        **tracker(source.distributed),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "reduce_scatter_single", _reduce_scatter)
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        for name, names in imported(source).items():
-            patch.setitem(sys.modules, name, _module(name, names, pool))
+        for name, names in imported(source.graph).items():
+            patch.setitem(sys.modules, name, _module(name, names, known))
         spec = importlib.util.spec_from_file_location(f"{PACKAGE}.graph", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module._graph_pool_handle = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+        module._graph_pool_handle = device.pool  # pyright: ignore[reportAttributeAccessIssue]
         sys.modules[PACKAGE].make_graphed_callables = module.make_graphed_callables  # pyright: ignore
-        yield pool
+        yield device
+
+
+def tracker(source: str) -> dict[str, Any]:
+    """What its file has for generators, and nothing else of it."""
+    tree = ast.parse(source)
+    tree.body = [ast.parse("from __future__ import annotations").body[0], *filter(_is_of_tracker, tree.body)]
+    names: dict[str, Any] = {
+        "contextmanager": contextmanager,
+        "graph_safe_rng_available": lambda: True,
+    }
+    exec(compile(tree, "distributed.py", "exec"), names)
+    return {name: names[name] for name in TRACKER}
+
+
+def _is_of_tracker(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id in TRACKER for target in node.targets)
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in TRACKER
 
 
 def imported(source: str) -> dict[str, list[str]]:
@@ -135,18 +152,12 @@ def imported(source: str) -> dict[str, list[str]]:
     return found
 
 
-def _module(name: str, names: list[str], pool: Pool) -> ModuleType:
+def _module(name: str, names: list[str], known: dict[str, Any]) -> ModuleType:
     """Classes of nothing, but for the few names that run without FP8."""
     module = ModuleType(name)
     module.__path__ = []
-    known = {
-        "autocast": lambda **_: nullcontext(),
-        "FP8GlobalStateManager": _NoFP8,
-        "get_all_rng_states": dict,
-        "graph_safe_rng_available": lambda: False,
-        "make_weak_ref": pool.release,
-    }
-    for each in names:
+    own = TRACKER if name.endswith(".distributed") else ()
+    for each in (*names, *own):
         setattr(module, each, known.get(each) or type(each, (), {}))
     return module
 
@@ -159,23 +170,3 @@ class _NoFP8:
     @staticmethod
     def is_first_fp8_module() -> bool:
         return False
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective has ended when it returns."""
-    made = func(*args, **kwargs)
-    for value in tree_leaves(made):
-        if func.namespace == "c10d" and hasattr(value, "wait"):
-            value.wait()
-    return made
-
-
-def _reduce_scatter(own: Tensor, whole: Tensor, *, group: Any) -> None:
-    """gloo ends its own by ops on memory that it keeps to itself, which a replay would run again."""
-    summed = whole.clone()
-    dist.all_reduce(summed, group=group)
-    own.copy_(summed.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
-
-
-def _at(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()

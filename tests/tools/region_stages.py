@@ -1,12 +1,15 @@
 """Stages of regions made by hand, and a walk over an order that runs them: small enough for every schedule.
 
 x = x + region(x, side)      side: a number for each element, with or without a gradient of its own
+x = x + sign · region        where the region gives ``sign`` too, in front, and without a gradient
+x = x + region(x, side)      where nothing that the region reads has a gradient
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,13 +24,22 @@ SHAPE = (2, 3)
 Walked = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def program_of(chunks: Sequence[Sequence[bool]]) -> RankProgram:
-    """For each region of each chunk, whether its side carries a gradient."""
+class Kind(NamedTuple):
+    """Of a region: whether its side carries a gradient, whether it gives a sign, whether it is without gradients."""
+
+    side: bool = True
+    sign: bool = False
+    still: bool = False
+
+
+def program_of(chunks: Sequence[Sequence[bool | Kind]]) -> RankProgram:
+    """For each region of each chunk its kind, or whether its side carries a gradient."""
     torch.manual_seed(1)
     first, stages = 0, []
-    for chunk, sides in enumerate(chunks):
-        stages.append(_stage(chunk, first, sides))
-        first += len(sides)
+    for chunk, given in enumerate(chunks):
+        kinds = [kind if isinstance(kind, Kind) else Kind(kind) for kind in given]
+        stages.append(_stage(chunk, first, kinds))
+        first += len(kinds)
     return RankProgram(stages, {}, RandomState(0, 0))
 
 
@@ -60,23 +72,32 @@ def same(a: Walked, b: Walked) -> bool:
     return a[1].keys() == b[1].keys() and all(torch.equal(x, y) for x, y in pairs)
 
 
-def _stage(chunk: int, first: int, sides: Sequence[bool]) -> StageModule:
+def _stage(chunk: int, first: int, kinds: Sequence[Kind]) -> StageModule:
     root, graph = nn.Module(), fx.Graph()
     x, side = graph.placeholder("x"), graph.placeholder("side")
-    still = graph.call_method("detach", (side,))
-    for i, has_gradient in enumerate(sides):
-        setattr(root, f"region_{first + i}", _region(first + i, has_gradient))
-        root.register_parameter(f"weight_{i}", nn.Parameter(torch.randn(SHAPE[1], SHAPE[1], dtype=torch.float64)))
-        handle, weight = graph.get_attr(f"region_{first + i}"), graph.get_attr(f"weight_{i}")
-        made = graph.call_function(run_region, (handle, [x, side if has_gradient else still], [weight]))
-        x = graph.call_function(operator.add, (x, graph.call_function(operator.getitem, (made, 0))))
+    still_side = graph.call_method("detach", (side,))
+    for i, kind in enumerate(kinds):
+        setattr(root, f"region_{first + i}", _region(first + i, kind))
+        weight = nn.Parameter(torch.randn(SHAPE[1], SHAPE[1], dtype=torch.float64), requires_grad=not kind.still)
+        root.register_parameter(f"weight_{i}", weight)
+        handle, held = graph.get_attr(f"region_{first + i}"), graph.get_attr(f"weight_{i}")
+        read = graph.call_method("detach", (x,)) if kind.still else x
+        given = [read, side if kind.side and not kind.still else still_side]
+        made = graph.call_function(run_region, (handle, given, [held]))
+        outputs = [graph.call_function(operator.getitem, (made, place)) for place in range(1 + kind.sign)]
+        added = graph.call_function(operator.mul, tuple(outputs)) if kind.sign else outputs[0]
+        x = graph.call_function(operator.add, (x, added))
     graph.output((x,))
     return StageModule(chunk, chunk, fx.GraphModule(root, graph), (), (), (), (), (), (), {}, False)
 
 
-def _region(index: int, side_has_gradient: bool) -> RegionCall:
-    module = fx.symbolic_trace(lambda x, side, weight: (torch.tanh((x * side) @ weight),))
-    return RegionCall(index, module, [_value("x"), _value("side", side_has_gradient)], [_value("y")])
+def _region(index: int, kind: Kind) -> RegionCall:
+    inputs = [_value("x", not kind.still), _value("side", kind.side and not kind.still)]
+    if kind.sign:
+        module = fx.symbolic_trace(lambda x, side, w: (torch.sign((x * side).detach()), torch.tanh((x * side) @ w)))
+        return RegionCall(index, module, inputs, [_value("sign", False), _value("y", not kind.still)])
+    module = fx.symbolic_trace(lambda x, side, w: (torch.tanh((x * side) @ w),))
+    return RegionCall(index, module, inputs, [_value("y", not kind.still)])
 
 
 def _value(name: str, requires_grad: bool = True) -> BoundaryPlan:

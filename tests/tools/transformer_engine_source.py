@@ -1,7 +1,7 @@
 """The real source of make_graphed_callables of Transformer Engine: where it is found, and what it checks.
 
-It is read, never kept: the file of an installed package (which is not imported), a path in an environment variable
-(graph.py, a folder, or a wheel), or a wheel that pip fetches into a temporary folder.
+It is read, never kept: of an installed package (which is not imported), of a folder or a wheel that an environment
+variable names, or of a wheel that pip fetches into a temporary folder.
 """
 
 from __future__ import annotations
@@ -14,44 +14,57 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 VARIABLE = "MESHWRIGHT_TRANSFORMER_ENGINE"
-INSIDE = "transformer_engine/pytorch/graph.py"
+FETCH_SECONDS = 60
+INSIDE = "transformer_engine/pytorch"
+
+
+class Source(NamedTuple):
+    """The text of two files: ``graph`` captures, ``distributed`` holds the generators that it registers."""
+
+    graph: str
+    distributed: str
 
 
 class NotThere(Exception):
     """Why there is no source."""
 
 
-def local_source() -> str | None:
+def local_source() -> Source | None:
     """From the variable or an installed package."""
     given = os.environ.get(VARIABLE)
     if given:
         return read(Path(given))
     spec = importlib.util.find_spec("transformer_engine")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder).parent / INSIDE
-        if path.exists():
-            return path.read_text()
+        if (Path(folder).parent / INSIDE / "graph.py").exists():
+            return read(Path(folder).parent)
     return None
 
 
-def fetched_source(folder: Path, version: str = "") -> str:
+def fetched_source(folder: Path, version: str = "") -> Source:
     """From a wheel that pip fetches, the newest unless a version is given. Raises NotThere with its reason."""
     wanted = f"transformer-engine=={version}" if version else "transformer-engine"
-    command = ["pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
-    ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, check=False)
+    options = ["--quiet", "--no-deps", "--disable-pip-version-check", "--retries", "0", "--timeout", "10"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise NotThere(f"pip fetched no wheel of {wanted} in {FETCH_SECONDS} s") from None
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise NotThere(f"pip fetched no wheel: {ran.stderr.strip()[-300:]}")
     return read(wheels[-1])
 
 
-def read(path: Path) -> str:
+def read(path: Path) -> Source:
+    """Of a wheel, or of the folder that the package lies in."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
-            return wheel.read(INSIDE).decode()
-    return (path / INSIDE if path.is_dir() else path).read_text()
+            return Source(*(wheel.read(f"{INSIDE}/{name}.py").decode() for name in Source._fields))
+    return Source(*((path / INSIDE / f"{name}.py").read_text() for name in Source._fields))
 
 
 def function(source: str, name: str) -> ast.FunctionDef:

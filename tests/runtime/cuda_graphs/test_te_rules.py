@@ -16,15 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from passes.ops.random_state import RandomState
 from planner.errors import PlanError
 from planner.pipeline.schedule import Action, Order, Schedule, build_schedule
 from planner.pipeline.schedule_text import parse_order
 from planner.pipeline.slots import order_by_microbatch
 from runtime.cuda_graphs import te_rules
 from runtime.cuda_graphs.te_arguments import GraphArguments, numbered, sample_index, signed_order
-from runtime.cuda_graphs.te_modules import RegionModule
-from runtime.cuda_graphs.te_rules import check_arguments, check_autocast, check_order, check_region
+from runtime.cuda_graphs.te_rules import check_arguments, check_autocast, check_order
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from tests.tools.paths import ORACLES
 from tests.tools.region_stages import program_of
@@ -172,13 +170,6 @@ def test_wrong_arguments_are_refused(name):
 def test_backwards_in_another_order_than_forwards_are_refused():
     with pytest.raises(PlanError, match=r"that of its k-th forward, .*chunk 0 .*: F0.0 F1.0 B1.0 B0.0"):
         graphs_of(parse_order("F0.0 F1.0 B1.0 B0.0"), [1])
-
-
-def test_a_region_that_draws_random_numbers_is_refused_by_name():
-    call = next(iter(graphs_of(parse_order("F0.0 B0.0"), [1]).arguments().modules)).call
-    module = RegionModule(call, [RandomState(0, 0)])
-    with pytest.raises(PlanError, match="region 0, which gives y, draws random numbers"):
-        check_region(call, draws=module.draws)
 
 
 def test_autocast_with_a_cache_is_refused(monkeypatch):

@@ -6,8 +6,8 @@ Its code runs on a CPU, with graphs that are recorded op by op (tests.tools.reco
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,33 @@ from passes.lower import lower
 from passes.ops.axis import AxisHandle
 from planner import PlanError, plan
 from planner.pipeline.schedule import Action, build_schedule
-from runtime import Engine
+from runtime import Engine, build
+from runtime.cuda_graphs import te_random
 from runtime.cuda_graphs import transformer_engine as backend
+from runtime.cuda_graphs.recorded import CaptureError
 from runtime.cuda_graphs.te_arguments import numbered, sample_index
 from runtime.cuda_graphs.te_modules import RegionModule
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.distributed.launch import launch
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
-from tests.tools.graphed_runs import SCOPES, Trained, differences, engine_of, spec_of, train
+from tests.tools.graphed_runs import Trained, differences, engine_of, spec_of, train
 from tests.tools.paths import ORACLES
-from tests.tools.recorded_graphs import on_a_cpu
-from tests.tools.region_stages import program_of, same, walk
-from tests.tools.transformer_engine_source import checks, parameters
+from tests.tools.recorded_graphs import Device, on_a_cpu
+from tests.tools.region_stages import Kind, Walked, program_of, same, walk
+from tests.tools.transformer_engine_source import NotThere, Source, checks, fetched_source, parameters
 
 CPU = torch.device("cpu")
-CASES = [c for c in json.loads((ORACLES / "schedules.json").read_text())["cases"] if c.get("num_layers_per_chunk")]
 GPIPE = {"pipeline": {"schedule": "gpipe"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+SEQUENCE = {"tensor_parallel": {"sequence_parallel": True}}
+
+
+def shapes() -> list[dict[str, Any]]:
+    """Of the oracle's cases the first of each (stages, chunks, layers), of up to 16 microbatches."""
+    cases = json.loads((ORACLES / "schedules.json").read_text())["cases"]
+    few = [c for c in cases if c.get("num_layers_per_chunk") and c["num_microbatches"] <= 16]
+    return list({(c["pp"], c["vpp"]): c for c in reversed(few)}.values())
 
 
 # ---- what it asks
@@ -43,39 +52,56 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
 def test_its_parameters_are_those_that_are_recorded(te_source, te_facts):
     recorded = {p["name"]: (p["kind"], p["default"]) for p in te_facts["parameters"]}
-    found = parameters(te_source)
+    found = parameters(te_source.graph)
     assert {name: found.get(name) for name in recorded} == recorded
     assert list(found)[:2] == ["modules", "sample_args"]
 
 
 @pytest.mark.parametrize("function", ["_make_graphed_callables", "make_graphed_callables"])
 def test_each_of_its_checks_is_one_that_is_recorded(te_source, te_facts, function):
-    assert checks(te_source, function) == te_facts["checks"][function].keys()
+    assert checks(te_source.graph, function) == te_facts["checks"][function].keys()
 
 
 # ---- what it does, on stages made by hand
 
 
-def captured(chunks: list[list[bool]], order: tuple[Action, ...]) -> tuple[Any, TransformerEngineGraphs]:
+def eager_and_graphed(chunks: list[list[Any]], order: tuple[Action, ...]) -> tuple[Walked, list[Walked], Any]:
+    """A walk without graphs, two with them, and the graphs."""
     program = program_of(chunks)
+    eager = walk(program, order)
     graphs = TransformerEngineGraphs(program, order, CPU)
     graphs.capture()
-    return program, graphs
+    return eager, [walk(program, order, graphs.before_forward) for _ in range(2)], graphs
 
 
 @pytest.mark.slow
-def test_every_schedule_of_the_oracle_gives_what_it_gives_eagerly(te_source, tmp_path):
+def test_every_schedule_of_the_oracle_gives_what_it_gives_eagerly(te_device):
     """Regions of two kinds, one of which has no gradient for an input that the other has one for."""
-    for case in CASES:
+    for case in shapes():
         order = tuple(Action(*step) for step in case["steps"])
         chunks = [[bool((chunk + i) % 2) for i in range(n)] for chunk, n in enumerate(case["num_layers_per_chunk"])]
-        with on_a_cpu(te_source, tmp_path):
-            program, graphs = captured(chunks, order)
-            eager = walk(program, order)
-            graphs.is_on = True
-            for _ in range(2):
-                assert same(eager, walk(program, order, graphs.before_forward)), case["id"]
+        eager, found, graphs = eager_and_graphed(chunks, order)
+        assert all(same(eager, each) for each in found), case["id"]
         assert graphs.num_replays == 2 * sum(len(chunks[a.chunk]) for a in order)
+
+
+ORDER = build_schedule("1f1b", 3, 6).orders[0]
+KINDS: dict[str, list[Kind]] = {
+    "a value without a gradient in front": [Kind(), Kind(sign=True), Kind()],
+    "the same, captured first in the backward": [Kind(), Kind(), Kind(sign=True)],
+    "no gradient at all": [Kind(), Kind(still=True), Kind(side=False)],
+    "none in the whole chunk": [Kind(still=True), Kind(still=True, sign=True)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_outputs_without_a_gradient_stand_where_they_stand(kinds, te_device):
+    """Its memory for gradients of outputs is shared by the outputs that have one, whatever stands between them."""
+    eager, found, graphs = eager_and_graphed([kinds], ORDER)
+    assert all(same(eager, each) for each in found)
+    assert graphs.num_graphs == 2 * 6 * len(kinds)
+    assert graphs.num_replays == 2 * 6 * sum(1 if kind.still else 2 for kind in kinds)
 
 
 @pytest.mark.slow
@@ -134,22 +160,19 @@ def test_the_plan_counts_its_graphs_and_static_inputs(name, mesh, sections):
 # ---- what it does, in an engine
 
 
-@contextmanager
-def graphed(name: str, scope: list[str], source: str, folder: Path, **sections: Any) -> Iterator[Any]:
-    """An engine whose regions the real code captured."""
-    with on_a_cpu(source, folder), (made := engine_of(name, scope, **sections))[0] as engine:
-        yield engine, made[1], attach(engine)
-
-
-def attach(engine: Engine) -> TransformerEngineGraphs:
-    order = engine.plan.schedule.actions[engine.groups.pp_rank]
-    deaf = engine.optimizer.buffers.deaf
-    graphs = TransformerEngineGraphs(engine.program, order, engine.groups.device, no_gradient_hooks=deaf)
-    engine.graphs = None
-    engine.executor.before_forward = graphs.before_forward
-    graphs.capture()
-    graphs.is_on = True
-    return graphs
+def graphed(device: Device, name: str, scope: list[str], **sections: Any) -> tuple[Engine, families.Entry]:
+    """An engine whose regions the real code captures before its first step."""
+    entry = families.build(name)
+    if "dropout" in name:
+        entry.model.train()
+    spec = spec_of(entry, scope, **sections)
+    spec["cuda_graphs"]["impl"] = "transformer_engine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "check_backend", lambda impl, device: None)
+        engine = Engine(plan(entry.model, spec), timeout_seconds=60)
+    device.random = engine.program.random
+    engine.capture_graphs()
+    return engine, entry
 
 
 def close(a: Trained, b: Trained) -> bool:
@@ -160,52 +183,64 @@ def close(a: Trained, b: Trained) -> bool:
     return losses and all(torch.allclose(x, y, rtol=1e-10, atol=1e-13) for x, y in pairs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sections", [{}, GPIPE], ids=["one-by-one", "all-in-flight"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert-classes", "t5", "falcon-new", "twice", "frozen"])
-def test_regions_give_what_they_give_eagerly(name, sections, te_source, tmp_path):
+def eager(name: str, steps: int, **sections: Any) -> Trained:
     with (made := engine_of(name, None, **sections))[0] as engine:
-        eager = train(engine, made[1])
-    for scope in SCOPES:
-        with graphed(name, scope, te_source, tmp_path, **sections) as (engine, entry, graphs):
-            found = train(engine, entry)
-            assert close(eager, found), scope
-            goes_on = any(module.call.through for module in graphs._modules)
-            assert goes_on or differences(eager, found) == [], scope
-            num_regions = len(graphs._modules)
-            assert graphs.num_graphs == 2 * num_regions * (4 if sections else 1)
-            assert graphs.num_replays == 2 * num_regions * 4 * 3
+        return train(engine, made[1], steps)
+
+
+def assert_counts(engine: Engine, steps: int) -> None:
+    """Graphs, replays and static inputs of this rank are those of the plan."""
+    graphs, rank = engine.graphs, engine.groups.pp_rank
+    assert isinstance(graphs, TransformerEngineGraphs)
+    rows = [row for row in engine.plan.graph_slots if row.pp_rank == rank]
+    assert graphs.num_graphs == sum(row.num_graphs for row in rows) > 0
+    assert graphs.num_replays == steps * sum(row.num_replays for row in rows)
+    assert graphs.static_bytes == sum(row.input_bytes for row in rows)
+
+
+ENGINES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "dropout, one by one": ("gpt2-dropout", ["attn"], {}),
+    "dropout, all in flight": ("gpt2-dropout", [], GPIPE),
+    "several readers of an input": ("t5", ["attn", "mlp"], GPIPE),
+    "weights that run twice": ("twice", ["attn", "mlp"], {}),
+}
 
 
 @pytest.mark.slow
-def test_a_capture_leaves_no_gradient_and_can_be_made_again(te_source, tmp_path):
-    with (made := engine_of("gpt2", None))[0] as engine:
-        eager = train(engine, made[1])
-    with graphed("gpt2", ["attn"], te_source, tmp_path) as (engine, entry, graphs):
+@pytest.mark.parametrize(("name", "scope", "sections"), ENGINES.values(), ids=ENGINES)
+def test_regions_give_what_they_give_eagerly(name, scope, sections, te_device):
+    before = eager(name, 2, **sections)
+    with (made := graphed(te_device, name, scope, **sections))[0] as engine:
+        found = train(engine, made[1], 2)
+        assert close(before, found)
+        goes_on = any(module.call.through for module in engine.graphs._modules)
+        assert goes_on or differences(before, found) == []
+        assert_counts(engine, 2)
+
+
+@pytest.mark.slow
+def test_a_capture_leaves_no_gradient_and_can_be_made_again_and_an_evaluation_runs_eagerly(te_device):
+    before = eager("gpt2-dropout", 1)
+    engine, entry = graphed(te_device, "gpt2-dropout", ["attn"])
+    with engine:
+        engine.evaluate(entry.batch(8, 0))
+        assert engine.graphs.num_replays == 0
+        engine.graphs.capture()
         trained = [p for stage in engine.program.stages for p in stage.module.parameters()]
         assert all(p.grad is None for p in trained)
-        graphs.capture()
-        assert differences(eager, train(engine, entry)) == []
+        engine.capture_graphs()
+        assert differences(before, train(engine, entry, 1)) == []
 
 
-@pytest.mark.slow
-def test_an_evaluation_runs_eagerly(te_source, tmp_path):
-    with graphed("gpt2", ["attn"], te_source, tmp_path) as (engine, entry, graphs):
-        engine.evaluate(entry.batch(8, 0))
-        assert graphs.num_replays == 0
-
-
-def graphed_ranks(layouts: list[Any], source: str, folder: str) -> list[tuple[bool, bool]]:
-    """On this rank, for each layout: whether it gives what it gives eagerly, and counts the same collectives."""
-    found = []
-    for mesh, sections in layouts:
-        with (made := engine_of("llama", None, mesh=mesh, **sections))[0] as engine:
-            eager, counts = train(engine, made[1], 2), counted(engine)
-        own = Path(folder) / str(engine.groups.rank)
-        own.mkdir(exist_ok=True)
-        with graphed("llama", ["attn", "mlp"], source, own, mesh=mesh, **sections) as (engine, entry, graphs):
-            assert graphs.num_graphs > 0
-            found.append((close(eager, train(engine, entry, 2)), counts == counted(engine)))
+def graphed_ranks(source: Source, folder: str, sections: dict[str, Any]) -> tuple[bool, bool]:
+    """On this rank: whether it gives what it gives eagerly, and counts the same collectives."""
+    with (made := engine_of("llama", None, **sections))[0] as engine:
+        before, counts = train(engine, made[1], 2), counted(engine)
+    own = Path(folder) / str(engine.groups.rank)
+    own.mkdir()
+    with on_a_cpu(source, own) as device, (made := graphed(device, "llama", ["attn", "mlp"], **sections))[0] as engine:
+        found = close(before, train(engine, made[1], 2)), counts == counted(engine)
+        assert_counts(engine, 2)
     return found
 
 
@@ -214,17 +249,11 @@ def counted(engine: Engine) -> Any:
     return {name: (axis.counts, axis.bytes) for name, axis in axes.items()}
 
 
-LAYOUTS = [
-    ({"tp": 2, "pp": 2}, {}),
-    ({"tp": 2, "dp": 2}, {"tensor_parallel": {"sequence_parallel": True}, "optimizer": {"bucket_size": 5000}}),
-    ({"tp": 2, "pp": 2, "vpp": 2}, INTERLEAVED),
-]
-
-
 @pytest.mark.slow
-def test_layouts_give_what_they_give_eagerly(te_source, tmp_path):
-    for found in launch(graphed_ranks, 4, LAYOUTS, te_source, str(tmp_path), timeout_seconds=280):
-        assert found == [(True, True)] * len(LAYOUTS)
+def test_layouts_give_what_they_give_eagerly(te_running, tmp_path):
+    sections = {"mesh": {"tp": 2, "pp": 2, "vpp": 2}} | INTERLEAVED | SEQUENCE
+    for found in launch(graphed_ranks, 4, te_running, str(tmp_path), sections, timeout_seconds=240):
+        assert found == (True, True)
 
 
 # ---- mutants: each is wrong in a way that the real code does not report
@@ -233,11 +262,6 @@ def test_layouts_give_what_they_give_eagerly(te_source, tmp_path):
 def not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of inputs stay where the next backward may write."""
     monkeypatch.setattr(backend._Kept, "apply", staticmethod(lambda x: x))
-
-
-def hooks_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks of the buffers take the gradients of the capture away: its graphs then have none for weights."""
-    monkeypatch.setattr(GradientBuffers, "deaf", lambda self: torch.enable_grad())
 
 
 def first_microbatch_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,14 +274,43 @@ def backwards_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [not_copied, hooks_listen, first_microbatch_for_all, backwards_first])
-def test_a_mistake_shows_as_numbers(mutant, te_source, tmp_path, monkeypatch):
-    name = {not_copied: "t5", backwards_first: "gpt2"}.get(mutant, "llama")
-    with (made := engine_of(name, None, **GPIPE))[0] as engine:
-        eager = train(engine, made[1], 1)
+@pytest.mark.parametrize("mutant", [not_copied, first_microbatch_for_all, backwards_first])
+def test_a_mistake_shows_as_numbers(mutant, te_device, monkeypatch):
     mutant(monkeypatch)
-    with graphed(name, ["attn", "mlp"], te_source, tmp_path, **GPIPE) as (engine, entry, _):
-        assert not close(eager, train(engine, entry, 1))
+    kinds = [Kind(), Kind(side=False), Kind(side=False), Kind()]  # the last one's gradient of the side waits long
+    before, found, _ = eager_and_graphed([kinds], GPIPE_ORDER)
+    assert not any(same(before, each) for each in found)
+
+
+GPIPE_ORDER = build_schedule("gpipe", 1, 3).orders[0]
+
+
+def hooks_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks of the buffers take the gradients of the capture away: its graphs then have none for weights."""
+    monkeypatch.setattr(GradientBuffers, "deaf", lambda self: torch.enable_grad())
+
+
+def stale_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay goes on where the generators are."""
+    monkeypatch.setattr(RegionModule, "put_generators", lambda self: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [hooks_listen, stale_masks])
+def test_a_mistake_shows_as_numbers_in_an_engine(mutant, te_device, monkeypatch):
+    before = eager("gpt2-dropout", 1)
+    mutant(monkeypatch)
+    with (made := graphed(te_device, "gpt2-dropout", ["attn"]))[0] as engine:
+        assert not close(before, train(engine, made[1], 1))
+
+
+@pytest.mark.slow
+def test_a_generator_that_its_tracker_does_not_hold_draws_in_no_graph(te_device, monkeypatch):
+    tracker = sys.modules[te_random.DISTRIBUTED].CudaRNGStatesTracker
+    monkeypatch.setattr(tracker, "set_states", lambda self, states: None)
+    engine, entry = graphed(te_device, "gpt2-dropout", ["attn"])
+    with pytest.raises(CaptureError, match="not registered"), engine:
+        engine.train_step(entry.batch(8, 0))
 
 
 # ---- the hooks of the buffers, other versions, and a GPU
@@ -278,6 +331,17 @@ def test_gradients_of_no_step_stay_where_they_are_and_reach_no_buffer():
         assert torch.equal(slot.main_grad, torch.ones_like(before))
 
 
+def test_without_a_network_there_is_a_reason_and_no_wait(tmp_path, monkeypatch):
+    for name, value in {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": "http://127.0.0.1:9",
+        "PIP_FIND_LINKS": "",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NotThere, match=r"pip fetched no wheel.*transformer-engine"):
+        fetched_source(tmp_path)
+
+
 def test_a_version_without_a_keyword_that_is_given_is_too_old():
     with pytest.raises(PlanError, match=r"too old: .* knows no .*clone_param_grads_on_return"):
         backend._check_keywords({"modules": None, "sample_args": None, "_order": None})
@@ -285,12 +349,14 @@ def test_a_version_without_a_keyword_that_is_given_is_too_old():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sections", [{}, GPIPE], ids=["one-by-one", "all-in-flight"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-dropout", "llama", "t5"])
 def test_regions_on_a_gpu_give_what_they_give_eagerly(name, sections):
     pytest.importorskip("transformer_engine.pytorch", exc_type=(ImportError, OSError))
     runs = []
     for impl in ("none", "transformer_engine"):
         entry = families.build(name)
+        if "dropout" in name:
+            entry.model.train()
         spec = spec_of(entry, ["attn", "mlp"], **sections)
         spec["cuda_graphs"] = {"impl": impl} if impl == "none" else spec["cuda_graphs"] | {"impl": impl}
         with Engine(plan(entry.model, spec), device="cuda:0") as engine:
