@@ -46,7 +46,9 @@ class Device:
         return self.pools[-1]
 
     @contextmanager
-    def capture(self, graph: Graph, pool: Pool) -> Iterator[None]:
+    def capture(
+        self, graph: Graph, pool: Pool, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         graph.recorded = RecordedGraph(pool, self.random, graph.generators)
         with graph.recorded.capturing():
             yield
@@ -83,32 +85,50 @@ class Graph:
         self.recorded = None
 
 
+class Stream(nullcontext[None]):
+    """Everything runs at once."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+        self.device = device
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+
 @contextmanager
-def on_a_cpu(source: Source, folder: Path) -> Iterator[Device]:
-    """``transformer_engine.pytorch`` has the function of this source, and torch.cuda has graphs of the CPU."""
-    device = Device()
-    path = folder / "graph.py"
-    path.write_text(source.graph)
+def cuda_graphs_of_a_cpu(random: RandomState | None = None) -> Iterator[Device]:
+    """torch.cuda has graphs of the CPU."""
+    device = Device() if random is None else Device(random)
     cuda: dict[str, Any] = {
         "CUDAGraph": Graph,
         "graph": device.capture,
+        "graph_pool_handle": device.pool,
         "synchronize": lambda: None,
         "stream": lambda stream: nullcontext(),
-        "Stream": object,
-        "current_stream": lambda: "the stream",
+        "Stream": Stream,
+        "current_stream": Stream,
         "current_device": lambda: 0,
         "default_generators": (torch.default_generator,),
-    }
-    known = {
-        "autocast": lambda **_: nullcontext(),
-        "FP8GlobalStateManager": _NoFP8,
-        "graph_safe_rng_available": lambda: True,
-        "make_weak_ref": device.weak,
-        **tracker(source.distributed),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
+        yield device
+
+
+@contextmanager
+def on_a_cpu(source: Source, folder: Path) -> Iterator[Device]:
+    """``transformer_engine.pytorch`` has the function of this source, and torch.cuda has graphs of the CPU."""
+    path = folder / "graph.py"
+    path.write_text(source.graph)
+    with pytest.MonkeyPatch.context() as patch, cuda_graphs_of_a_cpu() as device:
+        known = {
+            "autocast": lambda **_: nullcontext(),
+            "FP8GlobalStateManager": _NoFP8,
+            "graph_safe_rng_available": lambda: True,
+            "make_weak_ref": device.weak,
+            **tracker(source.distributed),
+        }
         for name, names in imported(source.graph).items():
             patch.setitem(sys.modules, name, _module(name, names, known))
         spec = importlib.util.spec_from_file_location(f"{PACKAGE}.graph", path)
