@@ -198,9 +198,13 @@ ZOO: dict[str, Member] = {
 
 def build(name: str) -> nn.Module:
     """The model of a family, with weights, in train mode and without dropout."""
+    return made(ZOO[name])
+
+
+def made(member: Member) -> nn.Module:
+    """The same of a family that is not in the zoo."""
     import transformers
 
-    member = ZOO[name]
     config = getattr(transformers, member.config)(**member.sizes)
     for key in vars(config):
         if key.endswith(("dropout", "drop", "pdrop", "drop_path_rate", "dropout_rate", "dropout_prob")) and isinstance(

@@ -1,0 +1,169 @@
+"""Experts that stand side by side in the graph, one branch each, as a loop over modules leaves them.
+
+    combined[t] = Σ_e  g_e[t] · branch_e(tokens)[t]        g_e: what the router says of expert e alone
+
+Branches are those of one layer where they are equal but for their own weights, and each number has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from planner.experts.ids import JOINS, VIEWS
+from planner.experts.layers import ExpertWeight
+from planner.experts.products import ends, is_weight, product_of, sides
+from planner.experts.space import Space
+from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
+from planner.graph.ops.products import PRODUCTS
+from planner.graph.walks import in_order, walk
+
+SUMMING = {aten.add, aten.sub, aten.where, aten.addcmul, aten.addcdiv, aten.lerp, aten.maximum, aten.minimum}
+PASSING = VIEWS | {aten.sum, aten.any, aten.slice, aten.select, aten.layer_norm, aten.rms_norm, aten.softmax}
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """``first``: what the first products read, ``last``: what is summed, in the order of the experts."""
+
+    first: list[fx.Node]
+    last: list[fx.Node]
+    products: list[fx.Node]
+    weights: list[ExpertWeight]
+
+
+def branches_of(space: Space) -> Branches | str | None:
+    """The experts' branches; why they are none; None where no weights belong to one number alone."""
+    values = _values_of_one(space)
+    tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
+    own = _own(space, tips)
+    tips = {n: e for n, e in tips.items() if any(_is_matrix(w) for w in own[n])}
+    if not tips:
+        return None
+    if sorted(tips.values()) != list(range(space.size)):
+        return (
+            f"weights of their own have {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
+        )
+    last = sorted(tips, key=lambda n: tips[n])
+    orders = [in_order([n], step=lambda x, within=own[n]: [y for y in x.all_input_nodes if y in within]) for n in last]
+    if len({_form(space, order, values) for order in orders}) != 1:
+        return f"the branches of its {space.size} numbers differ from each other"
+    return _branches(space, last, orders)
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return is_weight(node) and len(shape_of(node)) > 1
+
+
+# ---- values of one expert alone
+
+
+def _values_of_one(space: Space) -> dict[fx.Node, int]:
+    """Value → the number that it belongs to: what is asked of one, and what is made of that and of no sum."""
+    known: dict[fx.Node, int] = {}
+    work = list(_asked(space))
+    while work:
+        node, number = work.pop()
+        if node in known:
+            continue
+        known[node] = number
+        work += [(user, number) for user in node.users if _passes(user, known, number)]
+    return known
+
+
+def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
+    for node in space.ids:
+        yield from ((u, u.args[1]) for u in node.users if u.target is aten.eq.Scalar)  # pyright: ignore[reportReturnType]
+    for node in space.places:
+        dim = space.dim(node)
+        if dim < 0 or node in space.scored:
+            continue
+        if packet_of(node.target) in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
+            yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
+        for user in node.users:
+            yield from _part(user, node, dim)
+
+
+def _part(user: fx.Node, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
+    """One expert's part of a value that counts them on ``dim``."""
+    packet = packet_of(user.target)
+    if packet in (aten.slice, aten.select) and int(named(user)["dim"]) % len(shape_of(node)) == dim:
+        is_one = packet is aten.select or shape_of(user)[dim] == 1
+        start = named(user)["index" if packet is aten.select else "start"] or 0
+        if is_one:
+            yield user, int(start) % shape_of(node)[dim]
+    elif packet in (aten.split_with_sizes, aten.split, aten.unbind) and shape_of(node)[dim] == len(user.meta["val"]):
+        yield from ((part, int(part.args[1])) for part in user.users if part.target is getitem)  # pyright: ignore[reportArgumentType]
+
+
+def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
+    """Whether a call's result is of that number alone: it multiplies, views or maps, and sums with weights only."""
+    packet = packet_of(user.target)
+    if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
+        return False
+    if packet in SUMMING:
+        if user.args[1:2] == (0,):
+            return False  # sum() begins with 0
+        return all(n in known or is_weight(n) for n in user.all_input_nodes)
+    return packet in PASSING or user.target in PRODUCTS or is_pointwise(user.target)
+
+
+# ---- what each has alone
+
+
+def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
+    """Of each value what it is made of and no value of another number is."""
+    above = {
+        n: set(walk([n], lambda x: x.all_input_nodes, into=lambda x: is_weight(x) or x not in space.above))
+        for n in tips
+    }
+    holders: dict[fx.Node, set[int]] = {}
+    for tip, nodes in above.items():
+        for node in nodes:
+            holders.setdefault(node, set()).add(tips[tip])
+    return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
+
+
+def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    """What a branch computes, without the names of its own values and the number that it asks for."""
+    position = {node: i for i, node in enumerate(order)}
+
+    def token(node: fx.Node) -> Any:
+        return position.get(node, node.name)
+
+    def line(node: fx.Node) -> tuple[Any, ...]:
+        if node.op == "placeholder":
+            return ("weight", shape_of(node), str(node.meta["val"].dtype))
+        asks = node in values and not any(n in values for n in node.all_input_nodes)
+        given = (node.args[:1] if asks else node.args, dict(node.kwargs))
+        return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: _Token(token(n)))))
+
+    return tuple(line(node) for node in order)
+
+
+class _Token(str):
+    """What stands for a node in a form."""
+
+    __slots__ = ()
+
+    def __new__(cls, of: Any) -> _Token:
+        return super().__new__(cls, f"<{of}>")
+
+
+def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]]) -> Branches:
+    whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
+    edges = [ends(products, space.above) for products in whole]
+    columns = [nodes for nodes in zip(*orders, strict=True) if is_weight(nodes[0])]
+    of_first = {p.weight: (i, sides(p, *edges[0])) for i, p in enumerate(whole[0])}
+    columns.sort(key=lambda nodes: of_first.get(nodes[0], (len(of_first),))[0])
+    weights = [
+        ExpertWeight(
+            tuple(n.name for n in nodes), shape_of(nodes[0]), -1, *of_first.get(nodes[0], (0, (-1, -1, "")))[1]
+        )
+        for nodes in columns
+    ]
+    return Branches([p.x for first, _ in edges for p in first], last, [p.node for ps in whole for p in ps], weights)

@@ -1,0 +1,104 @@
+"""find_experts(program): every layer of experts, told by its structure, and what looks like one and is not understood.
+
+A router chooses k of E by scores; E is also a dim of the weights of products that keep the experts apart (stacks), or
+the number of equal branches, each weighted by what was chosen for it (loops). All else is no layer of experts.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from planner.experts.branches import branches_of
+from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
+from planner.experts.paths import between, carrying, choices_of, combined_of, dispatch_of, probs_of, tokens_of
+from planner.experts.products import Product, ends, is_weight, products_of, weights_of
+from planner.experts.space import Space, spaces
+from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+
+def find_experts(program: Program) -> Experts:
+    """In the graph's order."""
+    layers: list[ExpertLayer] = []
+    doubts: list[Doubt] = []
+    for space in spaces(program.graph.graph):
+        found = _layer(space)
+        if isinstance(found, ExpertLayer):
+            layers.append(found)
+        elif found:
+            doubts.append(Doubt(found, where_of(space.choices[0])))
+    return Experts(tuple(layers), tuple(doubts))
+
+
+def _layer(space: Space) -> ExpertLayer | str:
+    """The layer, or why what looks like one is none; "" where nothing looks like one."""
+    products = products_of(space)
+    if products:
+        return _of_stacks(space, products)
+    return _of_branches(space)
+
+
+def _of_stacks(space: Space, products: list[Product]) -> ExpertLayer | str:
+    first, last = ends(products, space.above)
+    tokens = tokens_of(space, [p.x for p in first])
+    if len(tokens) != 1:
+        return f"its {space.size} experts read {len(tokens)} values, not the tokens alone"
+    combined = combined_of(space, [p.node for p in last], tokens[0])
+    if combined is None:
+        return f"what its {space.size} experts give is not summed to one value a token"
+    dispatch, capacity = dispatch_of(space, first, tokens[0])
+    weights = weights_of(space, products, first, last)
+    nodes = [p.node for p in products]
+    return _made(space, nodes, tokens[0], combined, dispatch, capacity, weights)
+
+
+def _of_branches(space: Space) -> ExpertLayer | str:
+    found = branches_of(space)
+    if found is None or isinstance(found, str):
+        return found or ""
+    tokens = tokens_of(space, found.first)
+    if len(tokens) != 1:
+        return f"its {space.size} branches read {len(tokens)} values, not the tokens alone"
+    combined = combined_of(space, found.last, tokens[0], joins=True)
+    if combined is None:
+        return f"what its {space.size} branches give is not summed to one value a token"
+    return _made(space, found.products, tokens[0], combined, Dispatch.EVERY_TOKEN, 0, found.weights)
+
+
+def _made(
+    space: Space,
+    products: list[fx.Node],
+    tokens: fx.Node,
+    combined: fx.Node,
+    dispatch: Dispatch,
+    capacity: int,
+    weights: list[ExpertWeight],
+) -> ExpertLayer | str:
+    chosen, top_k = choices_of(space, combined)
+    if not 0 < top_k <= space.size:
+        return f"it is not clear how many of its {space.size} experts a token goes to"
+    way, carried = between(products, combined)
+    before = carrying(space, tokens, products)
+    probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
+    orders = [n for n in space.below if packet_of(n.target) in (aten.sort, aten.argsort) and n.args[0] in space.ids]
+    router = [n for n in space.places if is_weight(n) and n in space.scored and sum(d > 1 for d in shape_of(n)) > 1]
+    return ExpertLayer(
+        space.size,
+        top_k,
+        dispatch,
+        capacity,
+        space.root.name,
+        _names(router),
+        _names(chosen),
+        _names(probs),
+        _names(sorted(orders)),
+        tuple(weights),
+        _names(products),
+        tokens.name,
+        combined.name,
+    )
+
+
+def _names(nodes: list[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in nodes)

@@ -1,0 +1,73 @@
+"""What is known of a layer of experts, in names of the captured graph.
+
+logits[t, E] → chosen[t, k], probs[t, k] → tokens to experts → products with stacks [E, …] → combined[t, h]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.errors import Where
+
+
+class Dispatch(StrEnum):
+    """How a token meets the matrices of its experts."""
+
+    OFFSETS = "tokens sorted by expert"  # x[t·k, h] in E runs whose ends are given: none is dropped
+    CAPACITY = "slots of each expert"  # x[E, c, h]: what finds no slot is dropped
+    EVERY_TOKEN = "every token, weighted"  # x[E, t, h], or a loop: computed for all, used for those chosen
+    GATHERED = "matrices of each token"  # W[t, k, h, w] by the ids: none is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """A weight of all experts. ``nodes``: one placeholder [.., E, ..] with the experts on ``dim``, or E of them alike
+    (``dim`` is -1). ``hidden`` and ``width``: its dims of the model's and of an expert's own features; -1: it has none.
+
+    ``style``: how etp would cut ``width``, "column" where a product makes it, "row" where it sums over it; "" elsewhere.
+    """
+
+    nodes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dim: int
+    hidden: int = -1
+    width: int = -1
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A router and its experts. ``tokens``: what both read; what is added beside ``combined`` is no part of it."""
+
+    num_experts: int
+    top_k: int
+    dispatch: Dispatch
+    capacity: int  # slots of an expert; 0: no token is dropped
+    logits: str
+    router: tuple[str, ...]
+    chosen: tuple[str, ...]
+    probs: tuple[str, ...]
+    orders: tuple[str, ...]  # where pairs of token and choice are sorted by expert
+    weights: tuple[ExpertWeight, ...]
+    products: tuple[str, ...]
+    tokens: str
+    combined: str
+
+    @property
+    def is_stacked(self) -> bool:
+        return all(weight.dim >= 0 for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What chooses among matrices as a router does, and was not understood: why, and at which line."""
+
+    why: str
+    where: Where
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    layers: tuple[ExpertLayer, ...] = ()
+    doubts: tuple[Doubt, ...] = ()

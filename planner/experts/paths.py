@@ -1,0 +1,171 @@
+"""The way of a token through a layer of experts: what they read, how it comes to them, where it is whole again.
+
+tokens → (sorted, put into slots, copied) → first products … last products → times probs → summed: combined
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable
+
+from torch import fx
+
+from planner.experts.ids import JOINS, VIEWS
+from planner.experts.layers import Dispatch
+from planner.experts.products import Product, is_weight
+from planner.experts.space import Space
+from planner.experts.ties import is_grouped, lookup, operands_of
+from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from planner.graph.walks import ancestors, walk
+
+FACTORIES = {aten.zeros_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_full}
+SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
+MOST = 200
+
+
+def base(node: fx.Node, space: Space | None = None) -> fx.Node:
+    """What a value is a view of; with a space also what it is the sorted or copied rows of."""
+    while node.op == "call_function":
+        found = lookup(node) if space is not None else None
+        if packet_of(node.target) not in VIEWS and (found is None or found[2] in (space.ids if space else ())):
+            break
+        node = found[0] if found is not None else node.all_input_nodes[0]
+    return node
+
+
+def is_float(node: fx.Node) -> bool:
+    value = next(tensors_of(node), None)
+    return value is not None and value.dtype.is_floating_point
+
+
+def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
+    """The values that experts read and their router did not make: one, if all is understood."""
+    found = dict.fromkeys(base(node) for node in _frontier(space, first))
+    return [n for n in found if n not in space.below]
+
+
+def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
+    def within(node: fx.Node) -> bool:
+        return node in space.below or bool(space.places.get(node))
+
+    for node in walk(first, lambda n: n.all_input_nodes, stop=lambda n: not within(n)):
+        is_made = node.op == "placeholder" or bool(node.all_input_nodes)
+        if not within(node) and is_float(node) and is_made and packet_of(node.target) not in FACTORIES:
+            yield node
+
+
+def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Dispatch, int]:
+    """How tokens come to the first products, and the slots of each expert."""
+    if any(is_grouped(p.node) for p in first):
+        return Dispatch.OFFSETS, 0
+    if any(p.by_ids for p in first):
+        return Dispatch.GATHERED, 0
+    way = carrying(space, tokens, [p.x for p in first])
+    if any(operands_of(n) or lookup(n) or packet_of(n.target) in _PLACING for n in way):
+        hidden = shape_of(first[0].weight)[first[0].summed]
+        return Dispatch.CAPACITY, first[0].x.meta["val"].numel() // (space.size * hidden)
+    return Dispatch.EVERY_TOKEN, 0
+
+
+def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
+    """Values on the way from the tokens to ``ends``, but for those by which the router scores."""
+    above = ancestors(ends)
+    goes_on = walk(
+        [tokens], lambda n: n.users, into=lambda n: n in above and not (n in space.scored and operands_of(n))
+    )
+    return {n for n in goes_on if n is not tokens}
+
+
+_PLACING = {aten.scatter, aten.index_put, aten.index_copy, aten.gather, *SUMS}
+
+
+def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins: bool = False) -> fx.Node | None:
+    """The first sum after the last products that has the tokens' size again and no dim of experts. ``joins``: a sum of
+    two may be it."""
+    reached: dict[fx.Node, set[fx.Node]] = {}
+    work = sorted(last)
+    seen = set(work)
+    for _ in range(MOST + 12 * len(work)):
+        if not work:
+            return None
+        node = heapq.heappop(work)
+        mine = reached.setdefault(node, set())
+        mine |= {node} & set(last)
+        for above in node.all_input_nodes:
+            mine |= reached.get(above, set())
+        if node not in last and len(mine) == len(last) and _is_whole_again(space, node, tokens, joins):
+            return node
+        for user in node.users:
+            if user not in seen and user.op == "call_function":
+                seen.add(user)
+                heapq.heappush(work, user)
+    return None
+
+
+def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -> bool:
+    packet = packet_of(node.target)
+    found = operands_of(node)
+    is_sum = (
+        packet in SUMS
+        or (joins and packet is aten.add)
+        or (found is not None and set("".join(found[1])) > set(found[2]))
+    )
+    same_size = node.meta["val"].numel() == tokens.meta["val"].numel() if is_sum else False
+    return same_size and not space.places.get(node)
+
+
+def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
+    """Routing weights: floats of the router that multiply what is ``carried``, at a call on the ``way``."""
+    found: dict[fx.Node, None] = {}
+    for node in sorted(way):
+        product = operands_of(node)
+        if packet_of(node.target) is not aten.mul and product is None:
+            continue
+        operands = product[0] if product is not None else node.all_input_nodes
+        others = [n for n in operands if n not in carried and is_float(n) and n in space.below]
+        if any(n in carried for n in operands):
+            found |= dict.fromkeys(b for n in others if not is_weight(b := base(n, space)) and b.op == "call_function")
+    return list(found)
+
+
+def between(start: Iterable[fx.Node], end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Calls after ``start`` up to ``end`` that lead there, and all of them with ``start``."""
+    starts = set(start)
+    above = {n for n in ancestors([end])}
+    after = set(walk(starts, lambda n: [u for u in n.users if u in above]))
+    return after - starts, after
+
+
+def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
+    """The ids that the layer goes by, and how many they are for each token."""
+    above = ancestors([combined])
+    found: dict[fx.Node, None] = {}
+    for node in sorted(space.ids & above):
+        if any(user in above and user not in space.ids for user in node.users if _goes_by_id(space, user, node)):
+            found[_first_ids(space, node)] = None
+    parts = {n for joined in found if packet_of(joined.target) in JOINS for n in ancestors([joined]) - {joined}}
+    found = {n: None for n in found if n not in parts}
+    num_tokens = space.root.meta["val"].numel() // shape_of(space.root)[-1]
+    total = sum(n.meta["val"].numel() for n in found)
+    return list(found), total // max(num_tokens, 1) if total % max(num_tokens, 1) == 0 else 0
+
+
+def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
+    packet, given = packet_of(user.target), named(user)
+    by_index = given.get("index") is ids and packet in (aten.gather, aten.scatter, aten.scatter_add)
+    by_table = (found := lookup(user)) is not None and found[2] is ids
+    counts = packet in (aten.one_hot, aten.histc, aten.bincount, aten.sort, aten.argsort)
+    is_asked = packet is aten.eq and all(n is ids or n not in space.ids for n in user.all_input_nodes)
+    return by_index or by_table or counts or is_asked
+
+
+def _first_ids(space: Space, node: fx.Node) -> fx.Node:
+    """Where ids were chosen or put together; before they were laid out, copied or sorted."""
+    while packet_of(node.target) not in JOINS:
+        above = [n for n in node.all_input_nodes if n in space.ids or packet_of(n.target) is aten.sort]
+        if not above:
+            break
+        node = above[0] if above[0] in space.ids else above[0].all_input_nodes[0]
+        if node not in space.ids:
+            break
+    return node

@@ -1,0 +1,137 @@
+"""The products of experts: which of their weights' dims are summed, and in which order they follow each other.
+
+column   h[.., e, w] = x[.., d] W[e, d, w]      the first: makes an expert's own features
+row      y[.., d]    = h[.., e, w] W[e, w, d]   the last: sums over them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from planner.experts.ids import VIEWS
+from planner.experts.layers import ExpertWeight
+from planner.experts.space import Space
+from planner.experts.ties import is_grouped, lookup, operands_of, ties
+from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.walks import walk
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of what experts read with their weight. ``summed``, ``made``: dims of the weight."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    summed: int
+    made: int
+    by_ids: bool
+
+
+def is_weight(node: fx.Node) -> bool:
+    return node.op == "placeholder" and bool(node.meta.get("parameter"))
+
+
+def products_of(space: Space) -> list[Product]:
+    """Products that keep the experts apart, each with its own matrix of a stack; in the graph's order."""
+    calls = {user for stack in _stacks(space) for user in walk([stack], _readers_of_weight) if user.op != "placeholder"}
+    found = [product_of(call, space.dim, space.ids) for call in sorted(calls)]
+    return [p for p in found if p is not None and space.dim(p.weight) >= 0]
+
+
+def _stacks(space: Space) -> list[fx.Node]:
+    return [n for n in space.places if is_weight(n) and space.dim(n) >= 0 and n not in space.scored]
+
+
+def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
+    """Who reads a weight, through views, and through what ids look up in it."""
+    passes = node.op == "placeholder" or packet_of(node.target) in VIEWS or lookup(node) is not None
+    return node.users if passes else ()
+
+
+def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
+    """A product of two of which one is a weight; None for others, and where it sums over the experts themselves.
+    ``expert_dim``: of a weight, or -1."""
+    found = operands_of(call)
+    if found is None or len(found[0]) - is_grouped(call) != 2:
+        return None
+    operands, labels, out = found
+    for x, w, word_x, word_w in ((operands[i], operands[1 - i], labels[i], labels[1 - i]) for i in (0, 1)):
+        origins = [_origin(w, d) for d in range(len(word_w))]
+        weight = next((o[0] for o in origins if o is not None), None)
+        if weight is None:
+            continue
+        experts = expert_dim(weight)
+        summed = [o for c, o in zip(word_w, origins, strict=True) if c in word_x and c not in out]
+        made = [o for c, o in zip(word_w, origins, strict=True) if c not in word_x and c in out]
+        made = [o for o in made if o is not None and o[1] != experts]
+        if len(summed) == len(made) == 1 and summed[0] is not None and summed[0][1] != experts:
+            return Product(call, x, weight, summed[0][1], made[0][1], _is_by_ids(ids, w))
+    return None
+
+
+def _origin(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
+    """The parameter and its dim that a dim of a value so made is; None for others."""
+    while not is_weight(node):
+        sources = [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if _is_view(node) else []
+        if len(sources) != 1:
+            return None
+        up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is sources[0]]
+        if packet_of(node.target) is aten.reshape:
+            up = _same_dim(shape_of(node), shape_of(sources[0]), dim)
+        if len(up) != 1:
+            return None
+        node, dim = sources[0], up[0]
+    return node, dim
+
+
+def _is_view(node: fx.Node) -> bool:
+    packet = packet_of(node.target)
+    return node.op == "call_function" and (packet in VIEWS or packet is aten.select or lookup(node) is not None)
+
+
+def _same_dim(made: tuple[int, ...], given: tuple[int, ...], dim: int) -> list[int]:
+    """The dim of the same size and stride, where a reshape leaves it alone."""
+    return [d for d, n in enumerate(given) if n == made[dim] and prod(given[d + 1 :]) == prod(made[dim + 1 :])]
+
+
+def _is_by_ids(ids: Collection[fx.Node], w: fx.Node) -> bool:
+    return any(found[2] in ids for n in walk([w], _up_views) if (found := lookup(n)) is not None)
+
+
+def _up_views(node: fx.Node) -> Iterable[fx.Node]:
+    return [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if _is_view(node) else ()
+
+
+def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:
+    """Those that no other of them comes before, and those that none comes after."""
+    nodes = {p.node for p in products}
+    before = {p.node: _before(p, nodes, above) for p in products}
+    followed = set().union(*before.values())
+    return [p for p in products if not before[p.node]], [p for p in products if p.node not in followed]
+
+
+def _before(product: Product, nodes: set[fx.Node], above: set[fx.Node]) -> set[fx.Node]:
+    return nodes & set(walk([product.x], lambda n: n.all_input_nodes, into=lambda n: n not in above))
+
+
+def weights_of(space: Space, products: list[Product], first: list[Product], last: list[Product]) -> list[ExpertWeight]:
+    """The stacks that products read, then what else has a value for each expert, such as biases."""
+    found: dict[fx.Node, ExpertWeight] = {}
+    for product in products:
+        w = product.weight
+        found[w] = ExpertWeight((w.name,), shape_of(w), space.dim(w), *sides(product, first, last))
+    for w in sorted(_stacks(space)):
+        found.setdefault(w, ExpertWeight((w.name,), shape_of(w), space.dim(w)))
+    return list(found.values())
+
+
+def sides(product: Product, first: list[Product], last: list[Product]) -> tuple[int, int, str]:
+    """The dims of its weight for the model's and for the expert's own features, and the style of a cut of the latter."""
+    if (product in first) == (product in last):
+        return -1, -1, ""
+    return (product.summed, product.made, "column") if product in first else (product.made, product.summed, "row")

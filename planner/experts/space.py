@@ -1,0 +1,129 @@
+"""One numbering of experts: where in the graph it is counted, from the scores of its router on.
+
+The scores' dim, and every dim that ids of chosen experts make, are tied to others by the ops between (ties); a stack of
+weights is one whose dim is so tied. Numberings of other routers are kept apart, also where a loss adds their counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from planner.experts.ids import dims_of_experts, selections, spread
+from planner.experts.ties import Tie, across, ties
+from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.ops.products import PRODUCTS
+from planner.graph.walks import ancestors, readers, walk
+
+Place = tuple[int, int]  # dim, inner
+
+
+class Ties:
+    """Owns the ties of the calls that were asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, list[Tie]] = {}
+
+    def next_to(self, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
+        """Places that count the same, one call away."""
+        for call in (node, *node.users):
+            yield from self.through(call, node, place, size)
+
+    def through(self, call: fx.Node, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
+        if packet_of(call.target) is aten.reshape:
+            source = call.all_input_nodes[0]
+            target = source if node is call else call
+            found = across(call, node, target, *place, size)
+            if found is not None:
+                yield target, found
+            return
+        if call not in self._known:
+            self._known[call] = ties(call)
+        for tie in self._known[call]:
+            if (node, place[0]) in tie:
+                yield from ((n, (d, place[1])) for n, d in tie if n is not node)
+
+
+@dataclass
+class Space:
+    """A numbering of ``size`` experts. ``root``: the scores as a product makes them, ``choices``: who chooses by them."""
+
+    root: fx.Node
+    size: int
+    choices: list[fx.Node] = field(default_factory=list)
+    seeds: list[tuple[fx.Node, int]] = field(default_factory=list)
+    chosen: list[fx.Node] = field(default_factory=list)
+    ids: set[fx.Node] = field(default_factory=set)
+    places: dict[fx.Node, set[Place]] = field(default_factory=dict)
+
+    def dim(self, node: fx.Node) -> int:
+        """The dim that counts the experts and nothing else; -1 where there is none."""
+        whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
+        return whole[0] if len(whole) == 1 else -1
+
+    @cached_property
+    def above(self) -> set[fx.Node]:
+        """All that the scores are made of."""
+        return ancestors([self.root])
+
+    @cached_property
+    def scored(self) -> set[fx.Node]:
+        """All that the choices are made of."""
+        return ancestors(self.choices)
+
+    @cached_property
+    def below(self) -> set[fx.Node]:
+        """All that depends on the scores."""
+        return set(walk([self.root], readers))
+
+
+def spaces(graph: fx.Graph) -> list[Space]:
+    """One for each router: what may be experts is told apart later."""
+    known = Ties()
+    found: dict[tuple[fx.Node, int], Space] = {}
+    for node, dim, chosen in selections(graph):
+        scores = node.all_input_nodes[0]
+        size = shape_of(scores)[dim]
+        root = _root(known, scores, dim, size)
+        space = found.setdefault((root, size), Space(root, size))
+        space.choices.append(node)
+        space.seeds.append((scores, dim))
+        space.chosen += chosen
+    roots = {space.root for space in found.values()}
+    for space in found.values():
+        space.ids = spread(space.chosen)
+        _grow(known, space, roots)
+    return list(found.values())
+
+
+def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
+    """The product that made the scores; where there is none, the scores."""
+    seen = {(scores, (dim, 1))}
+    work, products = [(scores, (dim, 1))], set[fx.Node]()
+    while work:
+        node, place = work.pop()
+        if node.target in PRODUCTS:
+            products.add(node)
+            continue
+        for other, there in known.through(node, node, place, size):
+            if other in node.all_input_nodes and (other, there) not in seen:
+                seen.add((other, there))
+                work.append((other, there))
+    return min(products) if products else scores
+
+
+def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
+    """Find all places, from the scores' dim and from what ids make."""
+    others = [r for r in roots if r is not space.root and r not in space.above]
+    closed = set(walk(others, readers)) | {n for n in space.above if n.op != "placeholder" and n is not space.root}
+    work = [(node, (dim, 1)) for node, dim in [*space.seeds, *dims_of_experts(space.ids, space.size)]]
+    while work:
+        node, place = work.pop()
+        mine = space.places.setdefault(node, set())
+        if place in mine or node in closed or shape_of(node)[place[0]] % (place[1] * space.size):
+            continue
+        mine.add(place)
+        work.extend(known.next_to(node, place, space.size))
