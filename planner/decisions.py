@@ -16,6 +16,8 @@ from planner.capture.batch.id_ranges import IdRange, id_ranges
 from planner.capture.loss.ignored_labels import ignored_labels
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
+from planner.experts.find import find_experts
+from planner.experts.layers import Experts
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 from planner.graph.roles import parameter_roles
@@ -64,6 +66,11 @@ class Decisions:
     def roles(self) -> dict[str, str]:
         """What each parameter is for, by name: how fresh weights are drawn depends on it."""
         return parameter_roles(self.program.graph.graph, self.program.parameters)
+
+    @cached_property
+    def experts(self) -> Experts:
+        """Layers of experts behind a router, found by structure."""
+        return find_experts(self.program)
 
     @cached_property
     def id_ranges(self) -> dict[str, tuple[IdRange, ...]]:

@@ -7,7 +7,7 @@ Branches are those of one layer where they are equal but for their own weights, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -20,7 +20,7 @@ from planner.experts.products import ends, is_weight, product_of, sides
 from planner.experts.space import Space
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
 from planner.graph.ops.products import PRODUCTS
-from planner.graph.walks import in_order, walk
+from planner.graph.walks import in_order, operands, walk
 
 SUMMING = {aten.add, aten.sub, aten.where, aten.addcmul, aten.addcdiv, aten.lerp, aten.maximum, aten.minimum}
 PASSING = VIEWS | {aten.sum, aten.any, aten.slice, aten.select, aten.layer_norm, aten.rms_norm, aten.softmax}
@@ -37,19 +37,19 @@ class Branches:
 
 
 def branches_of(space: Space) -> Branches | str | None:
-    """The experts' branches; why they are none; None where no weights belong to one number alone."""
+    """The experts' branches; why they are none; None where weights do not belong to numbers."""
     values = _values_of_one(space)
     tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
     own = _own(space, tips)
     tips = {n: e for n, e in tips.items() if any(_is_matrix(w) for w in own[n])}
-    if not tips:
+    if len(set(tips.values())) < 2:
         return None
     if sorted(tips.values()) != list(range(space.size)):
         return (
             f"weights of their own have {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
         )
     last = sorted(tips, key=lambda n: tips[n])
-    orders = [in_order([n], step=lambda x, within=own[n]: [y for y in x.all_input_nodes if y in within]) for n in last]
+    orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
     if len({_form(space, order, values) for order in orders}) != 1:
         return f"the branches of its {space.size} numbers differ from each other"
     return _branches(space, last, orders)
@@ -117,10 +117,11 @@ def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
 
 def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
     """Of each value what it is made of and no value of another number is."""
-    above = {
-        n: set(walk([n], lambda x: x.all_input_nodes, into=lambda x: is_weight(x) or x not in space.above))
-        for n in tips
-    }
+
+    def is_near(node: fx.Node) -> bool:
+        return is_weight(node) or node not in space.above
+
+    above = {n: set(walk([n], operands, into=is_near)) for n in tips}
     holders: dict[fx.Node, set[int]] = {}
     for tip, nodes in above.items():
         for node in nodes:
@@ -158,12 +159,14 @@ def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]]) ->
     whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
     edges = [ends(products, space.above) for products in whole]
     columns = [nodes for nodes in zip(*orders, strict=True) if is_weight(nodes[0])]
-    of_first = {p.weight: (i, sides(p, *edges[0])) for i, p in enumerate(whole[0])}
-    columns.sort(key=lambda nodes: of_first.get(nodes[0], (len(of_first),))[0])
+    order_of = {p.weight: i for i, p in enumerate(whole[0])}
+    columns.sort(key=lambda nodes: order_of.get(nodes[0], len(order_of)))
+    side_of = {p.weight: sides(p, *edges[0]) for p in whole[0]}
     weights = [
-        ExpertWeight(
-            tuple(n.name for n in nodes), shape_of(nodes[0]), -1, *of_first.get(nodes[0], (0, (-1, -1, "")))[1]
-        )
-        for nodes in columns
+        ExpertWeight(_names(nodes), shape_of(nodes[0]), -1, *side_of.get(nodes[0], (-1, -1, ""))) for nodes in columns
     ]
     return Branches([p.x for first, _ in edges for p in first], last, [p.node for ps in whole for p in ps], weights)
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

@@ -36,8 +36,8 @@ def selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
 
 def _chooses(node: fx.Node, size: int) -> bool:
     """Whether some are left out, of floating-point scores."""
-    floats = node.all_input_nodes[0].meta["val"].dtype.is_floating_point
-    return floats and size > 1 and (packet_of(node.target) is not aten.topk or named(node)["k"] < size)
+    floats = bool(node.all_input_nodes[0].meta["val"].dtype.is_floating_point)
+    return floats and size > 1 and (packet_of(node.target) is not aten.topk or int(named(node)["k"]) < size)
 
 
 def spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:

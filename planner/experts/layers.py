@@ -22,10 +22,11 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
-    """A weight of all experts. ``nodes``: one placeholder [.., E, ..] with the experts on ``dim``, or E of them alike
-    (``dim`` is -1). ``hidden`` and ``width``: its dims of the model's and of an expert's own features; -1: it has none.
+    """A weight of all experts.
 
-    ``style``: how etp would cut ``width``, "column" where a product makes it, "row" where it sums over it; "" elsewhere.
+    ``nodes``: one placeholder [.., E, ..] with the experts on ``dim``, or E of them alike (``dim`` is -1).
+    ``hidden``, ``width``: its dims of the model's and of an expert's own features; -1: it has none.
+    ``style``: how etp would cut ``width``: "column" where a product makes it, "row" where it sums over it, else "".
     """
 
     nodes: tuple[str, ...]

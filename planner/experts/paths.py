@@ -16,7 +16,7 @@ from planner.experts.products import Product, is_weight
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.walks import ancestors, walk
+from planner.graph.walks import ancestors, operands, readers, walk
 
 FACTORIES = {aten.zeros_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_full}
 SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
@@ -48,7 +48,7 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
     def within(node: fx.Node) -> bool:
         return node in space.below or bool(space.places.get(node))
 
-    for node in walk(first, lambda n: n.all_input_nodes, stop=lambda n: not within(n)):
+    for node in walk(first, operands, stop=lambda n: not within(n)):
         is_made = node.op == "placeholder" or bool(node.all_input_nodes)
         if not within(node) and is_float(node) and is_made and packet_of(node.target) not in FACTORIES:
             yield node
@@ -70,10 +70,11 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
     """Values on the way from the tokens to ``ends``, but for those by which the router scores."""
     above = ancestors(ends)
-    goes_on = walk(
-        [tokens], lambda n: n.users, into=lambda n: n in above and not (n in space.scored and operands_of(n))
-    )
-    return {n for n in goes_on if n is not tokens}
+
+    def goes_on(node: fx.Node) -> bool:
+        return node in above and not (node in space.scored and operands_of(node))
+
+    return {n for n in walk([tokens], readers, into=goes_on) if n is not tokens}
 
 
 _PLACING = {aten.scatter, aten.index_put, aten.index_copy, aten.gather, *SUMS}
@@ -105,13 +106,10 @@ def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins:
 def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -> bool:
     packet = packet_of(node.target)
     found = operands_of(node)
-    is_sum = (
-        packet in SUMS
-        or (joins and packet is aten.add)
-        or (found is not None and set("".join(found[1])) > set(found[2]))
-    )
-    same_size = node.meta["val"].numel() == tokens.meta["val"].numel() if is_sum else False
-    return same_size and not space.places.get(node)
+    contracts = found is not None and set("".join(found[1])) > set(found[2])
+    if not (contracts or packet in SUMS or (joins and packet is aten.add)):
+        return False
+    return node.meta["val"].numel() == tokens.meta["val"].numel() and not space.places.get(node)
 
 
 def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
@@ -121,9 +119,9 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
         product = operands_of(node)
         if packet_of(node.target) is not aten.mul and product is None:
             continue
-        operands = product[0] if product is not None else node.all_input_nodes
-        others = [n for n in operands if n not in carried and is_float(n) and n in space.below]
-        if any(n in carried for n in operands):
+        read = product[0] if product is not None else node.all_input_nodes
+        others = [n for n in read if n not in carried and is_float(n) and n in space.below]
+        if any(n in carried for n in read):
             found |= dict.fromkeys(b for n in others if not is_weight(b := base(n, space)) and b.op == "call_function")
     return list(found)
 

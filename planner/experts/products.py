@@ -17,7 +17,7 @@ from planner.experts.layers import ExpertWeight
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of, ties
 from planner.graph.ops.aten import aten, packet_of, shape_of
-from planner.graph.walks import walk
+from planner.graph.walks import operands, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
     found = operands_of(call)
     if found is None or len(found[0]) - is_grouped(call) != 2:
         return None
-    operands, labels, out = found
-    for x, w, word_x, word_w in ((operands[i], operands[1 - i], labels[i], labels[1 - i]) for i in (0, 1)):
+    read, labels, out = found
+    for x, w, word_x, word_w in ((read[i], read[1 - i], labels[i], labels[1 - i]) for i in (0, 1)):
         origins = [_origin(w, d) for d in range(len(word_w))]
         weight = next((o[0] for o in origins if o is not None), None)
         if weight is None:
@@ -116,7 +116,7 @@ def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], l
 
 
 def _before(product: Product, nodes: set[fx.Node], above: set[fx.Node]) -> set[fx.Node]:
-    return nodes & set(walk([product.x], lambda n: n.all_input_nodes, into=lambda n: n not in above))
+    return nodes & set(walk([product.x], operands, into=lambda n: n not in above))
 
 
 def weights_of(space: Space, products: list[Product], first: list[Product], last: list[Product]) -> list[ExpertWeight]:
@@ -131,7 +131,7 @@ def weights_of(space: Space, products: list[Product], first: list[Product], last
 
 
 def sides(product: Product, first: list[Product], last: list[Product]) -> tuple[int, int, str]:
-    """The dims of its weight for the model's and for the expert's own features, and the style of a cut of the latter."""
+    """The dims of its weight for the model's and an expert's own features, and the style of a cut of the latter."""
     if (product in first) == (product in last):
         return -1, -1, ""
     return (product.summed, product.made, "column") if product in first else (product.made, product.summed, "row")

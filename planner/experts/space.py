@@ -36,7 +36,7 @@ class Ties:
         if packet_of(call.target) is aten.reshape:
             source = call.all_input_nodes[0]
             target = source if node is call else call
-            found = across(call, node, target, *place, size)
+            found = across(node, target, *place, size)
             if found is not None:
                 yield target, found
             return
@@ -49,7 +49,7 @@ class Ties:
 
 @dataclass
 class Space:
-    """A numbering of ``size`` experts. ``root``: the scores as a product makes them, ``choices``: who chooses by them."""
+    """A numbering of ``size`` experts. ``root``: the product that makes scores, ``choices``: who chooses by them."""
 
     root: fx.Node
     size: int

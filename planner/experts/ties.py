@@ -162,8 +162,8 @@ _OTHERS = {
 }
 
 
-def across(node: fx.Node, source: fx.Node, target: fx.Node, dim: int, inner: int, size: int) -> tuple[int, int] | None:
-    """Where a place of ``source`` stands in ``target``, when one is the reshape of the other; None where it is split."""
+def across(source: fx.Node, target: fx.Node, dim: int, inner: int, size: int) -> tuple[int, int] | None:
+    """Where a place of ``source`` stands in ``target``, when one is a reshape of the other; None if it is split."""
     stride = inner * prod(shape_of(source)[dim + 1 :])
     step = 1
     for d, length in reversed(list(enumerate(shape_of(target)))):

@@ -47,6 +47,7 @@ def diagnostic_rows(
         *_inexact(decisions),
         *_untrained(decisions.program),
         *_own_backwards(decisions, places),
+        *_experts(decisions, parameters, places),
     ]
     if decisions.mesh.tp > 1:
         rows += [*_attention(decisions, sites, places), *_without_rule(decisions)]
@@ -124,6 +125,24 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
                 why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
                 why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
                 yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
+
+
+def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
+    """Layers of experts, and what looks like one."""
+    cut_dim = {row.name: row.dim for row in parameters}
+    names = decisions.program.parameters
+    for layer in decisions.experts.layers:
+        cuts = [(w, dim) for w in layer.weights if (dim := cut_dim.get(names.get(w.nodes[0], ""))) is not None]
+        how = "all of them"
+        if cuts:
+            how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a part of each, as of other matrices"
+        what = f"{layer.num_experts} experts, {layer.top_k} for a token ({layer.dispatch})"
+        where = places.text(decisions.program.node(layer.products[0]))
+        yield Diagnostic("info", f"{what}: every rank holds {how}; ep is not available yet", where)
+    for doubt in decisions.experts.doubts:
+        yield Diagnostic(
+            "info", f"this looks like a router of experts, and is not taken for one: {doubt.why}", str(doubt.where)
+        )
 
 
 def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places) -> Iterator[Diagnostic]:

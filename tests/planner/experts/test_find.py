@@ -157,86 +157,119 @@ def test_tokens_that_chose_an_expert_change_with_its_weights_and_no_others(name)
 
 
 def test_golden_of_stacks():
-    assert_expected_inline(words("stacked"), """\
+    assert_expected_inline(
+        words("stacked"),
+        """\
 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, scatter -> einsum_2
 1 [4, 8, 12] experts 0 hidden 1 width 2 column
 1 [4, 12, 8] experts 0 hidden 2 width 1 row
-""")
-    assert_expected_inline(words("copied"), """\
+""",
+    )
+    assert_expected_inline(
+        words("copied"),
+        """\
 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, sum_1 -> sum_2
 1 [4, 8, 12] experts 0 hidden 1 width 2 column
 1 [4, 12, 8] experts 0 hidden 2 width 1 row
-""")
-    assert_expected_inline(words("looked_up"), """\
+""",
+    )
+    assert_expected_inline(
+        words("looked_up"),
+        """\
 1 x 4 experts, 2 a token, matrices of each token, 0
 layer_norm -> linear -> getitem_1, getitem -> sum_1
 1 [4, 8, 12] experts 0 hidden 1 width 2 column
 1 [4, 12, 8] experts 0 hidden 2 width 1 row
-""")
-    assert_expected_inline(words("slots"), """\
+""",
+    )
+    assert_expected_inline(
+        words("slots"),
+        """\
 1 x 4 experts, 2 a token, slots of each expert, 3
 layer_norm -> linear -> getitem_1, einsum_1 -> einsum_5
 1 [4, 8, 12] experts 0 hidden 1 width 2 column
 1 [4, 12, 8] experts 0 hidden 2 width 1 row
-""")
+""",
+    )
 
 
 def test_golden_of_loops():
-    assert_expected_inline(words("masks"), """\
+    assert_expected_inline(
+        words("masks"),
+        """\
 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, sum_1 sum_2 sum_3 sum_4 -> add_3
 4 [12, 8] experts -1 hidden 1 width 0 column
 4 [8, 12] experts -1 hidden 0 width 1 row
 4 [8] experts -1 hidden -1 width -1
 4 [12] experts -1 hidden -1 width -1
-""")
-    assert_expected_inline(words("columns"), """\
+""",
+    )
+    assert_expected_inline(
+        words("columns"),
+        """\
 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, select select_2 select_4 select_6 -> add_3
 4 [12, 8] experts -1 hidden 1 width 0 column
 4 [8, 12] experts -1 hidden 0 width 1 row
 4 [8] experts -1 hidden -1 width -1
 4 [12] experts -1 hidden -1 width -1
-""")
-    assert_expected_inline(words("picked"), """\
+""",
+    )
+    assert_expected_inline(
+        words("picked"),
+        """\
 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, getitem -> sum_1
 4 [12, 8] experts -1 hidden 1 width 0 column
 4 [8, 12] experts -1 hidden 0 width 1 row
 4 [8] experts -1 hidden -1 width -1
 4 [12] experts -1 hidden -1 width -1
-""")
+""",
+    )
 
 
 def test_golden_of_families():
-    assert_expected_inline(words("mixtral"), """\
+    assert_expected_inline(
+        words("mixtral"),
+        """\
 2 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_10 -> linear_4 -> getitem_8, div_ -> sum_2
 1 [4, 128, 32] experts 0 hidden 2 width 1 column
 1 [4, 32, 64] experts 0 hidden 1 width 2 row
-""")
-    assert_expected_inline(words("gpt_oss"), """\
+""",
+    )
+    assert_expected_inline(
+        words("gpt_oss"),
+        """\
 2 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_15 -> linear_8 -> getitem_15, softmax_1 -> sum_1
 1 [4, 32, 128] experts 0 hidden 1 width 2 column
 1 [4, 64, 32] experts 0 hidden 2 width 1 row
 1 [4, 128] experts 0 hidden -1 width -1
 1 [4, 32] experts 0 hidden -1 width -1
-""")
-    assert_expected_inline(words("deepseek_v3"), """\
+""",
+    )
+    assert_expected_inline(
+        words("deepseek_v3"),
+        """\
 1 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_35 -> linear_13 -> getitem_24, mul_36 -> sum_3
 1 [4, 64, 32] experts 0 hidden 2 width 1 column
 1 [4, 32, 32] experts 0 hidden 1 width 2 row
-""")
-    assert_expected_inline(words("llama4"), """\
+""",
+    )
+    assert_expected_inline(
+        words("llama4"),
+        """\
 2 x 4 experts, 1 a token, every token, weighted, 0
 mul_11 -> linear_4 -> getitem_7, sigmoid -> sum_1
 1 [4, 32, 128] experts 0 hidden 1 width 2 column
 1 [4, 64, 32] experts 0 hidden 2 width 1 row
-""")
+""",
+    )
 
 
 @settings(max_examples=25, deadline=None)

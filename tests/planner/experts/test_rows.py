@@ -1,0 +1,48 @@
+"""A plan says which layers hold experts, and that they are cut as other matrices are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import plan
+from tests.models import experts
+
+
+def rows(layer: Any, **mesh: int) -> list[str]:
+    given = {"shape": [experts.LENGTH], "dtype": "int64", "high": experts.VOCABULARY}
+    spec = {
+        "mesh": mesh,
+        "batch": {"global": 4, "micro": 2},
+        "inputs": {"input_ids": given, "labels": given},
+        "tensor_parallel": {"vocabulary_multiple": 4},
+    }
+    found = plan(experts.Net(layer), spec).diagnostics
+    assert all(row.level == "info" for row in found if "experts" in row.what)
+    return [row.what for row in found if "experts" in row.what]
+
+
+@pytest.mark.parametrize(
+    ("way", "tp", "dispatch", "how"),
+    [
+        (experts.stacked, 1, "every token, weighted", "all of them"),
+        (experts.stacked, 2, "every token, weighted", "some of them"),
+        (experts.masks, 2, "every token, weighted", "a part of each, as of other matrices"),
+    ],
+)
+def test_a_layer_of_experts_has_a_row(way: experts.Way, tp: int, dispatch: str, how: str):
+    (row,) = rows(experts.Layer(way), tp=tp)
+    assert row == f"4 experts, 2 for a token ({dispatch}): every rank holds {how}; ep is not available yet"
+
+
+def test_what_is_not_taken_for_experts_has_a_row_with_the_reason():
+    (row,) = rows(experts.Differing(), tp=2)
+    assert row == (
+        "this looks like a router of experts, and is not taken for one: "
+        "the branches of its 4 numbers differ from each other"
+    )
+
+
+def test_a_dense_layer_has_no_row():
+    assert rows(experts.SoftMixture(), tp=2) == []
