@@ -57,7 +57,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
     if packet in JOINS:
         return all(n in known for n in user.all_input_nodes)
     if user.target is getitem:
-        return user.args[1] == 0 and packet_of(node.target) is aten.sort
+        return packet_of(node.target) is aten.sort and user.args[1] in (0,)
     if packet is aten.argsort:
         return False
     found = lookup(user)
