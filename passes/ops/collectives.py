@@ -99,10 +99,6 @@ def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> T
         parts = x.contiguous()
     else:
         parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)])
-    if x.device.type == "cpu":  # as gloo does, but for ops of its own that it runs behind a wait
-        total = parts.view(axis.size, -1).clone()
-        dist.all_reduce(total, group=axis.group)
-        return out.copy_(total[axis.rank].view_as(out))
     reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group)
     return out
 

@@ -110,6 +110,8 @@ class RecordedGraph:
         """Run one op of the capture; its results, in the memory that the graph keeps for them."""
         if reads_on_host(target, args):
             raise CaptureError(f"{target} reads a value on the host, or gives a shape that follows values")
+        if self._is_of_an_exchange(target, args):
+            return target(*args, **kwargs)
         self._free()
         placed = tree_map(self._placed, (args, kwargs))
         op = _Op(target, placed[0], placed[1], self._drawn_from(target, args, kwargs))
@@ -125,6 +127,16 @@ class RecordedGraph:
         if any(new) or not op.reads_only:  # else it is a view, and where it was
             self._ops.append(op)
         return kept
+
+    def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
+        """Whether the last op does this itself: behind the wait for a reduce-scatter, gloo copies from its own memory."""
+        last = next((op for op in reversed(self._ops) if isinstance(op, _Op)), None)
+        if target is not torch.ops.aten.copy_.default or last is None or not last.is_exchange:
+            return False
+        known = tree_leaves((last.args, last.kwargs))
+        to, source = (self._placed(value) for value in args[:2])
+        is_result = any(isinstance(v, Place) and isinstance(to, Place) and v.block == to.block for v in known)
+        return is_result and not isinstance(source, Place)
 
     def replay(self) -> None:
         """All ops again. An exchange is waited for before its memory is touched, as by the stream of a GPU."""
