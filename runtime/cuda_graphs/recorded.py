@@ -129,7 +129,7 @@ class RecordedGraph:
         return kept
 
     def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
-        """Whether the last op does this itself: behind the wait for a reduce-scatter, gloo copies from its own memory."""
+        """Whether the last op does this itself: behind the wait of a reduce-scatter gloo copies from its memory."""
         last = next((op for op in reversed(self._ops) if isinstance(op, _Op)), None)
         if target is not torch.ops.aten.copy_.default or last is None or not last.is_exchange:
             return False
