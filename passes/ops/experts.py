@@ -1,0 +1,105 @@
+"""What happens to tokens on their way through experts: each step a function, the exchange over ep among them.
+
+    route      chosen[t, k] → order[t·k], counts[E]      the pairs (token, choice), sorted by expert
+    permute    x[t, h] → rows[t·k, h]                    the token of each pair
+    dispatch   rows, counts → rows of this rank's experts, counts[E / ep]       all-to-all, of uneven parts
+    give_back  the reverse
+    unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
+
+How many rows a rank sends and receives follows the routing, so ``dispatch`` alone waits for values on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes.ops.axis import AxisHandle
+
+Tensor = torch.Tensor
+
+
+def route(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts pairs by expert, tokens in their order within one; and how many each expert has (int64)."""
+    flat = chosen.reshape(-1)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return torch.sort(flat, stable=True).indices, counts
+
+
+def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """One row for each pair, by expert."""
+    return x.index_select(0, order // top_k)
+
+
+def unpermute(rows: Tensor, order: Tensor, probs: Tensor) -> Tensor:
+    """``rows`` back at their tokens: Σ over choices of prob · row, in the type of ``rows``."""
+    tokens, top_k = probs.shape
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    by_token = rows.index_select(0, place).view(tokens, top_k, -1)
+    return (by_token * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How many rows go to and come from each ep rank, and the order that brings those that came by expert."""
+
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor, received: Tensor) -> Splits:
+        """``counts`` [E]: of this rank's rows. ``received`` [ep, E / ep]: of this rank's experts, by their sender."""
+        ep, here = received.shape
+        experts = torch.arange(here, device=received.device).repeat(ep).repeat_interleave(received.reshape(-1))
+        sizes = torch.stack([counts.view(ep, here).sum(1), received.sum(1)]).tolist()  # one wait for both
+        return cls(sizes[0], sizes[1], torch.sort(experts, stable=True).indices, received.sum(0))
+
+
+def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
+    """What the ranks of ``axis`` tell each other of their routing."""
+    received = counts.view(axis.size, -1).clone()
+    if axis.size > 1:
+        dist.all_to_all_single(received, counts.view(axis.size, -1).contiguous(), group=axis.group)
+    return Splits.of(counts, received)
+
+
+def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+    """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
+    came = _Exchange.apply(rows, splits.sent, splits.received, axis)
+    return came.index_select(0, splits.order)
+
+
+def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+    """What became of the rows that this rank sent, in the order in which it sent them."""
+    order = splits.order
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return _Exchange.apply(rows.index_select(0, place), splits.received, splits.sent, axis)
+
+
+class _Exchange(torch.autograd.Function):
+    """V → V, rows by token to rows by expert and back: an all-to-all both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle) -> Tensor:
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return _all_to_all(rows, sent, received, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.axis, "backward"), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str) -> Tensor:
+    axis.counts["all_to_all", phase] += 1
+    axis.bytes["all_to_all", phase] += rows.numel() * rows.element_size()
+    if axis.size == 1:
+        return rows
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group)
+    return out
