@@ -3,7 +3,9 @@
     route      chosen[t, k] → order[t·k], counts[E]      the pairs (token, choice), sorted by expert
     permute    x[t, h] → rows[t·k, h]                    the token of each pair
     dispatch   rows, counts → rows of this rank's experts, counts[E / ep]       all-to-all, of uneven parts
-    give_back  the reverse
+    spread     rows of one etp rank → of all of them, each of which has a part of every expert         all-gather
+    gather_in  their parts of the results, summed where the rows came from                             reduce-scatter
+    give_back  the reverse of dispatch
     unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
 
 How many rows a rank sends and receives follows the routing, so ``dispatch`` alone waits for values on the host.
@@ -38,14 +40,16 @@ def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 def unpermute(rows: Tensor, order: Tensor, probs: Tensor) -> Tensor:
     """``rows`` back at their tokens: Σ over choices of prob · row, in the type of ``rows``."""
     tokens, top_k = probs.shape
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    by_token = rows.index_select(0, place).view(tokens, top_k, -1)
+    by_token = rows.index_select(0, _inverse(order)).view(tokens, top_k, -1)
     return (by_token * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How many rows go to and come from each ep rank, and the order that brings those that came by expert."""
+    """How many rows go to and come from each rank, and the order that brings those that came by expert.
+
+    ``counts``: how many each expert of this rank then has.
+    """
 
     sent: list[int]
     received: list[int]
@@ -55,10 +59,8 @@ class Splits:
     @classmethod
     def of(cls, counts: Tensor, received: Tensor) -> Splits:
         """``counts`` [E]: of this rank's rows. ``received`` [ep, E / ep]: of this rank's experts, by their sender."""
-        ep, here = received.shape
-        experts = torch.arange(here, device=received.device).repeat(ep).repeat_interleave(received.reshape(-1))
-        sizes = torch.stack([counts.view(ep, here).sum(1), received.sum(1)]).tolist()  # one wait for both
-        return cls(sizes[0], sizes[1], torch.sort(experts, stable=True).indices, received.sum(0))
+        sizes = torch.stack([counts.view(received.shape).sum(1), received.sum(1)]).tolist()  # one wait for both
+        return cls(sizes[0], sizes[1], _by_expert(received), received.sum(0))
 
 
 def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
@@ -77,9 +79,72 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
 
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """What became of the rows that this rank sent, in the order in which it sent them."""
-    order = splits.order
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return _Exchange.apply(rows.index_select(0, place), splits.received, splits.sent, axis)
+    return _Exchange.apply(rows.index_select(0, _inverse(splits.order)), splits.received, splits.sent, axis)
+
+
+def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Splits]:
+    """V → R: the rows of all etp ranks, by expert; within one by rank. ``counts`` [E / ep]: of this rank's rows."""
+    every = counts.new_empty((axis.size, len(counts)))
+    every[axis.rank] = counts
+    if axis.size > 1:
+        dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
+    sizes: list[int] = every.sum(1).tolist()
+    splits = Splits([sizes[axis.rank]] * axis.size, sizes, _by_expert(every), every.sum(0))
+    return _Spread.apply(rows, splits, axis).index_select(0, splits.order), splits
+
+
+def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+    """P → V: this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
+    return _GatherIn.apply(rows.index_select(0, _inverse(splits.order)), splits, axis)
+
+
+def _by_expert(counts: Tensor) -> Tensor:
+    """The order that brings rows by expert which lie by sender, ``counts`` [senders, experts]."""
+    senders, experts = counts.shape
+    numbers = torch.arange(experts, device=counts.device).repeat(senders).repeat_interleave(counts.reshape(-1))
+    return torch.sort(numbers, stable=True).indices
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Spread(torch.autograd.Function):
+    """V → R over etp, of uneven parts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+        ctx.splits, ctx.axis = splits, axis
+        return _to_all(rows, splits, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _sum_of_parts(grads[0], ctx.splits, ctx.axis, "backward"), None, None
+
+
+class _GatherIn(torch.autograd.Function):
+    """P → V over etp, of uneven parts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+        ctx.splits, ctx.axis = splits, axis
+        return _sum_of_parts(rows, splits, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _to_all(grads[0], ctx.splits, ctx.axis, "backward"), None, None
+
+
+def _to_all(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
+    """An all-gather of uneven parts, which neither gloo nor NCCL has: every rank is sent the same."""
+    same = rows.repeat(axis.size, *(1 for _ in rows.shape[1:]))
+    return _all_to_all(same, splits.sent, splits.received, axis, phase)
+
+
+def _sum_of_parts(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
+    """A reduce-scatter of uneven parts: each rank is sent its part by all, and adds them up."""
+    came = _all_to_all(rows, splits.received, splits.sent, axis, phase)
+    return came.view(axis.size, splits.sent[0], *rows.shape[1:]).sum(0)
 
 
 class _Exchange(torch.autograd.Function):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.experts import dispatch, give_back, permute, route, splits_of, unpermute
+from passes.ops.experts import dispatch, gather_in, give_back, permute, route, splits_of, spread, unpermute
 from tests.tools.paths import ROOT
 from tests.tools.simulated_ranks import on_threads
 
@@ -27,26 +28,41 @@ def chosen_of(routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, probs.gather(1, chosen)
 
 
-@pytest.mark.parametrize("name", ["ep4", "ep4_1local"])
-def test_the_all_to_all_is_that_of_the_oracle(name):
+def axes(rank: int, ep: int, etp: int) -> tuple[AxisHandle, AxisHandle]:
+    """The axes of rank = ep_rank · etp + etp_rank; every rank makes every group."""
+    over_ep = [dist.new_group([e * etp + t for e in range(ep)]) for t in range(etp)]
+    over_etp = [dist.new_group([e * etp + t for t in range(etp)]) for e in range(ep)]
+    handles = AxisHandle("ep", ep, rank // etp), AxisHandle("etp", etp, rank % etp)
+    handles[0].group, handles[1].group = over_ep[rank % etp], over_etp[rank // etp]
+    return handles
+
+
+@pytest.mark.parametrize("name", ["ep4", "ep4_1local", "ep2etp2", "ep2_etp2_1local"])
+def test_the_way_to_the_experts_and_back_is_that_of_the_oracle(name):
     ranks = CASES[name]
+    etp = 1 + max(case["etp_rank"] for case in ranks)
 
     def run(rank: int) -> dict[str, Any]:
-        case, axis = ranks[rank], AxisHandle("ep", 4, rank)
+        case, (ep_axis, etp_axis) = ranks[rank], axes(rank, 4 // etp, etp)
         chosen, probs = chosen_of(torch.tensor(case["routing_map"]), torch.tensor(case["probs"]))
         x = torch.arange(len(probs), dtype=torch.float32)[:, None] + 100 * rank
         order, counts = route(chosen, len(case["routing_map"][0]))
-        splits = splits_of(counts, axis)
+        splits = splits_of(counts, ep_axis)
         rows = permute(x, order, chosen.shape[1])
-        came = dispatch(rows, splits, axis)
-        weighted = unpermute(give_back(came, splits, axis), order, probs)
+        came, shared = spread(dispatch(rows, splits, ep_axis), splits.counts, etp_axis)
+        back = give_back(
+            gather_in(came, shared, etp_axis), splits, ep_axis
+        )  # every etp rank gives the whole: etp times
         return {
+            "ep_rank": ep_axis.rank,
+            "etp_rank": etp_axis.rank,
             "input_splits": splits.sent,
             "output_splits": splits.received,
-            "tokens_per_expert": splits.counts.tolist(),
+            "output_splits_tp": shared.received if etp > 1 else case["output_splits_tp"],
+            "tokens_per_expert": shared.counts.tolist(),
             "permuted_token_ids": rows[:, 0].tolist(),
             "dispatched_token_ids": came[:, 0].tolist(),
-            "combined_col0": pytest.approx(weighted[:, 0].tolist(), rel=1e-6),
+            "combined_col0": pytest.approx(unpermute(back, order, probs)[:, 0].tolist(), rel=1e-6),
         }
 
     for found, case in zip(on_threads(4, run), ranks, strict=True):
@@ -65,35 +81,47 @@ def test_rows_are_permuted_as_in_the_oracle():
     torch.testing.assert_close(unpermute(rows, order, weights), tokens * weights.sum(1, keepdim=True))
 
 
-@given(st.integers(0, 10_000), st.sampled_from([(1, 4), (2, 4), (2, 6), (4, 4)]), st.integers(1, 3))
-@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 10_000), st.sampled_from([(1, 1, 4), (2, 1, 6), (4, 1, 4), (1, 2, 4), (2, 2, 4)]), st.integers(1, 3)
+)
+@settings(max_examples=20, deadline=None)
 def test_ranks_that_share_the_experts_compute_what_one_process_computes(seed, sizes, top_k):
     """Any routing, also an expert that nobody chose or that all did: results and every gradient, in float64."""
-    ep, num_experts = sizes
+    ep, etp, num_experts = sizes
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(ep, 5, 3, generator=generator, dtype=torch.float64)
-    weights = torch.randn(num_experts, 3, 3, generator=generator, dtype=torch.float64)
-    spread = torch.randn(num_experts, generator=generator) * (seed % 3) * 5  # the larger, the fewer are chosen
-    scores = torch.randn(ep, 5, num_experts, generator=generator) + spread
-    probs, chosen = scores.double().softmax(-1).topk(min(top_k, num_experts))
+    num_ranks, top_k = ep * etp, min(top_k, num_experts)
+    x, first, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((num_ranks, 5, 3), (num_experts, 3, 4), (num_experts, 4, 3))
+    )
+    spread_out = torch.randn(num_experts, generator=generator) * (seed % 3) * 5  # the larger, the fewer are chosen
+    scores = torch.randn(num_ranks, 5, num_experts, generator=generator) + spread_out
+    probs, chosen = scores.double().softmax(-1).topk(top_k)
 
-    def layer(rank: int, size: int) -> tuple[Tensor, ...]:
-        here, axis = num_experts // size, AxisHandle("ep", size, rank)
-        mine = slice(rank * x.shape[0] // size, (rank + 1) * x.shape[0] // size)
-        w = weights[rank * here : (rank + 1) * here].clone().requires_grad_()
+    def layer(rank: int, ep: int, etp: int) -> tuple[Tensor, ...]:
+        ep_axis, etp_axis = axes(rank, ep, etp)
+        here, width, share = num_experts // ep, 4 // etp, num_ranks // (ep * etp)
+        mine = slice(rank * share, (rank + 1) * share)
+        experts = slice(ep_axis.rank * here, (ep_axis.rank + 1) * here)
+        part = slice(etp_axis.rank * width, (etp_axis.rank + 1) * width)
+        up, down = first[experts, :, part].clone().requires_grad_(), second[experts, part].clone().requires_grad_()
         tokens, p = (v[mine].flatten(0, 1).clone().requires_grad_() for v in (x, probs))
         order, counts = route(chosen[mine].flatten(0, 1), num_experts)
-        splits = splits_of(counts, axis)
-        came = dispatch(permute(tokens, order, p.shape[1]), splits, axis)
-        made = torch.cat([part @ w[e] for e, part in enumerate(came.split(splits.counts.tolist()))]).tanh()
-        out = unpermute(give_back(made, splits, axis), order, p)
+        splits = splits_of(counts, ep_axis)
+        came, shared = spread(dispatch(permute(tokens, order, top_k), splits, ep_axis), splits.counts, etp_axis)
+        runs = came.split(shared.counts.tolist())
+        made = torch.cat([(rows @ up[e]).tanh() @ down[e] for e, rows in enumerate(runs)])
+        out = unpermute(give_back(gather_in(made, shared, etp_axis), splits, ep_axis), order, p)
         out.square().sum().backward()
-        found = out.detach(), tokens.grad, p.grad, w.grad
-        assert all(v is not None for v in found)
-        return found  # pyright: ignore[reportReturnType]
+        found = [out.detach(), tokens.grad, p.grad, up.grad, down.grad]
+        for at, dim in ((3, 2), (4, 1)):  # the other parts of these experts are zeros here
+            whole = torch.zeros(num_experts, *((3, 4) if at == 3 else (4, 3)), dtype=torch.float64)
+            whole[experts].narrow(dim, part.start, width).copy_(found[at])
+            found[at] = whole
+        return tuple(found)  # pyright: ignore[reportReturnType]
 
-    whole = layer(0, 1)
-    for found, truth in zip(
-        map(torch.cat, zip(*on_threads(ep, lambda r: layer(r, ep)), strict=True)), whole, strict=True
-    ):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+    truth = on_threads(1, lambda rank: layer(rank, 1, 1))[0]
+    ranks = list(zip(*on_threads(num_ranks, lambda rank: layer(rank, ep, etp)), strict=True))
+    found = [*map(torch.cat, ranks[:3]), *(torch.stack(parts).sum(0) for parts in ranks[3:])]
+    for value, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
