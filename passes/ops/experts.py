@@ -8,11 +8,12 @@
     give_back  the reverse of dispatch
     unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
 
-How many rows a rank sends and receives follows the routing, so ``dispatch`` alone waits for values on the host.
+How many rows a rank sends and receives follows the routing: ``splits_of`` and ``spread`` wait for it on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from passes.ops.axis import AxisHandle
 
 Tensor = torch.Tensor
+_Move = Callable[..., Tensor]  # rows, splits, axis, phase → rows
 
 
 def route(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -73,13 +75,13 @@ def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
 
 def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
-    came = _Exchange.apply(rows, splits.sent, splits.received, axis)
+    came = _Way.apply(rows, splits, axis, _send, _return)
     return came.index_select(0, splits.order)
 
 
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """What became of the rows that this rank sent, in the order in which it sent them."""
-    return _Exchange.apply(rows.index_select(0, _inverse(splits.order)), splits.received, splits.sent, axis)
+    return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 
 def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Splits]:
@@ -90,12 +92,12 @@ def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Spli
         dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
     sizes: list[int] = every.sum(1).tolist()
     splits = Splits([sizes[axis.rank]] * axis.size, sizes, _by_expert(every), every.sum(0))
-    return _Spread.apply(rows, splits, axis).index_select(0, splits.order), splits
+    return _Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order), splits
 
 
 def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """P → V: this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
-    return _GatherIn.apply(rows.index_select(0, _inverse(splits.order)), splits, axis)
+    return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
 
 
 def _by_expert(counts: Tensor) -> Tensor:
@@ -109,55 +111,38 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Spread(torch.autograd.Function):
-    """V → R over etp, of uneven parts."""
+class _Way(torch.autograd.Function):
+    """Rows go one way forward, and their gradients the other way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-        ctx.splits, ctx.axis = splits, axis
-        return _to_all(rows, splits, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _sum_of_parts(grads[0], ctx.splits, ctx.axis, "backward"), None, None
-
-
-class _GatherIn(torch.autograd.Function):
-    """P → V over etp, of uneven parts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-        ctx.splits, ctx.axis = splits, axis
-        return _sum_of_parts(rows, splits, axis, "forward")
+    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
+        ctx.given = splits, axis, back
+        return there(rows, splits, axis, "forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _to_all(grads[0], ctx.splits, ctx.axis, "backward"), None, None
+        splits, axis, back = ctx.given
+        return back(grads[0], splits, axis, "backward"), None, None, None, None
 
 
 def _to_all(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
     """An all-gather of uneven parts, which neither gloo nor NCCL has: every rank is sent the same."""
     same = rows.repeat(axis.size, *(1 for _ in rows.shape[1:]))
-    return _all_to_all(same, splits.sent, splits.received, axis, phase)
+    return _send(same, splits, axis, phase)
 
 
 def _sum_of_parts(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
     """A reduce-scatter of uneven parts: each rank is sent its part by all, and adds them up."""
-    came = _all_to_all(rows, splits.received, splits.sent, axis, phase)
+    came = _return(rows, splits, axis, phase)
     return came.view(axis.size, splits.sent[0], *rows.shape[1:]).sum(0)
 
 
-class _Exchange(torch.autograd.Function):
-    """V → V, rows by token to rows by expert and back: an all-to-all both ways."""
+def _send(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
+    return _all_to_all(rows, splits.sent, splits.received, axis, phase)
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle) -> Tensor:
-        ctx.sent, ctx.received, ctx.axis = sent, received, axis
-        return _all_to_all(rows, sent, received, axis, "forward")
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.axis, "backward"), None, None, None
+def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
+    return _all_to_all(rows, splits.received, splits.sent, axis, phase)
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str) -> Tensor:

@@ -9,7 +9,7 @@ Reductions over the data-parallel ranks start after it, as does the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +111,7 @@ class FullIteration(Graphs):
 @contextmanager
 def _aliases(program: RankProgram, buffers: GradientBuffers) -> Iterator[None]:
     """Modules hold other leaves over the same memory: the parameters' own are bound to the stream of eager steps."""
-    replaced: list[tuple[Mapping[str, Any], str, nn.Parameter]] = []
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     found: dict[int, nn.Parameter] = {}
     for module in (inner for stage in program.stages for inner in stage.module.modules()):
         for name, parameter in list(module._parameters.items()):
@@ -127,4 +127,4 @@ def _aliases(program: RankProgram, buffers: GradientBuffers) -> Iterator[None]:
         yield
     finally:
         for parameters, name, parameter in replaced:
-            parameters[name] = parameter  # type: ignore[index]
+            parameters[name] = parameter

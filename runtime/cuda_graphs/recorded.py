@@ -130,8 +130,10 @@ class RecordedGraph:
 
     def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
         """Whether the last op does this itself: behind the wait of a reduce-scatter gloo copies from its memory."""
+        if target is not torch.ops.aten.copy_.default:
+            return False
         last = next((op for op in reversed(self._ops) if isinstance(op, _Op)), None)
-        if target is not torch.ops.aten.copy_.default or last is None or not last.is_exchange:
+        if last is None or not last.is_exchange:
             return False
         known = tree_leaves((last.args, last.kwargs))
         to, source = (self._placed(value) for value in args[:2])

@@ -114,8 +114,7 @@ class RegionGraphs:
             made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
             through = [leaves[i].view_as(leaves[i]) for i in call.through]  # made last: its gradient comes first
         with torch.no_grad():
-            for static, value in zip(self.outputs, made, strict=True):
-                static.copy_(value)
+            copy_in(self.outputs, made)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._weights = [held[id(weight)] for weight in (*self.region.own, *self.region.shared)]
         made = [value for value, b in zip(made, call.outputs, strict=True) if b.requires_grad]
