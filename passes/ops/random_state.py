@@ -75,6 +75,24 @@ class RandomState:
             generator.manual_seed(seed)
         return generator.set_offset(draw.op % (1 << 64 - _DRAWS) << _DRAWS)
 
+    @contextmanager
+    def watched(self) -> Iterator[dict[Draw, None]]:
+        """What is drawn meanwhile."""
+        self.drawn = {}
+        try:
+            yield self.drawn
+        finally:
+            self.drawn = None
+
+    @contextmanager
+    def drawing_by(self, generators: Mapping[Draw, torch.Generator]) -> Iterator[None]:
+        """A graph is captured meanwhile, with which these are registered."""
+        self.registered = generators
+        try:
+            yield
+        finally:
+            self.registered = None
+
     def put_all(self, generators: Mapping[Draw, torch.Generator]) -> None:
         """Each where its draw begins in the microbatch that runs."""
         for draw, generator in generators.items():

@@ -47,19 +47,14 @@ class FullIteration(Graphs):
         random, self.holds_reductions = self._program.random, True
         self._static = static = self._copy_of(step)
         with uncounted(self._axes), _aliases(self._program, self._buffers):
-            random.drawn = {}
-            self._maker.warm_up(lambda: self._run(executor, static))
-            self._generators = {draw: torch.Generator(self._device) for draw in random.drawn}
-            random.drawn = None
+            with random.watched() as drawn:
+                self._maker.warm_up(lambda: self._run(executor, static))
+            self._generators = {draw: torch.Generator(self._device) for draw in drawn}
             self._buffers.begin_step()
             self._graph = self._maker.graph(self._maker.pool(), self._generators.values())
             self._put_generators(step)
-            random.registered = self._generators
-            try:
-                with uncounted(self._axes) as self._counted:
-                    self._graph.capture(lambda: self._run(executor, static))
-            finally:
-                random.registered = None
+            with random.drawing_by(self._generators), uncounted(self._axes) as self._counted:
+                self._graph.capture(lambda: self._run(executor, static))
         self._added = [slot for slot in self._buffers.slots if not slot.is_fresh]
         self.is_on, self.is_wanted = True, False
 

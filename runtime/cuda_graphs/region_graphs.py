@@ -79,11 +79,9 @@ class RegionGraphs:
             self._run()
             self._run_backward()
 
-        random.drawn = {}
-        with uncounted(self.region.axes):
+        with uncounted(self.region.axes), random.watched() as drawn:
             self._maker.warm_up(body)
-        self.region.generators = {draw: torch.Generator(device) for draw in random.drawn}
-        random.drawn = None
+        self.region.generators = {draw: torch.Generator(device) for draw in drawn}
 
     def capture_forward(self, pool: Any) -> None:
         self._forward = self._captured(pool, self._run)
@@ -96,12 +94,8 @@ class RegionGraphs:
         region = self.region
         graph = self._maker.graph(pool, region.generators.values())
         region.put_generators()
-        region.random.registered = region.generators
-        try:
-            with uncounted(region.axes) as counted:
-                graph.capture(body)
-        finally:
-            region.random.registered = None
+        with region.random.drawing_by(region.generators), uncounted(region.axes) as counted:
+            graph.capture(body)
         return graph, counted
 
     def _run(self) -> None:
