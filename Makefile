@@ -12,7 +12,7 @@ demo: $(READY)
 
 # Two files at a time: the tests of a file share what they start, and ranks that wait leave their core to the other file.
 test: lint types
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --durations=40 --durations-min=10
 
 quick: $(READY)
 	$(BIN)/pytest -m "not slow"

@@ -31,6 +31,8 @@ LLAMA = {
     "rope_theta": 500000.0,
 }  # fmt: skip
 
+DEEPSEEK = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61}  # 671B
+
 
 def inputs(length: int, high: int) -> dict[str, Any]:
     return {"input_ids": {"shape": [length], "dtype": "int64", "high": high}, "labels": {"like": "input_ids"}}
@@ -48,6 +50,13 @@ JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
     "the same with 14 layers, pp2": (
         {**LLAMA, "num_hidden_layers": 14}, {"tp": 8, "pp": 2, "dp": 128}, {"global": 2048, "micro": 1},
         inputs(4096, 128256), 25, 1500,
+    ),
+    "deepseek v3 shape, tp8 pp16 dp8 ep64 etp1": (
+        DEEPSEEK, {"tp": 8, "pp": 16, "dp": 8, "ep": 64, "etp": 1}, {"global": 256, "micro": 1},
+        inputs(4096, 129280), 60, 2000,
+    ),
+    "deepseek v3 shape, tp8 pp16 dp8, experts cut as all else": (
+        DEEPSEEK, {"tp": 8, "pp": 16, "dp": 8}, {"global": 256, "micro": 1}, inputs(4096, 129280), 60, 2000,
     ),
 }  # fmt: skip
 

@@ -31,6 +31,8 @@ RATIOS = (
     ("ours_tp2", "torch_tp2_dtensor", "tokens_per_s", "at least", 1.2),
     ("ours_dp2_zero1", "torch_dp2_zero", "tokens_per_s", "at least", 0.95),
     ("ours_pp2", "torch_pp2_1f1b", "tokens_per_s", "at least", 1.05),
+    ("ours_experts_ep2", "ours_experts_dp2", "tokens_per_s", "at least", 1.0),
+    ("ours_experts_ep2", "torch_experts_dp2_zero", "tokens_per_s", "at least", 1.0),
 )
 
 

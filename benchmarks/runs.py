@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.experts_model import build_experts
 from benchmarks.model import BATCH, LAYERS, LEARNING_RATE, LENGTH, VOCABULARY, batch, build, cross_entropy
 
 Step = Callable[[int], Tensor | float | None]
@@ -79,10 +80,19 @@ def torch_tp2_dtensor(rank: int, size: int) -> Step:
 
 
 def torch_dp2_zero(rank: int, size: int) -> Step:
+    return _data_parallel(build(), rank, size)
+
+
+def torch_experts_dp2_zero(rank: int, size: int) -> Step:
+    """Every rank has every expert."""
+    return _data_parallel(build_experts(), rank, size)
+
+
+def _data_parallel(whole: nn.Module, rank: int, size: int) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(build())
+    model = DistributedDataParallel(whole)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, parameters_as_bucket_view=True
     )
@@ -122,12 +132,12 @@ def torch_pp2_1f1b(rank: int, size: int) -> Step:
     return step
 
 
-def ours(mesh: dict[str, int], micro: int) -> Callable[[int, int], Step]:
+def ours(mesh: dict[str, int], micro: int, model: Callable[[], nn.Module] = build) -> Callable[[int, int], Step]:
     def make(rank: int, size: int) -> Step:
         from planner import plan
         from runtime import Engine
 
-        engine = Engine(plan(build(), spec(mesh, micro)))
+        engine = Engine(plan(model(), spec(mesh, micro)))
 
         def step(i: int) -> float:
             tokens, targets = batch(i)
@@ -162,4 +172,7 @@ RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
     "ours_dp2_zero1": (2, ours({"tp": 1, "pp": 1, "dp": 2}, BATCH // 2)),
     "torch_pp2_1f1b": (2, torch_pp2_1f1b),
     "ours_pp2": (2, ours({"tp": 1, "pp": 2, "dp": 1}, BATCH // MICROBATCHES)),
+    "torch_experts_dp2_zero": (2, torch_experts_dp2_zero),
+    "ours_experts_dp2": (2, ours({"dp": 2}, BATCH // 2, build_experts)),
+    "ours_experts_ep2": (2, ours({"dp": 2, "ep": 2}, BATCH // 2, build_experts)),
 }

@@ -5,6 +5,8 @@ It is the command
 
     meshwright train hf:examples/gpt2_small.json specs/tp2_pp2.yaml \
         --data stdlib --steps 30 --compare --show-plan
+
+With --auto the layout of the 4 processes is searched (specs/auto_local.yaml).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    model, spec = f"hf:{HERE / 'gpt2_small.json'}", str(HERE.parent / "specs" / "tp2_pp2.yaml")
-    app(["train", model, spec, "--data", "stdlib", "--steps", "30", "--compare", "--show-plan", *sys.argv[1:]])
+    name = "auto_local.yaml" if "--auto" in sys.argv else "tp2_pp2.yaml"
+    model, spec = f"hf:{HERE / 'gpt2_small.json'}", str(HERE.parent / "specs" / name)
+    given = [argument for argument in sys.argv[1:] if argument != "--auto"]
+    app(["train", model, spec, "--data", "stdlib", "--steps", "30", "--compare", "--show-plan", *given])
 
 
 if __name__ == "__main__":

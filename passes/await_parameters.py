@@ -35,7 +35,8 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
 
 def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
     """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
-    buffers = context.shards.buffers_of_rank(stage.index % context.decisions.mesh.pp)
+    pp, ep_rank = context.decisions.mesh.pp, context.place.get("ep", 0)
+    buffers = context.shards.buffers_of_rank(stage.index % pp, ep_rank)
     places = {
         slot.name: (number, slot.bucket)
         for number, buffer in enumerate(buffers)

@@ -9,7 +9,7 @@ The passes stand in one tuple (passes.lower.PASSES); a later one is one more ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch
 from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
+from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from planner.decisions import Decisions
+from planner.experts.domain import axis_of
 from planner.graph.source_lines import where_of
+from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
@@ -55,7 +58,16 @@ class LowerContext:
     device: torch.device
     gate: ParameterGate = field(default_factory=ParameterGate)
     regions: tuple[Region, ...] = ()
+    recomputed: tuple[Piece, ...] = ()
     thorough: bool = False  # whether facts that take long to prove are looked at too
+    place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
+    data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))
+    load: ExpertLoad = field(default_factory=lambda: ExpertLoad(()))
+    axes: Mapping[str, AxisHandle] = field(default_factory=dict)  # of experts and of cp, where there are such
+
+    def axis_of(self, node: fx.Node) -> AxisHandle:
+        """The axis over which a value of the captured graph, or what stands for it, is typed."""
+        return self.axes.get(axis_of(node), self.tp)
 
 
 @dataclass(frozen=True)

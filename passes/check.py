@@ -7,6 +7,7 @@
     no_op_draws_from_the_default_generator
     no_op_names_another_device
     regions_are_those_of_the_plan              each is one call, and what crosses is what the plan lists
+    reruns_are_those_of_the_plan               what they exchange
     parameters_are_awaited                     where other ranks update them
 
 The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
@@ -15,8 +16,9 @@ where a lowering is asked to be thorough. What they find is a bug of ours, never
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +29,22 @@ from torch.utils._pytree import tree_map_only
 from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph, Violation
 from passes.dropout import is_draw
-from passes.ops import collectives
+from passes.ops import collectives, meeting, slots
 from passes.ops.axis import AxisHandle
-from passes.ops.column_linear import column_linears
+from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.context import gather_sequence
+from passes.ops.gathered_attention import gathered_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.own_tokens import of_gathered
 from passes.ops.parameter_gate import await_bucket
 from passes.ops.region import run_region
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
+from passes.recompute import block_calls
+from planner.experts.domain import in_domain
 from planner.graph.ops.own_backward import OwnBackward
-from planner.placement.conversions import ALL_REDUCE, TABLE
+from planner.graph.ops.sequence import CALLS
+from planner.placement.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
 from planner.placement.types import I, Placement
 from planner.sharding.type_changes import sent_type
 
@@ -89,31 +97,77 @@ _OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the f
     cut_rms_norm: (1, 1),
     column_linears: (0, 1),
 }
+_MOVES = (meeting.dispatch, meeting.give_back)
+_MOVES_OF_SLOTS = {slots.send_slots: (ALL_GATHER, REDUCE_SCATTER), slots.return_slots: (REDUCE_SCATTER, ALL_GATHER)}
+_UNTRIED = (
+    meeting.meet,
+    meeting.ends_of,
+    meeting.ids_of,
+    meeting.part,
+    meeting.join,
+    *_MOVES,
+)  # what they make follows the routing
 
 
 def collectives_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """What the graph exchanges over tp for a microbatch is what the plan lists for the stage, and the reverse."""
-    listed: Counter[tuple[str, str]] = Counter()
+    """What the graph exchanges for a microbatch over each axis is what the plan lists for it, and the reverse."""
+    listed: Counter[tuple[str, str, str]] = Counter()
+    axes = {context.tp.name: context.tp, context.data.name: context.data, **context.axes}
     for row in context.rows:
-        if row.stage == stage.index and row.axis == context.tp.name and row.per == "microbatch":
-            listed[row.kind, row.phase] += row.count
-    found = Counter(pair for node in stage.graph.nodes for pair in exchanges(node))
-    for kind, phase in sorted(listed | found):
-        planned, there = listed[kind, phase], found[kind, phase]
+        if row.stage == stage.index and row.axis in axes and row.per == "microbatch" and not row.again:
+            listed[row.axis, row.kind, row.phase] += row.count
+    found = Counter(key for node in stage.graph.nodes for key in exchanges(node, axes))
+    for axis, kind, phase in sorted(listed | found):
+        planned, there = listed[axis, kind, phase], found[axis, kind, phase]
         if planned != there:
-            yield Violation(None, f"{planned} {kind} of the {phase} over {context.tp.name}, as planned", f"{there}")
+            yield Violation(None, f"{planned} {kind} of the {phase} over {axis}, as planned", f"{there}")
 
 
-def exchanges(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """(kind, phase) of each collective that a call runs."""
+def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[str, str, str]]:
+    """(axis, kind, phase) of each collective that a call runs."""
     target: Any = node.target
     if node.op != "call_function":
         return
     phases = ("forward", "backward") if node.meta.get("grad") else ("forward",)
+    handles = (n for n in node.all_input_nodes if n.op in ("get_attr", "placeholder") and n.target in axes)
+    axis = next((str(n.target) for n in handles), "tp")
     if target in _CONVERSIONS:
-        yield from ((kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
+        yield from ((axis, kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
+        if (change := node.meta.get("change")) is not None and change.again:  # it becomes one op with its products
+            yield (axis, ALL_GATHER, "backward")
+    elif target is gathered_linears:
+        kinds = [("forward", ALL_GATHER), *(("backward", kind) for kind in node.meta["change"].backward)]
+        yield from ((axis, kind, phase) for phase, kind in kinds)
+    elif target is gather_sequence:
+        yield from (("cp", kind, p) for p, kind in zip(phases, (ALL_GATHER, REDUCE_SCATTER), strict=False))
+        if node.meta.get("again"):  # it becomes one op with its product
+            yield ("cp", ALL_GATHER, "backward")
+    elif target is of_gathered:
+        kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
+        yield from (("cp", kind, p) for _ in node.args[2] for p, kind in kinds)  # pyright: ignore
+    elif target is gathered_attention:  # keys and values
+        kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
+        yield from (("cp", kind, p) for p, kind in 2 * kinds if p in phases)
     elif target in _OF_FORMS:
-        yield from ((ALL_REDUCE, p) for p, times in zip(phases, _OF_FORMS[target], strict=False) for _ in range(times))
+        counts = zip(phases, _OF_FORMS[target], strict=False)
+        yield from ((axis, ALL_REDUCE, p) for p, times in counts for _ in range(times))
+    elif target is meeting.meet:
+        yield from ((a, kind, "forward") for a, kind in (("ep", ALL_TO_ALL), ("etp", ALL_GATHER)) if axes[a].size > 1)
+    elif target in _MOVES:
+        yield from ((a, ALL_TO_ALL, p) for p in phases for a in ("ep", "etp") if axes[a].size > 1)
+    elif target in _MOVES_OF_SLOTS:
+        yield from (("ep", ALL_TO_ALL, p) for p in phases if axes["ep"].size > 1)
+        kinds = _MOVES_OF_SLOTS[target]
+        yield from (("etp", kind, p) for p, kind in zip(phases, kinds, strict=False) if axes["etp"].size > 1)
+
+
+def ranks_of_cp_really_meet(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """No call is left that only has the shape of an exchange along the sequence."""
+    yield from (
+        Violation(node, "an exchange over cp", "what stands for it")
+        for node in stage.graph.nodes
+        if node.target in CALLS
+    )
 
 
 def values_have_their_local_shape(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
@@ -135,10 +189,8 @@ class _Trials:
     """
 
     def __init__(self, stage: StageGraph, context: LowerContext) -> None:
-        self.program, self.axis = (
-            context.decisions.program,
-            AxisHandle(context.tp.name, context.tp.size, context.tp.rank),
-        )
+        self.program, mesh = context.decisions.program, context.decisions.mesh
+        axes = {a.name: AxisHandle(a.name, a.size, a.rank) for a in (context.tp, context.data, *context.axes.values())}
         self.due: dict[fx.Node, tuple[int, ...]] = {}
         self.held: dict[fx.Node, Any] = {}  # what stands for a value in a call's key
         self.tensors: dict[Any, Any] = {}
@@ -146,11 +198,12 @@ class _Trials:
         for node in stage.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                self.due[node] = node.meta["placement"].local_shape(tuple(value.shape), context.tp.size)
+                local = node.meta["placement"].local_shape(tuple(value.shape), context.axis_of(node).size)
+                self.due[node] = in_domain(node, local, mesh)
                 self.held[node] = (self.due[node], value.dtype)
             elif node.op == "get_attr":
                 self.held[node] = node.target
-                self.tensors[node.target] = self.axis if node.target == self.axis.name else None
+                self.tensors[node.target] = axes.get(str(node.target))
 
     def made(self, node: fx.Node) -> tuple[int, ...] | str | None:
         result = self._result(node)
@@ -160,7 +213,7 @@ class _Trials:
         return tuple(result.shape) if isinstance(result, Tensor) else result if isinstance(result, str) else None
 
     def _result(self, node: fx.Node) -> Any:
-        if isinstance(node.target, OwnBackward):
+        if isinstance(node.target, OwnBackward) or node.target in _UNTRIED or self._is_item_of_untried(node):
             return None
         held = self.held
         key = (node.target, fx.map_arg((node.args, node.kwargs), lambda n: held[n]))
@@ -170,6 +223,10 @@ class _Trials:
         except TypeError:  # an argument that has no hash, as a slice
             return self._run(node)
         return self.results[key]
+
+    def _is_item_of_untried(self, node: fx.Node) -> bool:
+        """Whether it takes one of several results that are not known."""
+        return node.target is operator.getitem and self._tensor(self.held[node.all_input_nodes[0]]) is None
 
     def _run(self, node: fx.Node) -> Any:
         try:
@@ -232,6 +289,24 @@ def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator
         for value in node.all_input_nodes:
             if value in places and places[value] not in here:
                 yield Violation(node, f"a wait for bucket {places[value]} before {value.name} is read", "none")
+
+
+def reruns_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """What the reruns of the stage exchange is what the plan lists as exchanged again."""
+    axes = {context.tp.name: context.tp, "dp": context.data, **context.axes}
+    mine = [row for row in context.rows if row.again and row.stage == stage.index]
+    listed = Counter(key for row in mine for key in [(row.axis, row.kind)] * row.count)
+    found = Counter(
+        (axis, kind)
+        for call in block_calls(stage)
+        for node in call.module.graph.nodes
+        for axis, kind, phase in exchanges(node, axes)
+        if phase == "forward"
+    )
+    for key in sorted(listed | found):
+        if listed[key] != found[key]:
+            axis, kind = key
+            yield Violation(None, f"{listed[key]} {kind} over {axis} again, as planned", f"{found[key]}")
 
 
 def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:

@@ -1,10 +1,11 @@
-"""f and the linears that read it become one op, whose backward sums while it computes the weights' gradients.
+"""f or a gather and the linears that read it become one op, which exchanges while it computes the weights' gradients.
 
     f(x), linear(f, W), linear(f, V)   →   column_linears(x, [W, V])
     f(x), addmm(b, f, W)               →   column_linears(x, [W], [b])
+    gather(x), linear(gather, W)       →   gathered_linears(x, [W])     where the plan says so, not keeping the whole
 
 Needs:   biases given back to their products.
-Leaves:  no f that is read by linears of parameters alone.
+Leaves:  no f or gather that is read by linears of parameters alone.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
-from passes.cut_regions import owners
-from passes.ops.collectives import f
-from passes.ops.column_linear import column_linears
+from passes.cut_regions import owners, region_of
+from passes.ops.collectives import f, gather
+from passes.ops.column_linear import column_linears, gathered_linears
 
 aten = torch.ops.aten
 
@@ -28,9 +29,9 @@ LINEARS = {aten.linear.default, aten.mm.default, aten.addmm.default}
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
     """Only where nothing but such products reads f: its gradient is theirs alone."""
     owner = owners(stage, context)
-    for node in stage.graph.find_nodes(op="call_function", target=f):
+    for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
         readers = list(node.users)
-        if len({id(owner.get(reader.meta.get("origin", ""))) for reader in readers}) > 1:
+        if len({id(region_of(place, owner)) for place in (node, *readers)}) > 1:
             continue  # one op cannot stand in two regions
         parts = [_operands(reader, node) for reader in readers]
         if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
@@ -38,8 +39,11 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
         weights, biases = zip(*parts, strict=True)  # pyright: ignore
         transposed = readers[0].target is not aten.linear.default
         with stage.graph.inserting_before(node):
-            arguments = (*node.args, transposed, list(weights), list(biases))
-            fused = stage.graph.call_function(column_linears, arguments)
+            products = (transposed, list(weights), list(biases))
+            if node.target is f:
+                fused = stage.graph.call_function(column_linears, (*node.args, *products))
+            else:
+                fused = stage.graph.call_function(gathered_linears, (*node.args, node.meta["change"].again, *products))
             fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
             for position, reader in enumerate(readers):
                 result = stage.graph.call_function(operator.getitem, (fused, position))

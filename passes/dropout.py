@@ -2,6 +2,9 @@
 
     stream = hash(seed, step, global microbatch, which op) for I, R and P: the same mask on all tp ranks
              … and the tp rank for V: each rank its own
+             … and the cp rank where ranks hold different tokens of the value; what is whole on all of them draws alike
+
+Where the plan has named each number (``dropout: layout_invariant``) they are found by name (passes.counted_draws).
 
 So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do
 not depend on tp either.
@@ -13,13 +16,15 @@ Leaves:  no op that draws from the default generator.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
-from passes.ops.attention import shared_key_attention
-from passes.ops.dropout import stream_attention, stream_dropout, stream_random
+from passes.counted_draws import counted
+from passes.ops.dropout import OWN_ATTENTION, stream_attention, stream_dropout, stream_random
+from planner.context.own_tokens import names_of_own_tokens
 from planner.graph.ops.aten import is_random
 
 aten = torch.ops.aten
@@ -28,6 +33,8 @@ aten = torch.ops.aten
 def name_streams(stage: StageGraph, context: LowerContext) -> None:
     """Replace dropout, and attention with dropout, by calls that name their stream."""
     graph, handle = stage.graph, None
+    cp = context.axes.get("cp")
+    own = names_of_own_tokens(context.decisions.program) if cp is not None else frozenset()
     for node in list(graph.nodes):
         if not is_draw(node):
             continue
@@ -35,24 +42,32 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
             stage.root.random = context.random  # pyright: ignore
             with graph.inserting_before(next(iter(graph.nodes))):
                 handle = graph.create_node("get_attr", "random")
-        stream = (_number(node.meta["origin"]), node.meta["placement"].is_sharded)
+        origin = node.meta["origin"]
+        name = f"{origin}/cp {cp.rank}" if cp is not None and origin in own else origin
         with graph.inserting_before(node):
-            if node.target is aten.dropout.default:
-                new = graph.call_function(stream_dropout, (node.args[0], node.args[1], handle, *stream))
-            else:
-                draw = stream_attention if node.target in ATTENTION else stream_random
-                new = graph.call_function(draw, (node.target, handle, *stream, node.args, dict(node.kwargs)))
+            new = counted(node, context, handle) or _streamed(node, handle, _number(name))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 
-ATTENTION = {aten.scaled_dot_product_attention.default, shared_key_attention}
+def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
+    """The call that draws from the stream of that number."""
+    graph, stream = node.graph, (number, node.meta["placement"].is_sharded)
+    if node.target is aten.dropout.default:
+        return graph.call_function(stream_dropout, (node.args[0], node.args[1], random, *stream))
+    draw = stream_attention if node.target in ATTENTION else stream_random
+    target: Any = node.target
+    called = target.__name__ if target in OWN_ATTENTION else target
+    return graph.call_function(draw, (called, random, *stream, node.args, dict(node.kwargs)))
+
+
+ATTENTION = {aten.scaled_dot_product_attention.default, *OWN_ATTENTION}
 
 
 def is_draw(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
-    return bool(node.kwargs.get("dropout_p")) if node.target is shared_key_attention else is_random(node)
+    return bool(node.kwargs.get("dropout_p")) if node.target in OWN_ATTENTION else is_random(node)
 
 
 def _number(name: str) -> int:

@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
+from planner.experts import exchange
+from planner.experts.domain import is_here
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment
 from planner.sharding.type_changes import runs_here
@@ -28,6 +30,8 @@ def extract(context: LowerContext, index: int) -> StageGraph:
     )
     stage = StageGraph(index, fx.Graph(), nn.Module())
     captured = [n for n in program.graph.graph.nodes if n.op != "output"]
+    ep_rank = context.place.get("ep", 0)
+    captured = [n for n in captured if is_here(n, context.decisions.mesh, ep_rank)]
     mine = [n for n in captured if n.op == "call_function" and stages.runs_on(n.name, index)]
     read = {v for n in mine for v in n.all_input_nodes}
     stage.receives = stages.live[index - 1] if index else ()
@@ -42,7 +46,11 @@ def extract(context: LowerContext, index: int) -> StageGraph:
         if node.name not in stage.env:
             _attribute(stage, program, node)
     for node in mine:
-        new = stage.graph.node_copy(node, lambda n: stage.env[n.name])
+        if node.target is exchange.join:  # of all experts in the captured graph, of this rank's here
+            parts = tuple(stage.env[n.name] for n in node.all_input_nodes if n.name in stage.env)
+            new = stage.graph.call_function(exchange.join, parts, dict(node.kwargs))
+        else:
+            new = stage.graph.node_copy(node, lambda n: stage.env[n.name])
         _place(stage, node, new)
     _output(stage, program, stages)
     return stage

@@ -35,10 +35,12 @@ def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
         return
     for name, (line, kind) in NAMES_IN_CODE.items():
         _register_custom_builtin(name, line, kind)
-    handle = axis_node(stage, context.tp)
     output = stage.graph.output_node()
     for change in changes:
+        if change.value not in stage.env:  # of an expert of another rank
+            continue
         value = stage.env[change.value]
+        handle = axis_node(stage, context.axis_of(value))
         cut = (
             (change.before if change.before.is_sharded else change.after,)
             if change.how.name in collectives.TAKES_CUT
@@ -54,7 +56,8 @@ def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
             if reader in ("send", "loss"):
                 _replace_output(output, change.value, call, reader)
             else:
-                stage.env[reader].replace_input_with(value, call)
+                if reader in stage.env:
+                    stage.env[reader].replace_input_with(value, call)
 
 
 def axis_node(stage: StageGraph, axis: AxisHandle) -> fx.Node:

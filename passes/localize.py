@@ -26,12 +26,15 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.axis import AxisHandle
+from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from planner.context.local_calls import local_arguments
+from planner.experts.domain import domain_of, in_domain
 from planner.graph.ops.aten import arguments, named, position_of
+from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
-from planner.placement.rules.layout import pieces_of
 from planner.placement.rules.table import Option
 from planner.placement.types import Placement
 
@@ -42,8 +45,11 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
     """Rewrite every op of the stage whose form is not simply the same op on what a rank holds."""
     for name, node in list(stage.env.items()):
         option = context.decisions.placements.options[name]
-        if node.op == "call_function" and context.tp.size > 1 and option.form not in SAME_OP:
-            REWRITES[option.form](_Scene(stage, node, option, context.tp))
+        axis = context.axis_of(node)
+        if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
+            _sizes_among_experts(_Scene(stage, node, option, axis), context.decisions.mesh)
+        elif node.op == "call_function" and axis.size > 1 and option.form not in SAME_OP:
+            REWRITES[option.form](_Scene(stage, node, option, axis))
 
 
 class _Scene:
@@ -58,10 +64,6 @@ class _Scene:
 
     def local_shape(self) -> list[int]:
         return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.axis.size))
-
-    def local_sizes(self, pieces: list[Placement], sizes: list[int]) -> list[int]:
-        """What a rank holds of each piece of a dim; ``sizes`` of the pieces that it holds whole."""
-        return [p.local_size(self.axis.size) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)]
 
     def set_arg(self, position: int, value: Any) -> None:
         self.node.update_arg(position, value)
@@ -92,34 +94,17 @@ class _Scene:
 AXIS = object()
 
 
-def _sizes(scene: _Scene) -> None:
-    if scene.option.out.is_sharded:
-        scene.set_arg(1, scene.local_shape())
+def _sized(scene: _Scene) -> None:
+    """Written sizes and bounds."""
+    scene.node.args = tuple(local_arguments(scene.node, scene.option, scene.axis.size))
 
 
-def _split(scene: _Scene) -> None:
-    cut, dim = scene.option.out, int(scene.node.args[2])  # pyright: ignore
-    if cut.is_sharded and cut.dim == dim:
-        pieces = pieces_of(cut, scene.node.args[1])  # pyright: ignore
-        assert pieces is not None
-        sizes: list[int] = scene.node.args[1]  # pyright: ignore
-        scene.set_arg(1, scene.local_sizes(pieces, sizes))
-
-
-def _strided(scene: _Scene) -> None:
-    scene.set_arg(3, scene.input_type(0).local_size(scene.axis.size))
-
-
-def _segment(scene: _Scene) -> None:
-    cut = scene.input_type(0)
-    _, dim, start, end, *_ = scene.node.args
-    size = scene.node.all_input_nodes[0].meta["val"].shape[dim]
-    bounds = [start, end - start, size - end]  # pyright: ignore
-    pieces = pieces_of(cut, bounds)
-    assert pieces is not None
-    before, length, _ = scene.local_sizes(pieces, bounds)
-    scene.set_arg(2, before)
-    scene.set_arg(3, before + length)
+def _sizes_among_experts(scene: _Scene, mesh: Mesh) -> None:
+    """Experts are those of this rank, and how many rows there are follows the routing."""
+    domain = domain_of(scene.node)
+    if domain is not None:
+        local = in_domain(scene.node, tuple(scene.local_shape()), mesh)
+        scene.set_arg(1, [-1 if d == domain.rows else n for d, n in enumerate(local)])
 
 
 def _mean(scene: _Scene) -> None:
@@ -188,16 +173,21 @@ def _picked(scene: _Scene) -> None:
 
 
 def _attention(scene: _Scene) -> None:
+    if scene.node.target is causal_attention:
+        *operands, cp = scene.node.args
+        scene.become(shared_key_causal_attention, (*operands, AXIS, cp), dict(scene.node.kwargs))
+        return
     given = attention_arguments(scene.node.args, scene.node.kwargs)
     scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
 
 
-SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW})
+WITH_SIZES = {aten.reshape.default, aten.expand.default}
+SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
 REWRITES: dict[Form, Callable[[_Scene], None]] = {
-    Form.SIZES: _sizes,
-    Form.SPLIT: _split,
-    Form.SEGMENT: _segment,
-    Form.STRIDED: _strided,
+    Form.SIZES: _sized,
+    Form.SPLIT: _sized,
+    Form.SEGMENT: _sized,
+    Form.STRIDED: _sized,
     Form.GROUPS: _groups,
     Form.MEAN: _mean,
     Form.VOCABULARY: _embedding,

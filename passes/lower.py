@@ -20,19 +20,26 @@ from passes.check import (
     no_op_draws_from_the_default_generator,
     no_op_names_another_device,
     parameters_are_awaited,
+    ranks_of_cp_really_meet,
     readers_get_the_type_that_they_want,
     regions_are_those_of_the_plan,
+    reruns_are_those_of_the_plan,
     values_have_their_local_shape,
 )
 from passes.column_linear import overlap_f
 from passes.cut_regions import cut_regions
 from passes.dropout import name_streams
+from passes.exchange_rows import exchange_rows
+from passes.exchange_sequence import exchange_sequence
 from passes.extract import extract
 from passes.insert_collectives import insert_collectives
 from passes.localize import localize
 from passes.ops.axis import AxisHandle
+from passes.ops.load import ExpertLoad
 from passes.ops.random_state import RandomState
+from passes.own_tokens import keep_own_tokens
 from passes.peephole import drop_unread, fuse_bias, place, place_devices, sum_in_place
+from passes.recompute import recompute
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
@@ -42,7 +49,10 @@ from planner.sharding.parameters import local_parameter
 
 PASSES: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
+    Pass(exchange_rows),
+    Pass(exchange_sequence, leaves=(ranks_of_cp_really_meet,)),
     Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
+    Pass(keep_own_tokens, leaves=(collectives_are_those_of_the_plan,)),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
     Pass(fuse_bias),
     Pass(sum_in_place),
@@ -50,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
+    Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 
@@ -68,17 +79,35 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
         place(counts.graph, context.device)
         counts.recompile()
     inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
-    return RankProgram(modules, {"tp": context.tp}, context.random, counts, inputs, context.gate)
+    return RankProgram(
+        modules,
+        {"tp": context.tp, context.data.name: context.data, **context.axes},
+        context.random,
+        counts,
+        inputs,
+        context.gate,
+        load=context.load,
+    )
 
 
 def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, range]:
     """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
     decisions, shards = plan.to_run()
-    here = plan.mesh.coordinate(rank)
+    here = plan.mesh.place(rank)
     tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
-    asked: dict[str, Any] = {"regions": plan.regions, "thorough": thorough}
+    asked: dict[str, Any] = {"regions": plan.regions, "recomputed": plan.recomputed}
+    asked |= {"thorough": thorough, "place": here}
+    data = plan.mesh.data_axis
+    asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
+    asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits)
+    asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in _more_axes(plan)}
     context = LowerContext(decisions, shards, plan.collectives, tp, random, device, **asked)
     return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)
+
+
+def _more_axes(plan: Plan) -> tuple[str, ...]:
+    """Those of experts, where they have their own, and cp, where there is such."""
+    return (("etp", "ep") if plan.mesh.has_expert_axes else ()) + (("cp",) if plan.mesh.cp > 1 else ())
 
 
 def lower_stage(context: LowerContext, index: int, chunk: int) -> StageModule:
@@ -116,10 +145,10 @@ def run_passes(
 
 
 def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule:
-    decisions, shards, tp_rank, device = context.decisions, context.shards, context.tp.rank, context.device
+    decisions, shards, device = context.decisions, context.shards, context.device
     program = decisions.program
     parameters = tuple(
-        local_parameter(decisions, program.node(name), stage.index, tp_rank) for name in stage.parameters
+        local_parameter(decisions, program.node(name), stage.index, context.place) for name in stage.parameters
     )
     for name, local in zip(stage.parameters, parameters, strict=True):
         empty = torch.empty(local.shape, dtype=local.dtype, device="meta")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
+from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from planner.sharding.boundaries import BoundaryPlan
@@ -47,7 +48,8 @@ class RankProgram:
 
     ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
     its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
-    ``gate``: where the stages wait for updated parameters; None where they are to be here before the first forward.
+    ``load``: where experts note how many rows they get. ``gate``: where the stages wait for updated parameters; None
+    where they are to be here before the first forward.
     """
 
     stages: list[StageModule]
@@ -56,4 +58,5 @@ class RankProgram:
     count_module: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     gate: ParameterGate | None = None
+    load: ExpertLoad | None = None
     notes: list[str] = field(default_factory=list)

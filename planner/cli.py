@@ -3,7 +3,7 @@
 ``plan`` itself stands in runtime/cli.py, as it shows the passes too.
 
 One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
-PlanError from anywhere below becomes one message on stderr and exit code 2 (``Commands``).
+PlanError from anywhere below becomes one message on stderr and exit code 2, RunError the same with 1 (``Commands``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from planner.errors import PlanError
+from planner.errors import PlanError, RunError
+from planner.files.text import printable, shorten
 from planner.pipeline.schedule import KINDS
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
+    from planner.report.section import Section
 
-BAD_INPUT = 2
+BAD_INPUT, RUN_FAILED = 2, 1
+MOST_PRINTED_RANKS = 1 << 17
 
 
 class Commands(TyperGroup):
@@ -35,8 +38,11 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except PlanError as error:
-            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
             raise typer.Exit(BAD_INPUT) from None
+        except RunError as error:
+            typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
+            raise typer.Exit(RUN_FAILED) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         """``plan`` first: all begins with it."""
@@ -86,6 +92,14 @@ def show_plan(plan: Plan, *, full: bool = False) -> None:
         write_text(plan.describe(full=full))
 
 
+def show_sections(parts: list[Section]) -> None:
+    """Tables on stdout, as a plan's are."""
+    from planner.report.text import WIDTH, sections_text
+
+    width = Console().width if sys.stdout.isatty() else WIDTH
+    write_text(sections_text(parts, width=width))
+
+
 def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
     """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
     from planner.report.text import to_html, to_yaml
@@ -101,19 +115,36 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
             return plan.describe(full=full)
 
 
-@app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5")
+@app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5 -o best.yaml")
 def search_command(
     model: Model,
     spec: SpecFile,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to print.")] = 5,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many; in place of the spec's `devices`.")] = None,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to print.")] = 5,
     format: Annotated[Format, typer.Option(help="How to print them.")] = Format.table,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="SPEC", help="Write the spec of the fastest one here.")
+    ] = None,
 ) -> None:
-    """Rank the layouts that fit a cluster. Not available yet: name the sizes in `mesh` and use `plan`."""
-    raise PlanError(
-        "search is not available yet",
-        where=str(spec),
-        fix="write the sizes of the axes in `mesh` and run `meshwright plan`",
-    )
+    """Rank the layouts of what the spec leaves to `auto`, fastest first, and say why the others lose."""
+    from planner.api import find_layouts
+    from planner.capture.model.reference import load_model
+    from planner.search.progress import shown_progress
+    from planner.search.table import result_sections, result_to_dict
+    from planner.search.winner import chosen, winner_text
+    from planner.spec.spec import Spec
+
+    asked = Spec.load(spec)
+    if devices is not None:
+        asked = asked.with_devices(devices)
+    with shown_progress() as progress:
+        result = find_layouts(load_model(model), asked, top=top, progress=progress)
+    if output is not None:
+        write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), output)
+    if format is Format.json:
+        write_text(json.dumps(result_to_dict(result), indent=2))
+    else:
+        show_sections(result_sections(result))
 
 
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
@@ -130,6 +161,12 @@ def groups_command(
     """Print which ranks talk to each other over each axis, for the dense layers and for the experts."""
     from planner.mesh import Mesh, all_groups
 
+    if world_size > MOST_PRINTED_RANKS:
+        raise PlanError(
+            f"groups of {shorten(world_size, 40)} ranks are more than anyone reads",
+            where="--world-size",
+            fix=f"give {MOST_PRINTED_RANKS} or less",
+        )
     mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=tp if etp is None else etp, order=order)
     groups = all_groups(mesh)
     if format is Format.json:
@@ -173,19 +210,22 @@ def schedule_command(
 
 @app.command("schema", epilog="Example: meshwright schema -o spec.schema.json")
 def schema_command(
+    cluster: Annotated[bool, typer.Option("--cluster", help="Of a cluster file, not of a spec.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
     ] = None,
 ) -> None:
-    """Print the JSON schema of a spec, so that an editor completes its keys, explains and checks them.
+    """Print the JSON schema of a spec or a cluster file, for an editor to complete, explain and check.
 
     Editors with the YAML language server read it where the spec's first line names it:
     [bold]# yaml-language-server: $schema=spec.schema.json[/]
     """
+    from planner.cluster.cluster import Cluster
     from planner.spec.schema import json_schema
     from planner.spec.spec import Spec
 
-    write_text(json.dumps(json_schema(Spec), indent=2, ensure_ascii=False), output)
+    schema = json_schema(Cluster, "A meshwright cluster file") if cluster else json_schema(Spec)
+    write_text(json.dumps(schema, indent=2, ensure_ascii=False), output)
 
 
 def write_text(text: str, path: Path | None = None) -> None:

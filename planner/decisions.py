@@ -16,8 +16,9 @@ from planner.capture.batch.id_ranges import IdRange, id_ranges
 from planner.capture.loss.ignored_labels import ignored_labels
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
-from planner.experts.find import find_experts
+from planner.context.facts import Context
 from planner.experts.layers import Experts
+from planner.experts.parts import ExpertPart, expert_parts
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 from planner.graph.roles import parameter_roles
@@ -40,6 +41,8 @@ class Decisions:
     _model: nn.Module | None = None
     _reference: weakref.ref[nn.Module] | None = field(default=None, repr=False)
     hub: HubFormat = field(default_factory=HubFormat, repr=False)
+    experts: Experts = field(default_factory=Experts, repr=False)
+    context: Context = field(default_factory=Context, repr=False)
 
     def __post_init__(self) -> None:
         if self._model is not None:
@@ -68,9 +71,24 @@ class Decisions:
         return parameter_roles(self.program.graph.graph, self.program.parameters)
 
     @cached_property
-    def experts(self) -> Experts:
-        """Layers of experts behind a router, found by structure."""
-        return find_experts(self.program)
+    def expert_parts(self) -> dict[str, ExpertPart]:
+        """What parameters are to experts, by placeholder; empty where experts have no axes of their own."""
+        return expert_parts(self.experts) if self.mesh.has_expert_axes else {}
+
+    @property
+    def noted_experts(self) -> tuple[int, ...]:
+        """Experts of each layer whose rows a step counts: of all layers, where experts have axes of their own."""
+        return tuple(layer.num_experts for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
+
+    @property
+    def num_noted(self) -> int:
+        """Figures of experts that a step sums."""
+        return sum(self.noted_experts) + sum(limit > 0 for limit in self.noted_limits)
+
+    @property
+    def noted_limits(self) -> tuple[int, ...]:
+        """Slots of each expert of each layer, where a step counts what is dropped; 0 where it does not."""
+        return tuple(layer.limit for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
 
     @cached_property
     def id_ranges(self) -> dict[str, tuple[IdRange, ...]]:

@@ -48,10 +48,23 @@ class PlanError(ValueError):
         return "\n".join(lines)
 
 
+class RunError(RuntimeError):
+    """A run failed for another reason than bad input. The command line shows the message alone and exits with 1."""
+
+
 def require(ok: bool, what: str) -> None:
     """Raise a PlanError unless ``ok``: a row that contradicts itself, mostly from a file that was changed by hand."""
     if not ok:
         raise PlanError(f"the plan contradicts itself: {what}", fix="make the plan again from the model and the spec")
+
+
+def first_line(error: BaseException) -> str:
+    """An error of other code in one line: its kind and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:1000]}" if text else type(error).__name__
+
+
+_MOST_SHOWN = 20  # errors of one spec
 
 
 class SpecError(PlanError):
@@ -60,14 +73,20 @@ class SpecError(PlanError):
     errors: tuple[PlanError, ...] = ()
 
     @classmethod
-    def of(cls, errors: Sequence[PlanError]) -> PlanError:
-        """One error that shows all, each once and in the order of their lines; a single one as it is."""
+    def of(cls, errors: Sequence[PlanError], what: str = "the spec") -> PlanError:
+        """One error that shows all, each once and in the order of their lines; a single one as it is.
+
+        ``what`` has them, for the words.
+        """
         first, *rest = sorted({str(e): e for e in errors}.values(), key=lambda e: getattr(e.where, "line", 0))
         if not rest:
             return first
-        together = cls(f"{1 + len(rest)} errors in the spec", where=first.where, fix=first.fix)
+        together = cls(f"{1 + len(rest)} errors in {what}", where=first.where, fix=first.fix)
         together.errors = (first, *rest)
         return together
 
     def __str__(self) -> str:
-        return "\n".join([self.what, *map(str, self.errors)]) if self.errors else super().__str__()
+        if not self.errors:
+            return super().__str__()
+        more = len(self.errors) - _MOST_SHOWN
+        return "\n".join([self.what, *map(str, self.errors[:_MOST_SHOWN]), *[f"and {more} more"] * (more > 0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -12,7 +11,10 @@ from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.errors import PlanError
+from planner.files.json_text import read_json
+from planner.files.text import MIB, shorten
 from planner.pipeline.schedule import SchedulePlan
+from planner.recompute.pieces import Piece
 from planner.regions.regions import GraphRegion, Region
 from planner.regions.static_memory import GraphSlots
 from planner.report.text import to_text as describe
@@ -43,19 +45,23 @@ __all__ = [
     "Summary",
 ]
 
+_MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs
+
 
 @dataclass(frozen=True, slots=True)
 class Plan(Tables):
     """What runs where, for every rank. Frozen; equal plans compare equal, fresh or loaded.
 
     A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (what
-    each rank holds, sums and exchanges) and ``regions`` (what CUDA graphs capture), which passes and runtime read. They
-    are not saved: a loaded plan prints, compares and hashes, and does not run.
+    each rank holds, sums and exchanges), ``regions`` (what CUDA graphs capture) and ``recomputed`` (what is let go and
+    computed again), which passes and runtime read. They are not saved: a loaded plan prints, compares and hashes, and
+    does not run.
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
     shards: Shards | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = field(default=(), compare=False, repr=False)
+    recomputed: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -63,9 +69,11 @@ class Plan(Tables):
         decisions: Decisions | None = None,
         shards: Shards | None = None,
         regions: tuple[Region, ...] = (),
+        recomputed: tuple[Piece, ...] = (),
     ) -> Plan:
         rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
-        return Plan(**rows, decisions=decisions, shards=shards, regions=regions)
+        found = {"decisions": decisions, "shards": shards, "regions": regions, "recomputed": recomputed}
+        return Plan(**rows, **found)
 
     def to_run(self) -> tuple[Decisions, Shards]:
         """What a run needs beside the rows. Raises PlanError for a loaded plan."""
@@ -91,16 +99,9 @@ class Plan(Tables):
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """What ``save`` wrote. Raises PlanError for a file that is missing, cut short or of another version."""
+        values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="give a saved plan", damaged="save the plan again")
         try:
-            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise PlanError(
-                f"cannot read the plan: {error.strerror}", where=str(path), fix="give a saved plan"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"the plan is damaged or cut short: {error}", where=str(path), fix="save the plan again"
-            ) from None
+            return Plan.from_dict(values)
         except PlanError as error:
             raise PlanError(
                 error.what, where=str(path), fix=error.fix or "save the plan again with this version"
@@ -112,5 +113,7 @@ class Plan(Tables):
         if not isinstance(values, dict) or "version" not in values:
             raise PlanError("this is not a saved plan: it has no version")
         if values["version"] != VERSION:
-            raise PlanError(f"the plan has version {values['version']}, this program reads version {VERSION}")
+            raise PlanError(
+                f"the plan has version {shorten(values['version'], 40)}, this program reads version {VERSION}"
+            )
         return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))

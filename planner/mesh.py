@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from planner.errors import PlanError, require
 from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenerator, check_order
 
+MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
 
 
@@ -44,6 +45,8 @@ class Mesh:
             _check_size(axis, getattr(self, axis))
         check_order(self.order)
         _check_vpp(self)
+        if self.tp * self.cp * self.dp * self.pp > MOST_RANKS or self.pp * self.vpp > MOST_RANKS:
+            raise _too_many("world size")
         self._fill("world_size", "tp·cp·dp·pp", self.tp * self.cp * self.dp * self.pp)
         _check_divisible(self.world_size, "etp·ep·pp", (self.etp, self.ep, self.pp))
         self._fill("edp", "world_size / (etp·ep·pp)", self.world_size // (self.etp * self.ep * self.pp))
@@ -87,6 +90,34 @@ class Mesh:
         sizes = {"tp": self.etp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
         return RankGenerator.of(self.order, sizes, "experts")
 
+    @property
+    def has_expert_axes(self) -> bool:
+        """Whether experts are cut otherwise than all else: over ep, or over an etp that is not tp."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def data_axis(self) -> str:
+        """The ranks that hold the same dense parameters and run other tokens: "dp", or "dp-cp" where there is a cp."""
+        return "dp-cp" if self.cp > 1 else "dp"
+
+    def size(self, axis: str) -> int:
+        """The size of an axis by its name: tp, cp, dp, pp, etp, ep, edp; or of several, as dp-cp."""
+        return math.prod(getattr(self, name) for name in axis.split("-"))
+
+    def place(self, rank: int) -> dict[str, int]:
+        """``rank``'s place on each axis of both generators: {"tp", "cp", "dp", "pp", "etp", "ep", "edp"}.
+
+        Where there is a cp, also among the ranks of "dp-cp".
+        """
+        expert = self.expert_coordinate(rank)
+        place = {**self.coordinate(rank), "etp": expert["tp"], "ep": expert["ep"], "edp": expert["dp"]}
+        return place | ({"dp-cp": self.dense.index_in("dp-cp", rank)} if self.cp > 1 else {})
+
+    def shown_place(self, rank: int) -> dict[str, int]:
+        """What a message tells of a rank: its place on tp, pp and dp, and on cp where there is such."""
+        coordinate = self.coordinate(rank)
+        return {axis: coordinate[axis] for axis in ("tp", "cp", "pp", "dp") if axis != "cp" or self.cp > 1}
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """``rank``'s place on each dense axis: {"tp", "cp", "dp", "pp"}."""
         return self.dense.coordinate(rank)
@@ -122,12 +153,22 @@ def all_groups(mesh: Mesh) -> dict[str, dict[str, list[list[int]]]]:
 
 
 def _check_size(axis: str, size: object) -> None:
+    if isinstance(size, int) and size > MOST_RANKS:
+        raise _too_many(axis)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise PlanError(
             f"{axis} = {size!r} is not a positive whole number",
             where="mesh" if axis == "world size" else f"mesh.{axis}",
             fix=f"give {axis} as 1, 2, 3, …",
         )
+
+
+def _too_many(axis: str) -> PlanError:
+    return PlanError(
+        f"{axis} is more than {MOST_RANKS}, the most ranks that there may be",
+        where="mesh" if axis == "world size" else f"mesh.{axis}",
+        fix="check the number of digits",
+    )
 
 
 def _check_vpp(mesh: Mesh) -> None:

@@ -95,6 +95,13 @@ class RankGenerator:
         inside = ((n, s) for n, s, chosen in zip(self.sizes, strides, mask, strict=True) if chosen)
         return [base + offset for offset in _offsets(inside)]
 
+    def index_in(self, token: str, rank: int) -> int:
+        """Which member of its group of ``token`` a rank is."""
+        coordinate, chosen = self.coordinate(rank), token.split("-")
+        sizes = [n if axis in chosen else 1 for axis, n in zip(self.axes, self.sizes, strict=True)]
+        places = (coordinate[axis] if axis in chosen else 0 for axis in self.axes)
+        return sum(place * stride for place, stride in zip(places, _strides(sizes), strict=True))
+
     def coordinate(self, rank: int) -> dict[str, int]:
         assert 0 <= rank < self.world_size, f"rank {rank} is outside a world of {self.world_size}"
         return {a: rank // s % n for a, n, s in zip(self.axes, self.sizes, _strides(self.sizes), strict=True)}

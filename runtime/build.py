@@ -70,10 +70,10 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     take_constants(plan, groups, differ)
     program = program or lower(plan, groups.rank, groups.device)
     for name, axis in program.axes.items():
-        axis.group = getattr(groups, name, None)
+        axis.group = groups.over(name)
     if program.count_module is not None:
         program.count_module.to(groups.device)
-    fresh = fill(program.stages, weights, groups.mesh.tp, groups.tp_rank, groups.device)
+    fresh = fill(program.stages, weights, groups.mesh, groups.place, groups.device)
     fresh = take_weights(plan, program, weights, groups, differ, fresh)
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
@@ -124,16 +124,18 @@ def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
     read = decisions.batch_inputs
     inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
     computed = {name: dtype for name, (_, dtype) in read.items()}
-    sizes = (spec.batch.global_size, spec.batch.micro, groups.mesh.dp)
+    sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
     return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges)
 
 
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
-    """Over the buffers that the plan lays out for this pp rank."""
+    """Over the buffers that the plan lays out for this rank."""
+    named = (groups.mesh.data_axis, "edp", "tp", "etp", "world", "embedding")
+    axes = {axis: groups.over(axis) for axis in named}
     return DistributedOptimizer(
         parameters_of(program),
-        plan.to_run()[1].buffers_of_rank(groups.pp_rank),
+        plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"]),
         spec.optimizer,
-        groups={"dp": groups.dp, "tp": groups.tp, "world": groups.world, "embedding": groups.embedding},
+        groups=axes,
         device=groups.device,
     )

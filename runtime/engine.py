@@ -6,6 +6,7 @@ train_step = batch check -> loss denominators of the global batch -> actions of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch import Tensor
 
 from passes.stage_module import RankProgram
@@ -20,21 +22,25 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.build import build, executor_of, graphs_of, open_rank, parameters_of
+from runtime.checkpoint.loader import load_save
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
+from runtime.checkpoint.saver import Saver
+from runtime.checkpoint.training_state import TrainingState
 from runtime.data.batches import num_tokens
 from runtime.data.denominators import denominators
 from runtime.data.first_batch import check_first_batch, tell_failure
+from runtime.distributed.faults.activity import BETWEEN, Activity
+from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
-from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.lr import learning_rate
 from runtime.pipeline.executor import Step
+from runtime.pipeline.find_nonfinite import find_nonfinite
+from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
-from runtime.weights.gather import collect, from_rank_0
+from runtime.update import Update
+from runtime.weights.gather import by_all_names, collect, from_rank_0
 from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source
-
-_engines_made = 0
 
 
 class Engine:
@@ -71,17 +77,22 @@ class Engine:
         except BaseException as error:
             if self._store is not None:
                 tell_failure(self._store, self.mesh.world_size, self.groups.rank, error)
+            told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
-            raise
+            raise told from told.__cause__
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept = built.fresh, built.kept
-        self.loss_scale = LossScale(self.spec.precision, self.groups.device)
+        self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer)
+        self.loss_scale = self._updates.loss_scale
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
+        self._saver = Saver(self.groups)
         self.executor = executor_of(plan, built, self.groups, self.graphs, before_backward=self._before_backward)
+        self.groups.faults.activity.begin(BETWEEN, 0)
 
     # ---- public: steps
 
+    @shared_call("batch")
     def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepReport:
         """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
 
@@ -93,20 +104,45 @@ class Engine:
         loss = self._forward_backward(batch, local)
         return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
 
+    @shared_call("batch")
     def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
         ``gather_gradients`` and ``optimizer_step``."""
         self._loss = self._forward_backward(batch, local)
+        self._activity.off("sum of gradients")
         self.optimizer.reduce_gradients()
         self._gradients_ready = True
         return self._over_world(self._loss)
 
+    @shared_call("update")
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
         if not self._gradients_ready:
             raise PlanError("there are no gradients to update with", fix="call forward_backward(batch) first")
         return self._update(self._loss)
 
+    @shared_call("search for what is not finite")
+    def find_nonfinite(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, step: int | None = None
+    ) -> NonFinite | None:
+        """The first value of a step that is NaN or infinite: who made it, on which rank, in which microbatch.
+
+        The same call on every rank, after a report that says ``skipped``, with that step's batch: forward and backward
+        run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
+        The same answer on every rank; None where all is finite. Gradients of ``forward_backward`` are gone.
+        """
+        index = max(0, self.step_index - 1) if step is None else step
+        self._ready()
+        self._gradients_ready = False
+        given = replace(self._step(batch, local), index=index, scale=self.loss_scale.before)
+        self.optimizer.begin_step()
+        self._note_load(True)
+        try:
+            return find_nonfinite(self.executor, given, self.groups, self._summed_gradients)
+        finally:
+            self._note_load(False)
+
+    @shared_call("evaluation")
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch, without gradients and without dropout."""
         self._ready()
@@ -120,13 +156,16 @@ class Engine:
 
     # ---- public: tensors in and out
 
+    @shared_call("gather")
     def gather_parameters(self) -> dict[str, Tensor]:
         """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
         self._ready()
         unused = from_rank_0(self.groups, [*self._kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
-        return self._named({**collect(self.plan.parameters, self._own(), dtypes, self.groups), **self._kept.parameters})
+        found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
+        return by_all_names(self.plan.parameters, {**found, **self._kept.parameters})
 
+    @shared_call("gather")
     def gather_gradients(self) -> dict[str, Tensor]:
         """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
 
@@ -138,9 +177,11 @@ class Engine:
                 fix="call it between forward_backward(batch) and optimizer_step()",
             )
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
-        dtypes = {name: buffer.main_dtype for buffer in self._shards.buffers for name in buffer.by_name}
-        return self._named(collect(self.plan.parameters, gradients, dtypes, self.groups))
+        dtypes = self._shards.main_dtypes(self.groups.mesh.ep)
+        found = collect(self.plan.parameters, gradients, dtypes, self.groups)
+        return by_all_names(self.plan.parameters, found)
 
+    @shared_call("load")
     def load_pretrained(self, directory: str | PathLike[str]) -> None:
         """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
 
@@ -154,6 +195,7 @@ class Engine:
         self._gradients_ready = False
         self.optimizer.sync_main_from_parameters()
 
+    @shared_call("save")
     def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
 
@@ -163,21 +205,55 @@ class Engine:
         self._ready()
         save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
 
-    def save(self, directory: str | PathLike[str]) -> None:
-        """Not there yet. Raises PlanError."""
-        raise PlanError("checkpoints are not available yet", fix="write gather_parameters() of rank 0 to a file")
+    @shared_call("save")
+    def save(
+        self, directory: str | PathLike[str], wait: bool = True, *, extra: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """Write the training state to ``directory``/step-…, then its name to ``directory``/latest.
 
-    def load(self, directory: str | PathLike[str]) -> None:
-        """Not there yet. Raises PlanError."""
-        raise PlanError("checkpoints are not available yet", fix="plan a model that holds the weights")
+        The same call on every rank, between steps; each writes its own shards. ``extra``: what else is to come back,
+        as JSON; rank 0's counts. ``wait=False``: returns when the state is copied to host memory, and a thread writes
+        it; a later save waits for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
+        """
+        self._ready()
+        self._saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
+
+    @shared_call("save")
+    def wait_saves(self) -> None:
+        """Return when no save is under way. Raises PlanError on every rank if the last one failed."""
+        self._saver.wait()
+
+    @shared_call("load")
+    def load(self, directory: str | PathLike[str]) -> dict[str, JsonValue]:
+        """Take the training state of a save, or of the last one in a directory of saves; returns its ``extra``.
+
+        The same call on every rank; the save may be of any layout. The next steps are those that would have followed
+        it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
+        says so.
+        """
+        self._saver.wait()
+        self.optimizer.wait_parameters()
+        manifest = load_save(self._training_state(), self._saver.groups, directory)
+        self.optimizer.buffers.start_parameter_gather()
+        self.step_index = manifest.step
+        self._fresh = []
+        self._gradients_ready = False
+        return manifest.extra
 
     # ---- public: life
 
+    @shared_call("close")
     def close(self) -> None:
-        """Wait for all ranks, then end the process groups that this engine made. Calling it again does nothing."""
-        if self.groups.world is not None:
-            self.optimizer.wait_parameters()
-            self.groups.close()
+        """Wait for saves and for all ranks, then end the process groups that this engine made. Again: nothing.
+
+        Raises PlanError on every rank if a save in the background failed.
+        """
+        try:
+            self._saver.wait()
+        finally:
+            if self.groups.world is not None:
+                self.optimizer.wait_parameters()
+                self.groups.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,9 +264,14 @@ class Engine:
         if kind is None:
             self.close()
         elif self.groups.world is not None:
+            self.groups.faults.publish(error or kind())
             self.groups.abort()  # nobody is waited for: the other ranks may have failed elsewhere
 
     # ---- pieces of a step
+
+    @property
+    def _activity(self) -> Activity:
+        return self.groups.faults.activity
 
     def _ready(self) -> None:
         """The parameters as they are to be read: updated by all ranks, and initialised where nothing was loaded."""
@@ -199,30 +280,41 @@ class Engine:
 
     def _initialise(self) -> None:
         if self._fresh:
-            initialise(self._fresh, self._weights, self.mesh.tp, self.groups.tp_rank)
+            initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
             self._fresh = []
             self.optimizer.sync_main_from_parameters()
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
         self._gradients_ready = False
+        self._activity.off("forward")
         self._capture_graphs(step)
         is_whole = self.graphs is not None and self.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
         self._initialise() if gates else self._ready()
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
+        self._note_load(True)
         run = self.executor.run if self.graphs is None else partial(self.graphs.run_step, self.executor)
-        return self._loss_here(run(step))
+        loss = self._loss_here(run(step))
+        self._note_load(False)
+        return loss
+
+    def _note_load(self, begins: bool) -> None:
+        if self.program.load is not None:
+            self.program.load.begin(self.groups.device) if begins else self.program.load.end()
 
     def _capture_graphs(self, step: Step) -> None:
         graphs = self.graphs
         is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
         if graphs is not None and (is_due or graphs.is_wanted):
             self._ready()
+            self._note_load(True)  # in the memory that the graphs are to note in
             graphs.capture(self.executor, step)
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._check(batch, local)
+        self._updates.take(batch, is_local=local)
+        self._activity.off("denominators")
         read = dict.fromkeys(name for stage in self.program.stages for name in stage.inputs)
         microbatches = self.layout.microbatches(batch, read, self.groups.device, local=local)
         return Step(
@@ -257,29 +349,21 @@ class Engine:
         return total.item()
 
     def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
-        rate, scale = self._learning_rate(), self.loss_scale.tensor
-        result = self.optimizer.step(rate, grad_scale=1.0 if scale is None else scale, extra=[loss])
-        self.loss_scale.update(result.found_inf)
+        self._activity.off("update")
+        report = self._updates.run(self.step_index, loss, num_tokens, clock)
         self.step_index += 1
         self._gradients_ready = False
-        if clock is not None:
-            clock.stop()
-        return StepReport(result.figures, rate, num_tokens, clock)
+        return report
 
-    def _learning_rate(self) -> float:
-        o, s = self.spec.optimizer, self.spec.optimizer.schedule
-        return learning_rate(self.step_index, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+    def _summed_gradients(self) -> dict[str, Tensor]:
+        self.optimizer.reduce_gradients()
+        return self.optimizer.gather_gradients()
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)
 
     # ---- tensors by name
 
     def _own(self) -> dict[str, Tensor]:
         """This rank's shards; of a tied weight's copies any, they are equal."""
         return {p.fqn: parameter.data for p, parameter in parameters_of(self.program)}
-
-    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the model's order, tied parameters under each of their names."""
-        named = {}
-        for row in self.plan.parameters:
-            if row.name in tensors:
-                named.update({name: tensors[row.name] for name in (row.name, *row.aliases)})
-        return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}

@@ -123,7 +123,7 @@ def test_a_bad_layout_is_one_error_at_its_line_that_points_at_the_character(
     ("model", "module", "what", "fix"),
     [
         (refused.Branch, "layers.1", "data-dependent", "torch.where"),
-        (refused.MaskedRows, "", "depends on data", "no x[mask]"),
+        (refused.MaskedRows, "", "depends on data", "x[token] or x[mask]"),
         (refused.NumberInPython, "", "a number read out of a tensor", "without .item()"),
         (refused.Numpy, "", "numpy", "no numpy"),
         (refused.TensorHook, "layers.1", "a hook on a gradient would be lost", "remove the hook"),
@@ -271,6 +271,54 @@ def test_a_command_ends_with_one_message_and_exit_code_2(
     command, model, *rest = arguments
     ended = run_command(command, model, str(spec), *rest)
     assert_one_message(ended, words)
+
+
+EXPERTS = "tests/models/experts.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "more", "words"),
+    [
+        (
+            f"{EXPERTS}:small",
+            "{dp: 3, ep: 3}",
+            "",
+            ["4 experts are not divisible by ep = 3", "choose ep from {1, 2, 4}"],
+        ),
+        (
+            f"{EXPERTS}:small",
+            "{dp: 8, etp: 8}",
+            "",
+            ["width 12 is not divisible by etp = 8", "choose etp from {1, 2, 3"],
+        ),
+        (
+            f"{EXPERTS}:small",
+            "{tp: 2, ep: 4, etp: 1}",
+            "",
+            ["world size 2 is not divisible by etp·ep·pp", "spec.yaml:1"],
+        ),
+        (f"{EXPERTS}:not_understood", "{dp: 2, ep: 2}", "", ["not understood", "experts.py:", "set ep: 1"]),
+        (f"{BAD}:Base", "{tp: 2, dp: 2, ep: 2}", "", ["has no experts that stand behind a router", "spec.yaml:1"]),
+        (
+            f"{EXPERTS}:small",
+            "{dp: 2, ep: 2}",
+            "cuda_graphs: {impl: emulate, scope: [moe]}\n",
+            ["no block of the model has a part moe that a graph could capture", "spec.yaml:5"],
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_the_mesh_are_one_message(
+    tmp_path: Path, model: str, mesh: str, more: str, words: list[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    given = SPEC.replace("{tp: 2, pp: 2}", mesh).replace("{global: 8, micro: 2}", "{global: 24, micro: 1}")
+    high = "high: 24" if EXPERTS in model else "high: 256"
+    spec.write_text(
+        given.replace("shape: [8]", "shape: [6]" if EXPERTS in model else "shape: [8]").replace("high: 256", high)
+        + more
+    )
+    assert_one_message(run_command("plan", model, str(spec)), words)
 
 
 @pytest.mark.slow

@@ -82,7 +82,9 @@ def test_schedule_as_svg_has_a_bar_for_each_action():
     assert text.count("<rect") == 2 * 2 * 4
 
 
-@pytest.mark.parametrize("command", ["plan", "verify", "train", "groups", "schedule", "search", "schema"])
+@pytest.mark.parametrize(
+    "command", ["plan", "verify", "memory", "train", "groups", "schedule", "search", "schema", "diff"]
+)
 def test_help_shows_an_example(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -98,16 +100,27 @@ def test_help_shows_an_example(command):
         (["groups", "--world-size", "many"], ["--world-size"]),
         (["schedule", "--pp", 4, "--microbatches", 2, "--vpp", 2], ["needs at least 4 microbatches", "fix:"]),
         (["schedule", "--pp", 2, "--microbatches", 4, "--kind", "zigzag"], ["unknown schedule `zigzag`"]),
-        (["search", GPT, GPT_SPEC], ["not available yet"]),
+        (["search", GPT, GPT_SPEC], ["no axis of the mesh is auto", "fix: write mesh: auto"]),
         (["plan", GPT, "no_such.yaml"], ["no_such.yaml"]),
         (["plan", GPT, GPT_SPEC, "--rank", 1], ["--rank says whose passes", "fix: add --passes"]),
         (["plan", GPT, GPT_SPEC, "--passes", "--format", "json"], ["--passes prints text, not json", "fix:"]),
         (["plan", "no_such_file.py:build", GPT_SPEC], ["no file no_such_file.py"]),
         (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),
         (["verify", GPT, "no_such.yaml"], ["no_such.yaml"]),
+        (["memory", GPT, "no_such.yaml"], ["no_such.yaml"]),
         (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
         (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh takes 4 processes"]),
         (["nonsense"], ["No such command"]),
+        (["groups", "--world-size", "9" * 30], ["groups of 999999999999999999999999999999 ranks", "131072 or less"]),
+        (["groups", "--world-size", "9" * 5000], ["--world-size"]),
+        (["groups", "--world-size", 8, "--tp", "9" * 30], ["tp is more than 1048576"]),
+        (["schedule", "--pp", 10**9, "--microbatches", 10**9], ["1f1b: pp 1000000000", "more than 262144 actions"]),
+        (["plan", GPT, "/dev/full"], ["the spec /dev/full is a device, not a regular file", "fix:"]),
+        (["plan", GPT, "n" * 5000], ["cannot read the spec", "File name too long"]),
+        (["plan", "hf:" + "n" * 5000, GPT_SPEC], ["cannot read the config", "File name too long"]),
+        (["plan", "n" * 5000 + ".py:build", GPT_SPEC], ["no file nnn"]),
+        (["verify", GPT, GPT_SPEC, "--tolerance", "nan"], ["a tolerance of nan compares nothing"]),
+        (["verify", GPT, GPT_SPEC, "--tolerance", "-1"], ["a tolerance of -1.0 compares nothing"]),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(arguments, words):

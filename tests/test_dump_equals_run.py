@@ -3,53 +3,86 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from passes.ops import experts
 from passes.ops.collectives import ALL_GATHER, REDUCE_SCATTER
 from planner import Plan, plan
-from planner.cost.memory import LocalSizes
-from runtime.distributed.launch import launch
+from planner.graph.ops.aten import value_bytes
+from planner.spec.spec import Spec
+from runtime.distributed import opening
+from runtime.distributed.groups import Groups, expert_axes
 from runtime.engine import Engine
 from runtime.optimizer import buffers, zero1
 from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.forks import StoreHost, in_fork
+from tests.tools.laboratory import Captures, session_lab
 
 STEPS = 2
+AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp")
+OTHERS = ("broadcast", "reduce", "scatter", "gather", "all_to_all", "reduce_scatter", "all_gather_object", "barrier")
+ROUTED = (
+    "all_to_all",
+    "etp",
+)  # a rank passes on what came to it: its bytes follow the routing
 
 
 class Calls:
-    """Wraps what the runtime calls of torch.distributed. Owns: (kind, axis, bytes) → how often, while it is open."""
+    """Wraps what the runtime calls of torch.distributed. Owns: (kind, axis, bytes) → how often, while it is open.
+
+    Rows that go to experts and back are as many bytes as this rank sends, or gets back: what else comes or goes follows
+    the routing of others.
+    """
 
     def __init__(self, engine: Engine) -> None:
         groups = engine.groups
-        axes = ((axis, getattr(groups, axis)) for axis in ("tp", "dp", "pp", "world"))
-        self.axis_of = {id(group): axis for axis, group in axes if group is not None}
+        axes = {axis: groups.over(axis) for axis in AXES}
+        self.axis_of = {id(group): axis for axis, group in axes.items() if group is not None}
+        assert len(self.axis_of) == sum(group is not None for group in axes.values()), "a group of two axes"
         self.axis_of |= {id(group): "embedding" for group in groups.embedding.values() if group is not None}
         self.seen: Counter[tuple[str, str, int]] = Counter()
+        self._own_rows = 1
 
     def __enter__(self) -> Calls:
         self.patch = pytest.MonkeyPatch()
-        names = {"all_reduce": 0, "isend": 0, "irecv": 0, ALL_GATHER: 0, REDUCE_SCATTER: 1}
+        names = {"all_reduce": 0, "isend": 0, "irecv": 0, ALL_GATHER: 0, REDUCE_SCATTER: 1, "all_gather": 0}
         kinds = {"isend": "send", "irecv": "recv", ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter"}
         for name, position in names.items():
             self._wrap(dist, name, kinds.get(name, name), position)
+        for name in OTHERS:  # no row of a plan is of these
+            self._wrap(dist, name, f"{name}, in no plan", 0)
+        self._wrap(dist, "all_to_all_single", "all_to_all", None)
+        for name, position in {"_send": 1, "_return": 0}.items():
+            self._turn(name, position)
         self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
         self._wrap(buffers, "all_gather", "all_gather", 0)
         self._wrap(zero1, "all_gather", "all_gather", 0)
         return self
 
+    def _turn(self, name: str, position: int) -> None:
+        """Where the own rows are in an all-to-all that ``name`` of the ops calls: given it, or what it gives."""
+        real = getattr(experts, name)
+
+        def call(*args: Any) -> Any:
+            self._own_rows = position
+            return real(*args)
+
+        self.patch.setattr(experts, name, call)
+
     def __exit__(self, *_: object) -> None:
         self.patch.undo()
 
-    def _wrap(self, module: Any, name: str, kind: str, position: int) -> None:
-        """Count calls by the bytes of the argument that holds the whole tensor."""
+    def _wrap(self, module: Any, name: str, kind: str, position: int | None) -> None:
+        """Count calls by the bytes of the argument that holds the whole tensor (None: this rank's own rows)."""
         real = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = args[position]
+            given = args[self._own_rows if position is None else position] if args else []
             tensors = given if isinstance(given, list) else [given]
             size = sum(t.numel() * t.element_size() for t in tensors)
             self.seen[kind, self.axis_of.get(id(kwargs.get("group")), "?"), size] += 1
@@ -58,26 +91,45 @@ class Calls:
         self.patch.setattr(module, name, call)
 
 
-def run_counted(model: str, changes: dict[str, Any]) -> tuple[Counter, Counter, dict[str, int]]:
-    """The calls of ``STEPS`` steps on this rank, its tp collectives by phase, the bytes of its buffers."""
-    made = plan(build(model), spec_of(model, **changes))
+def own_groups(groups: Groups) -> None:
+    """A group of its own for each axis of experts, also where a run shares that of tp or dp: calls tell their axis."""
+    for axis, members in expert_axes(groups.mesh).items():
+        if groups.mesh.size(axis) > 1:
+            setattr(groups, axis, opening._make(groups, members))
+
+
+def run_counted(made: Plan) -> dict[str, Any]:
+    """Of this rank: the calls of ``STEPS`` steps, its collectives in graphs by phase, the bytes of its buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "_make_expert_groups", own_groups)
+        return counted(made)
+
+
+def counted(made: Plan) -> dict[str, Any]:
     with Engine(made, timeout_seconds=60) as engine:
         batch = batch_of(made)
         engine.train_step(batch)
-        axis = engine.program.axes["tp"]
-        axis.counts.clear()
+        axes = engine.program.axes
+        for axis in axes.values():
+            axis.counts.clear()
+            axis.bytes.clear()
         with Calls(engine) as calls:
             for _ in range(STEPS):
                 engine.train_step(batch)
                 engine.optimizer.wait_parameters()
-        return calls.seen, axis.counts, engine.optimizer.measured_bytes()
+        return {
+            "calls": calls.seen,
+            "counts": {name: axis.counts for name, axis in axes.items()},
+            "bytes": {name: axis.bytes for name, axis in axes.items()},
+            "memory": engine.optimizer.measured_bytes(),
+        }
 
 
 def batch_of(made: Plan) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     batch = made.spec["batch"]
     return {
-        name: torch.randint(0, 64, (batch["global"], *given["shape"]), generator=generator)
+        name: torch.randint(0, given["high"], (batch["global"], *given["shape"]), generator=generator)
         for name, given in made.spec["inputs"].items()
     }
 
@@ -122,40 +174,121 @@ CASES = {
     "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
     "tp2 pp2, norm over all heads": ("normed queries", {"mesh": {"tp": 2, "pp": 2}}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
+    "cp2 dp2": ("gpt", {"mesh": {"cp": 2, "dp": 2}}),
+    "cp2 tp2, one key head, zero 0": (
+        "llama, one key head",
+        {"mesh": {"cp": 2, "tp": 2}, "optimizer": {"zero": 0}},
+    ),
+    "cp2 pp2, bfloat16": ("bert", {"mesh": {"cp": 2, "pp": 2}, "precision": {"parameters": "bfloat16"}}),
+    "cp2 pp2, one key head, recompute": ("llama, one key head", {"mesh": {"cp": 2, "pp": 2}, "recompute": "full"}),
+    "cp4, a value over all data": ("sureness", {"mesh": {"cp": 4}}),
+    "ep2 dp2, pp2": ("mixtral", {"mesh": {"pp": 2, "dp": 2, "ep": 2}}),
+    "tp2 dp2 ep2, etp 1": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "ep": 2, "etp": 1}}),
+    "tp2 dp2 ep2, etp 1, bfloat16": (
+        "mixtral",
+        {"mesh": {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "precision": {"parameters": "bfloat16"}},
+    ),
+    "tp2 dp2 ep2, etp 2: the groups of tp and dp": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "ep": 2}}),
+    "dp4 ep2": ("mixtral", {"mesh": {"dp": 4, "ep": 2}}),
+    "dp4 ep2, zero 0, buckets": (
+        "mixtral",
+        {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 0, "bucket_size": 5000}},
+    ),
+    "dp2 ep2 etp2 of 4": ("mixtral", {"mesh": {"dp": 4, "ep": 2, "etp": 2}}),
+    "tp2 dp2, etp 1": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "etp": 1}}),
+    "a loop, tp2 dp2 ep2, etp 1": ("loop of experts", {"mesh": {"tp": 2, "dp": 2, "ep": 2, "etp": 1}}),
+    "a loop, dp4 ep2": ("loop of experts", {"mesh": {"dp": 4, "ep": 2}}),
+    "slots, tp2 dp2 ep2, etp 1": ("slots of experts", {"mesh": {"tp": 2, "dp": 2, "ep": 2, "etp": 1}}),
+    "slots, dp2 ep2 etp2 of 4": ("slots of experts", {"mesh": {"dp": 4, "ep": 2, "etp": 2}}),
+    "tp2 pp2 vpp2, sequence parallel, blocks computed again": (
+        "gpt",
+        {
+            "mesh": {"tp": 2, "pp": 2, "vpp": 2},
+            "pipeline": {"schedule": "interleaved_1f1b"},
+            "tensor_parallel": {"sequence_parallel": True},
+            "recompute": "full",
+        },
+    ),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }
 
 
-def run_all_cases() -> dict[str, Any]:
-    return {case: run_counted(*arguments) for case, arguments in CASES.items()}
+class Ran(NamedTuple):
+    """A case: its plan without what it was decided on, each pp rank's registered bytes, what each rank saw."""
+
+    made: Plan
+    registered: list[int]
+    ranks: list[dict[str, Any]]
+
+
+def run_all_cases(host: StoreHost) -> dict[str, Ran]:
+    """Model by model, each captured once in a process of its own."""
+    models = dict.fromkeys(model for model, _ in CASES.values())
+    return {case: ran for model in models for case, ran in in_fork(run_cases_of, host, model).items()}
+
+
+def run_cases_of(host: StoreHost, model: str) -> dict[str, Ran]:
+    captures, built, found = Captures(), build(model), {}
+    for number, (case, (name, changes)) in enumerate(CASES.items()):
+        if name == model:
+            spec = Spec.load(spec_of(model, **changes))
+            sizes = {key: (spec.batch.micro, *given.shape) for key, given in spec.require_inputs().items()}
+            given = {key: torch.empty(size, dtype=torch.int64, device="meta") for key, size in sizes.items()}
+            captures.make(built, given, spec.precision.parameters)
+            host.begin(f"{number + 1}0")
+            found[case] = in_fork(run_case, host, built, spec)
+    return found
+
+
+def run_case(host: StoreHost, model: nn.Module, spec: Spec) -> Ran:
+    made = plan(model, spec)
+    registered = [registered_bytes(made, pp_rank) for pp_rank in range(made.mesh.pp)]
+    return Ran(type(made).of(made), registered, host.run_ranks(4, run_counted, made))
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def runs() -> dict[str, Ran]:
     """What each of four processes saw, by case."""
-    return launch(run_all_cases, 4, timeout_seconds=280)
+    return session_lab().call(run_all_cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(ranks, case):
-    model, changes = CASES[case]
-    made = plan(build(model), spec_of(model, **changes))
-    for rank, seen in enumerate(ranks):
-        calls, by_phase, measured = seen[case]
-        assert calls == Counter({key: n * STEPS for key, n in rows_of_rank(made, rank).items()})
-        planned: Counter[tuple[str, str]] = Counter()
-        for row, times in mine(made, rank):
-            if row.axis == "tp" and row.phase != "step":
-                planned[row.kind, row.phase] += times * STEPS
-        assert by_phase == planned
-        assert_memory(made, rank, measured)
+def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(runs: dict[str, Ran], case: str):
+    made = runs[case].made
+    for rank, seen in enumerate(runs[case].ranks):
+        planned = Counter({key: n * STEPS for key, n in rows_of_rank(made, rank).items()})
+        assert without_routed_bytes(seen["calls"]) == without_routed_bytes(planned)
+        for axis in ("tp", "cp", "ep", "etp"):
+            counts, sizes = in_graphs(made, rank, axis)
+            assert +seen["counts"].get(axis, Counter()) == counts
+            if axis in ("cp", "ep"):
+                assert +seen["bytes"].get(axis, Counter()) == sizes
+        assert_memory(made, rank, seen["memory"], runs[case].registered)
 
 
-def assert_memory(made: Plan, rank: int, measured: dict[str, int]) -> None:
+def without_routed_bytes(calls: Counter[tuple[str, str, int]]) -> Counter[tuple[str, str, int]]:
+    """The same, but of what follows the routing only how often."""
+    kept: Counter[tuple[str, str, int]] = Counter()
+    for (kind, axis, size), n in calls.items():
+        kept[kind, axis, 0 if (kind, axis) == ROUTED else size] += n
+    return kept
+
+
+def in_graphs(made: Plan, rank: int, axis: str) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """(kind, phase) → how often, and how many bytes, in ``STEPS`` steps of what graphs exchange over an axis."""
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for row, times in mine(made, rank):
+        if row.axis == axis and row.phase != "step":
+            counts[row.kind, row.phase] += times * STEPS
+            sizes[row.kind, row.phase] += row.bytes * times * STEPS
+    return counts, sizes
+
+
+def assert_memory(made: Plan, rank: int, measured: dict[str, int], registered: list[int]) -> None:
     pp_rank = made.mesh.coordinate(rank)["pp"]  # type: ignore[attr-defined]
     row = made.memory[pp_rank]
-    assert row.parameters == measured["parameters"] + registered_bytes(made, pp_rank)
+    assert row.parameters == measured["parameters"] + registered[pp_rank]
     assert row.gradients == measured["gradients"]
     assert row.optimizer == measured["optimizer"] + measured["main_parameters"] + measured["main_gradients"]
 
@@ -165,7 +298,7 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
     source: Any = made.decisions
     names = (*source.program.buffers, *source.program.constants)
     return sum(
-        LocalSizes().bytes(source.program.node(name))
+        value_bytes(source.program.node(name))
         for name in names
         for stage in source.stages.parameter_stages[name]
         if stage % made.mesh.pp == pp_rank
@@ -191,3 +324,23 @@ def test_a_layer_costs_two_forward_and_two_backward_all_reduces_and_the_loss_thr
 def tokens_of_loss(made: Plan) -> int:
     (shape,) = {tuple(i["shape"]) for i in made.spec["inputs"].values()}
     return made.spec["batch"]["micro"] * shape[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision"),
+    [({"dp": 2, "ep": 2}, None), ({"dp": 2, "ep": 2}, "bfloat16"), ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16")],
+    ids=str,
+)
+def test_each_way_of_rows_to_experts_is_tokens_by_choices_by_hidden_by_itemsize(mesh, precision):
+    changes = {"mesh": mesh} | ({"precision": {"parameters": precision}} if precision else {})
+    made = plan(build("mixtral"), spec_of("mixtral", **changes))
+    config: Any = build("mixtral").config
+    rows = tokens_of_loss(made) * config.num_experts_per_tok // mesh.get("tp", 1)  # tp ranks share them
+    size = rows * config.hidden_size * (2 if precision else 4)
+    found = Counter((r.phase, r.bytes, r.count, r.per) for r in made.collectives if r.axis == "ep")
+    told = config.num_local_experts * 8  # of all experts, how many rows each gets, in int64
+    assert found == {
+        ("forward", told, 1, "microbatch"): config.num_hidden_layers,
+        ("forward", size, 1, "microbatch"): 2 * config.num_hidden_layers,
+        ("backward", size, 1, "microbatch"): 2 * config.num_hidden_layers,
+    }

@@ -109,7 +109,7 @@ def shows(cell: str, whole: str) -> bool:
 def test_every_command_is_shown_with_options_that_it_has():
     commands: dict[str, Any] = get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     shown = re.findall(r"^    meshwright (\w+)(.*)$", README, re.MULTILINE)
-    assert {name for name, _ in shown} == set(commands) - {"search"}  # which is not there yet
+    assert {name for name, _ in shown} == set(commands)
     for name, rest in shown:
         known = {option for parameter in commands[name].params for option in parameter.opts}
         given = set(re.findall(r"(?<!\S)\[?(--?[a-z][\w-]*)", rest.partition("#")[0]))

@@ -24,7 +24,6 @@ from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.run import random_batch
-from tests.tools.paths import ROOT
 
 VOCABULARY, LENGTH = 97, 8
 BASE: dict[str, Any] = {
@@ -43,6 +42,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.tp": (1, {}),
     "mesh.pp": (1, {}),
     "mesh.dp": (1, {}),
+    "mesh.cp": (2, {}),
     "mesh.vpp": (1, INTERLEAVED),
     "mesh.etp": (1, {}),
     "mesh.order": ("dp-tp-pp", {}),
@@ -51,6 +51,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "inputs.shape": ([4], {}),
     "inputs.dtype": ("float32", {"inputs.high": None}),
     "tensor_parallel.sequence_parallel": (True, {}),
+    "tensor_parallel.regather": (False, {"tensor_parallel.sequence_parallel": True}),
     "tensor_parallel.overrides": ({"*.attention.*": "replicate"}, {}),
     "tensor_parallel.vocabulary_multiple": (1, {}),
     "pipeline.schedule": ("gpipe", {}),
@@ -61,6 +62,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.bucket_size": (1000, {}),
     "precision.parameters": ("bfloat16", {}),
     "precision.gradients": ("bfloat16", {}),
+    "recompute": ("full", {}),
     "cuda_graphs.impl": ("emulate", {}),
     "cuda_graphs.scope": (["attn"], {"cuda_graphs.impl": "emulate"}),
 }
@@ -80,14 +82,14 @@ CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
     "initialization.residual_scale": (False, {}),
 }
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "mesh.cp": (2, {}),
     "mesh.ep": (2, {}),
     "inputs.like": ("none such", {}),
     "loss": ({"output": "none such"}, {}),
-    "recompute": ("full", {}),
-    "cluster": (str(ROOT / "specs" / "minimal.yaml"), {}),  # any mapping is a cluster file today
+    "cluster": ("no-such-cluster", {}),
+    "devices": (4, {}),  # without auto it says how many ranks the mesh has
 }
-BELOW = ["initial_weights", "inputs.high", "cuda_graphs.warmup_steps"]  # these have tests of their own
+# these have tests of their own: of layouts with dropout, below, of recorded graphs, and of numbers that are none
+BELOW = ["dropout", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
 ONE_VALUE = ["optimizer.name"]
 
 

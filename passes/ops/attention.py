@@ -24,9 +24,7 @@ def shared_key_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] whole: attention of its query heads (type V over heads)."""
-    local, per_group = q.shape[1], q.shape[1] * axis.size // k.shape[1]
-    heads = [head // per_group for head in range(axis.rank * local, (axis.rank + 1) * local)]
-    k, v = (_read_by(heads, t) for t in (k, v))
+    k, v = key_heads_of(q, k, v, axis)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -35,8 +33,15 @@ def shared_key_attention(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=k.shape[1] != local,
+        enable_gqa=k.shape[1] != q.shape[1],
     )
+
+
+def key_heads_of(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle) -> tuple[Tensor, Tensor]:
+    """Of all heads of k and v those that this rank's heads of q read."""
+    local, per_group = q.shape[1], q.shape[1] * axis.size // k.shape[1]
+    heads = [head // per_group for head in range(axis.rank * local, (axis.rank + 1) * local)]
+    return _read_by(heads, k), _read_by(heads, v)
 
 
 def _read_by(heads: list[int], x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 class AxisHandle:
     """One mesh axis as a lowered graph sees it: size and rank are known, the runtime binds the process group.
 
-    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan.
+    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan. ``phase``: of all that
+    runs now, where a forward is computed again in the backward.
     """
 
     def __init__(self, name: str, size: int, rank: int) -> None:
@@ -24,6 +25,7 @@ class AxisHandle:
         self.size = size
         self.rank = rank
         self.group: Any = None
+        self.phase: str | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 

@@ -18,6 +18,7 @@ nothing to exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement
 
 Tensor = torch.Tensor
+Ending = Callable[[], Tensor]
 
 # torch 2.13 deprecates the names that are the only ones in 2.11
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -45,7 +47,7 @@ def all_gather_single(whole: Tensor, own: Tensor, *, group: Any, async_op: bool 
 
 def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
     """Sum (or ``op``) over the axis. ``owned``: x may be overwritten. gloo sums a non-contiguous x wrongly."""
-    _count(axis, "all_reduce", phase, x)
+    note(axis, "all_reduce", phase, x)
     out = x.contiguous()
     if out is x and not owned:
         out = x.clone()
@@ -56,24 +58,34 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
 
 def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
     """Begin to sum a contiguous ``x`` in place; what it returns is waited for before x is read. None: nothing to do."""
-    _count(axis, "all_reduce", phase, x)
+    note(axis, "all_reduce", phase, x)
     return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 and not x.is_meta else None
 
 
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
     """The whole tensor from the ranks' parts, segment by segment."""
-    _count(axis, "all_gather", phase, x, axis.size)
-    parts = x.new_empty((axis.size, *x.shape))
-    if not x.is_meta:
-        all_gather_single(parts.view(-1), x.contiguous().view(-1), group=axis.group)
-    if cut.dim == 0 and len(cut.segments) == 1:  # the parts lie behind each other already
-        return parts.flatten(0, 1)
-    return _joined(list(parts.unbind(0)), axis, cut)
+    return start_all_gather(x, axis, cut, phase)()
+
+
+def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, ahead: bool = False) -> Ending:
+    """Begin to gather; what it returns ends it and gives the whole tensor. ``ahead``: other work stands between."""
+    note(axis, "all_gather", phase, x, axis.size)
+    parts, own = x.new_empty((axis.size, *x.shape)), x.contiguous()
+    work = None if x.is_meta else all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
+
+    def end() -> Tensor:
+        if work is not None:
+            work.wait()
+        if cut.dim == 0 and len(cut.segments) == 1:  # the parts lie behind each other already
+            return parts.flatten(0, 1)
+        return _joined(list(parts.unbind(0)), axis, cut)
+
+    return end
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
     """From a part of one dim to a part of another: each rank sends every rank what that one holds of its own part."""
-    _count(axis, "all_to_all", phase, x, axis.size)
+    note(axis, "all_to_all", phase, x, axis.size)
     sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)])
     received = torch.empty_like(sent)
     if not x.is_meta:
@@ -90,17 +102,28 @@ def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
 
 def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
     """This rank's part of the sum of the ranks' whole tensors."""
-    _count(axis, "reduce_scatter", phase, x)
+    return start_reduce_scatter(x, axis, cut, phase)()
+
+
+def start_reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, ahead: bool = False) -> Ending:
+    """Begin to sum; what it returns ends it and gives this rank's part. ``ahead``: other work stands between."""
+    note(axis, "reduce_scatter", phase, x)
     own = part(x, cut, axis.size, axis.rank)
     out = torch.empty_like(own, memory_format=torch.contiguous_format)
     if x.is_meta:
-        return out
+        return lambda: out
     if cut.dim == 0 and len(cut.segments) == 1:
         parts = x.contiguous()
     else:
         parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)])
-    reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group)
-    return out
+    work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)
+
+    def end() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out
+
+    return end
 
 
 def part(x: Tensor, cut: Placement, size: int, rank: int) -> Tensor:
@@ -109,7 +132,9 @@ def part(x: Tensor, cut: Placement, size: int, rank: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
 
 
-def _count(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> None:
+def note(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> None:
+    """Count one collective, of ``times`` x."""
+    phase = axis.phase or phase
     axis.counts[kind, phase] += 1
     axis.bytes[kind, phase] += x.numel() * x.element_size() * times
 

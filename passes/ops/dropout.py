@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from passes.ops.attention import attention_arguments, shared_key_attention
+from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.random_state import RandomState
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+OWN_ATTENTION = (shared_key_attention, causal_attention, shared_key_causal_attention)  # their dropout is a keyword
+_BY_NAME = {function.__name__: function for function in OWN_ATTENTION}
 
 
 class _Dropout(torch.autograd.Function):
@@ -40,15 +43,23 @@ def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: b
         return x
     keep = torch.empty_like(x, dtype=torch.bool, requires_grad=False)
     keep.bernoulli_(1.0 - p, generator=random.generator(x.device, op, sharded))
+    return scaled_dropout(x, keep, p)
+
+
+def scaled_dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x · keep / (1 − p)."""
     return _Dropout.apply(x, keep, 1.0 / (1.0 - p) if p < 1.0 else 1.0)
 
 
 def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
-    """Attention whose dropout draws from the named stream; the default generator is left as it was."""
+    """Attention whose dropout draws from the named stream; the default generator is left as it was.
+
+    ``target``: aten's op, or the name of one of ``OWN_ATTENTION``: code that is generated cannot hold the function.
+    """
     off = {} if random.training else {"dropout_p": 0.0}
     with random.as_default(args[0].device, op, sharded):
-        if target is shared_key_attention:
-            return shared_key_attention(*args, **{**kwargs, **off})
+        if target in _BY_NAME:
+            return _BY_NAME[target](*args, **{**kwargs, **off})
         given: dict[str, Any] = attention_arguments(args, kwargs) | off
         return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)
 

@@ -50,24 +50,27 @@ def unpermute(rows: Tensor, order: Tensor, probs: Tensor) -> Tensor:
 class Splits:
     """How many rows go to and come from each rank, and the order that brings those that came by expert.
 
-    ``counts``: how many each expert of this rank then has.
+    ``counts``, and ``sizes`` on the host: how many each expert of this rank then has.
     """
 
     sent: list[int]
     received: list[int]
     order: Tensor
     counts: Tensor
+    sizes: list[int]
 
     @classmethod
     def of(cls, counts: Tensor, received: Tensor) -> Splits:
         """``counts`` [E]: of this rank's rows. ``received`` [ep, E / ep]: of this rank's experts, by their sender."""
-        sizes = torch.stack([counts.view(received.shape).sum(1), received.sum(1)]).tolist()  # one wait for both
-        return cls(sizes[0], sizes[1], _by_expert(received), received.sum(0))
+        sent, came = torch.stack([counts.view(received.shape), received]).tolist()  # one wait for both
+        sizes = [sum(column) for column in zip(*came, strict=True)]
+        return cls([sum(row) for row in sent], [sum(row) for row in came], _by_expert(received), received.sum(0), sizes)
 
 
 def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
     """What the ranks of ``axis`` tell each other of their routing."""
     received = counts.view(axis.size, -1).clone()
+    _count(axis, "all_to_all", "forward", counts)
     if axis.size > 1:
         dist.all_to_all_single(received, counts.view(axis.size, -1).contiguous(), group=axis.group)
     return Splits.of(counts, received)
@@ -86,13 +89,26 @@ def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
 
 def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Splits]:
     """V → R: the rows of all etp ranks, by expert; within one by rank. ``counts`` [E / ep]: of this rank's rows."""
+    splits = spread_splits(counts, axis)
+    return spread_rows(rows, splits, axis), splits
+
+
+def spread_splits(counts: Tensor, axis: AxisHandle) -> Splits:
+    """What the ranks of etp tell each other of the rows that each of them has."""
     every = counts.new_empty((axis.size, len(counts)))
     every[axis.rank] = counts
     if axis.size > 1:
+        _count(axis, "all_gather", "forward", every)
         dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
-    sizes: list[int] = every.sum(1).tolist()
-    splits = Splits([sizes[axis.rank]] * axis.size, sizes, _by_expert(every), every.sum(0))
-    return _Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order), splits
+    came: list[list[int]] = every.tolist()
+    sizes = [sum(column) for column in zip(*came, strict=True)]
+    received = [sum(row) for row in came]
+    return Splits([received[axis.rank]] * axis.size, received, _by_expert(every), every.sum(0), sizes)
+
+
+def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
+    """The rows of all etp ranks, by expert."""
+    return _Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
 
 
 def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
@@ -138,16 +154,25 @@ def _sum_of_parts(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) ->
 
 
 def _send(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    return _all_to_all(rows, splits.sent, splits.received, axis, phase)
+    _count(axis, "all_to_all", phase, rows)
+    return _all_to_all(rows, splits.sent, splits.received, axis)
 
 
 def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    return _all_to_all(rows, splits.received, splits.sent, axis, phase)
+    """Counted is what comes: as much as was sent, whatever came from others."""
+    came = _all_to_all(rows, splits.received, splits.sent, axis)
+    _count(axis, "all_to_all", phase, came)
+    return came
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str) -> Tensor:
-    axis.counts["all_to_all", phase] += 1
-    axis.bytes["all_to_all", phase] += rows.numel() * rows.element_size()
+def _count(axis: AxisHandle, kind: str, phase: str, x: Tensor) -> None:
+    if axis.size == 1:
+        return
+    axis.counts[kind, phase] += 1
+    axis.bytes[kind, phase] += x.numel() * x.element_size()
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle) -> Tensor:
     if axis.size == 1:
         return rows
     out = rows.new_empty((sum(received), *rows.shape[1:]))

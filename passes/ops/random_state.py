@@ -23,11 +23,15 @@ _DRAWS = 36  # bits of a place: 2^36 numbers for a thread of one op, and 2^28 op
 
 
 class Draw(NamedTuple):
-    """One random op of one forward; ``sharded``: the tp ranks draw each their own."""
+    """One random op of one forward; ``sharded``: the tp ranks draw each their own.
+
+    ``again``: the same numbers once more, in the backward: a graph that is captured draws them from another generator.
+    """
 
     microbatch: int
     op: int
     sharded: bool
+    again: bool = False
 
 
 @dataclass
@@ -48,15 +52,44 @@ class RandomState:
     drawn: dict[Draw, None] | None = None
     registered: Mapping[Draw, torch.Generator] | None = None
     default: torch.Generator | None = None
+    is_again: bool = False
     _generators: dict[tuple[torch.device, bool], torch.Generator] = field(default_factory=dict, repr=False)
+    _counters: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def begin(self, step: int, microbatch: int) -> None:
-        self.step = step
-        self.microbatch = microbatch
+        changed = step != self.step
+        self.step, self.microbatch = step, microbatch
+        for counter in self._counters.values():
+            self._count(counter, with_step=changed)
+
+    def counter(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step and microbatch as numbers on the device: a graph that was captured reads what they are at its replay."""
+        found = self._counters.get(device)
+        if found is None:
+            found = self._counters[device] = torch.zeros(2, dtype=torch.int64, device=device)
+            self._count(found)
+        return found[0], found[1]
+
+    def _count(self, counter: torch.Tensor, *, with_step: bool = True) -> None:
+        """The step is written where it changes alone: a graph of several microbatches holds what is written between."""
+        if with_step:
+            counter[0].fill_(self.step)
+        counter[1].fill_(self.microbatch)
+
+    @contextmanager
+    def again(self, step: int, microbatch: int) -> Iterator[None]:
+        """What a forward of before drew is drawn again meanwhile."""
+        before, self.is_again = (self.step, self.microbatch, self.is_again), True
+        self.begin(step, microbatch)
+        try:
+            yield
+        finally:
+            self.begin(*before[:2])
+            self.is_again = before[2]
 
     def generator(self, device: torch.device, op: int, sharded: bool) -> torch.Generator:
         """The generator for one draw of ``op``; ``sharded``: the tp ranks draw each their own."""
-        draw = Draw(self.microbatch, op, sharded)
+        draw = Draw(self.microbatch, op, sharded, self.is_again)
         if self.drawn is not None:
             self.drawn[draw] = None
         if self.registered is not None:

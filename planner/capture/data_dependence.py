@@ -17,7 +17,7 @@ from planner.graph.source_lines import where_of
 
 FIX = (
     "control flow and shapes may depend on shapes and settings, not on the values of tensors: "
-    "replace the branch by torch.where, a mask or a flag (no x[mask], no nonzero())"
+    "replace the branch by torch.where, a mask or a flag (x[mask] and nonzero() only to select rows that go back there)"
 )
 
 
@@ -25,11 +25,16 @@ def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""
     for node in _calls(module):
         if any(not isinstance(size, int) for value in _tensors(node.meta.get("val")) for size in value.shape):
-            raise PlanError(
-                f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
-                where=where_of(node),
-                fix=FIX,
-            )
+            raise shape_of_data(node)
+
+
+def shape_of_data(node: fx.Node) -> PlanError:
+    """The refusal of a call that makes a shape which only data tells."""
+    return PlanError(
+        f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
+        where=where_of(node),
+        fix=FIX,
+    )
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:

@@ -16,6 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ from planner.capture.model.held_tensors import Held, held_tensors, put_in_place,
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_backward.recorded import calls_recorded
 from planner.capture.python.watch import ForwardWatch
+from planner.capture.same_forward import refuse_other_constants
+from planner.capture.selection.dense import is_dynamic
+from planner.capture.selection.questions import OTHER_ANSWERS, Questions
+from planner.capture.selection.settle import compute_all_rows
 from planner.errors import PlanError, Where
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
@@ -71,7 +76,8 @@ def capture(
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
-        exported, notes, told = _traced(model, kwargs, exchange, mode)
+        traced = _traced(model, kwargs, exchange, mode)
+        exported = traced.exported
         lifted = {
             s.target: exported.constants.get(s.target)
             for s in exported.graph_signature.input_specs
@@ -80,23 +86,39 @@ def capture(
         held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
-    program = _program(model, exported, constants, held, loss, notes, written, has_rule)
-    program.rewrites.extend(told)
+        others = [(asked, _functional(other, held)[0].graph_module) for asked, other in traced.others]
+        refuse_other_constants(exported, [other for _, other in traced.others])
+        traced.told.extend(compute_all_rows(exported.graph_module, traced.asked, others))
+    program = _program(model, exported, constants, held, loss, traced.notes, written, has_rule)
+    program.rewrites.extend(traced.told)
     return program
 
 
-def _traced(
-    model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode
-) -> tuple[torch.export.ExportedProgram, list[str], list[tuple[str, Where]]]:
-    """The export, and what the user should know; made twice where the forward left behind what a next one may read."""
-    watch, gradients = ForwardWatch(model, exchange, mode), PythonGradients(model)
+@dataclass
+class _Traced:
+    """An export, what the user should know, what was rewritten; exports in which other answers were ``asked``."""
+
+    exported: torch.export.ExportedProgram
+    notes: list[str]
+    told: list[tuple[str, Where]]
+    asked: Questions
+    others: list[tuple[Questions, torch.export.ExportedProgram]]
+
+
+def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode) -> _Traced:
+    """The export; made twice where the forward left behind what a next one may read, or asked what only data tells."""
+    watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(CallSites(model))
+    others: list[tuple[Questions, torch.export.ExportedProgram]] = []
     with watch.installed():
         with gradients.watched():
-            exported = _export(model, kwargs, watch)
+            exported = _export(model, kwargs, watch, asked)
+        for answer in OTHER_ANSWERS if asked.asked else ():
+            with watch.as_before(), PythonGradients(model).watched():
+                others.append((again := Questions(CallSites(model), answer), _export(model, kwargs, watch, again)))
         if watch.doubts:
             with watch.moved_on(), PythonGradients(model).watched():
-                watch.settle(exported, lambda: _export(model, kwargs, watch))
-    return exported, [*gradients.notes, *watch.notes], list(gradients.regions.told())
+                watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(CallSites(model))))
+    return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
 
 
 @contextmanager
@@ -139,7 +161,7 @@ def _functional(
     """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
     the nodes of their last values."""
     module = exported.graph_module
-    if _any_call(module, is_write):
+    if _any_call(module, is_write) or is_dynamic(module):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)
         parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
@@ -167,9 +189,11 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
         ) from error
 
 
-def _export(model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch, asked: Questions
+) -> torch.export.ExportedProgram:
     try:
-        with CertainDraws(watch.check):
+        with CertainDraws(watch.check), asked.answered():
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
         return exported

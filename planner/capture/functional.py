@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from planner.capture.data_dependence import shape_of_data
 from planner.graph.ops.aten import arguments, aten, draws, is_mutable
 
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
@@ -230,7 +231,9 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     dim = int(arguments(source).get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
     if source.target is aten.unbind.int:
         return aten.select.int, (source.args[0], dim, index), {}
-    sizes = [int(piece.shape[dim]) for piece in source.meta["val"]]
+    sizes = [piece.shape[dim] for piece in source.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        raise shape_of_data(source)
     start = sum(sizes[:index])
     return aten.slice.Tensor, (source.args[0], dim, start, start + sizes[index]), {}
 

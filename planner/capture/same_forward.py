@@ -10,7 +10,7 @@ if the same ops are applied to the same operands, down to those values. Two grap
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from planner.capture.functional import UnknownWrite, functional_graph
+from planner.errors import PlanError
 from planner.graph.constants import computed, follows
+from planner.graph.source_lines import where_of
 
 MOST_ELEMENTS = 1 << 24
 
@@ -39,6 +41,18 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
     except UnknownWrite:
         return differing
     return None if before.output == after.output else differing
+
+
+def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProgram]) -> None:
+    """Raise PlanError where another export of a forward reads another constant: Python computed it."""
+    for other in others:
+        reader = _reader_of_another_constant(first, other)
+        if reader is not None:
+            raise PlanError(
+                "the model cannot be captured: a constant depends on what data selects (data-dependent)",
+                where=where_of(reader),
+                fix="compute it by tensors: a mask and its sum, no numbers of Python",
+            )
 
 
 def _first_other_call(first: fx.Graph, second: fx.Graph) -> fx.Node | None:

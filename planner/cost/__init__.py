@@ -1,1 +1,1 @@
-"""Bytes, and later seconds."""
+"""Bytes, and seconds."""

@@ -16,8 +16,9 @@ from torch import fx
 
 from planner.experts.ids import JOINS, VIEWS
 from planner.experts.layers import ExpertWeight
-from planner.experts.products import ends, is_weight, product_of, sides
+from planner.experts.products import ends, product_of, sides
 from planner.experts.space import Space
+from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import in_order, operands, walk
@@ -28,12 +29,14 @@ PASSING = VIEWS | {aten.sum, aten.any, aten.slice, aten.select, aten.layer_norm,
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """``first``: what the first products read, ``last``: what is summed, in the order of the experts."""
+    """``first``: what the first products read, ``last``: what is summed, in the order of the experts. ``capacity``: how
+    many rows each reads of its own part of what counts the experts; 0 where all read the same."""
 
     first: list[fx.Node]
     last: list[fx.Node]
     products: list[fx.Node]
     weights: list[ExpertWeight]
+    capacity: int = 0
 
 
 def branches_of(space: Space) -> Branches | str | None:
@@ -44,15 +47,23 @@ def branches_of(space: Space) -> Branches | str | None:
     tips = {n: e for n, e in tips.items() if any(_is_matrix(w) for w in own[n])}
     if len(set(tips.values())) < 2:
         return None
-    if sorted(tips.values()) != list(range(space.size)):
+    each = len(tips) // space.size  # one, or one for each choice of a token
+    if sorted(tips.values()) != sorted([*range(space.size)] * each):
         return (
             f"weights of their own have {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
         )
-    last = sorted(tips, key=lambda n: tips[n])
+    last = sorted(tips, key=lambda n: (tips[n], n))
     orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
-    if len({_form(space, order, values) for order in orders}) != 1:
-        return f"the branches of its {space.size} numbers differ from each other"
-    return _branches(space, last, orders)
+    for first in range(each):
+        if len({_form(space, order, values) for order in orders[first::each]}) != 1:
+            return f"the branches of its {space.size} numbers differ from each other"
+    if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
+        return f"the branches of one of its {space.size} numbers have other weights than each other"
+    return _branches(space, last, orders, each)
+
+
+def _weights(order: list[fx.Node]) -> set[fx.Node]:
+    return {n for n in order if is_weight(n)}
 
 
 def _is_matrix(node: fx.Node) -> bool:
@@ -84,8 +95,7 @@ def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
             continue
         if packet_of(node.target) in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
             yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
-        for user in node.users:
-            yield from _part(user, node, dim)
+        yield from _parts(node, dim)
 
 
 def _part(user: fx.Node, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
@@ -105,6 +115,8 @@ def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
     packet = packet_of(user.target)
     if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
         return False
+    if user.target is aten.where.ScalarOther and user.args[0] in known and user.args[2] == 0:
+        return True  # a mask multiplies
     if packet in SUMMING:
         if user.args[1:2] == (0,):
             return False  # sum() begins with 0
@@ -155,17 +167,42 @@ class _Token(str):
         return super().__new__(cls, f"<{of}>")
 
 
-def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]]) -> Branches:
+def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], each: int) -> Branches:
+    """``each``: how many branches a number has, all with its weights."""
     whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
     edges = [ends(products, space.above) for products in whole]
-    columns = [nodes for nodes in zip(*orders, strict=True) if is_weight(nodes[0])]
+    columns = [nodes for nodes in zip(*orders[::each], strict=True) if is_weight(nodes[0])]
     order_of = {p.weight: i for i, p in enumerate(whole[0])}
     columns.sort(key=lambda nodes: order_of.get(nodes[0], len(order_of)))
     side_of = {p.weight: sides(p, *edges[0]) for p in whole[0]}
     weights = [
         ExpertWeight(_names(nodes), shape_of(nodes[0]), -1, *side_of.get(nodes[0], (-1, -1, ""))) for nodes in columns
     ]
-    return Branches([p.x for first, _ in edges for p in first], last, [p.node for ps in whole for p in ps], weights)
+    first = [p.x for ends_of_one, _ in edges for p in ends_of_one]
+    return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
+
+
+def _capacity(space: Space, first: list[fx.Node]) -> int:
+    """The rows of each expert's part of one value, where all read such parts."""
+    found = {(parent, size) for x in first for parent, size in [_parent(space, x)]}
+    return found.pop()[1] if len(found) == 1 and None not in {parent for parent, _ in found} else 0
+
+
+def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
+    """What ``x`` is one expert's part of, and how many rows it has."""
+    node = x
+    while packet_of(node.target) in VIEWS:
+        node = node.all_input_nodes[0]
+    parent = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
+    if parent is not None and node.target is getitem:
+        parent = parent.all_input_nodes[0]
+    is_part = parent is not None and (dim := space.dim(parent)) >= 0 and any(n is node for n, _ in _parts(parent, dim))
+    return (parent, x.meta["val"].numel() // shape_of(x)[-1]) if is_part else (None, 0)
+
+
+def _parts(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
+    for user in node.users:
+        yield from _part(user, node, dim)
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

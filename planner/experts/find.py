@@ -1,18 +1,31 @@
 """find_experts(program): every layer of experts, told by its structure, and what looks like one and is not understood.
 
-A router chooses k of E by scores; E is also a dim of the weights of products that keep the experts apart (stacks), or
-the number of equal branches, each weighted by what was chosen for it (loops). All else is no layer of experts.
+A router chooses k of E by scores, or each of E takes tokens by them. E is also a dim of the weights of products that
+keep the experts apart (stacks), or the number of equal branches, each weighted by what was chosen for it (loops). All
+else is no layer of experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import fx
 
 from planner.experts.branches import branches_of
 from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
-from planner.experts.paths import between, carrying, choices_of, combined_of, dispatch_of, probs_of, tokens_of
-from planner.experts.products import Product, ends, is_weight, products_of, weights_of
-from planner.experts.space import Space, spaces
+from planner.experts.paths import (
+    between,
+    carrying,
+    choices_of,
+    combined_of,
+    dispatch_of,
+    is_taken,
+    probs_of,
+    tokens_of,
+)
+from planner.experts.products import Product, ends, products_of, weights_of
+from planner.experts.space import Space, spaces, takings
+from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, packet_of, shape_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
@@ -28,7 +41,13 @@ def find_experts(program: Program) -> Experts:
             layers.append(found)
         elif found:
             doubts.append(Doubt(found, where_of(space.choices[0])))
-    return Experts(tuple(layers), tuple(doubts))
+    known = {name for layer in layers for name in layer.products}
+    for space in takings(program.graph.graph):
+        found = _of_takers(space)
+        if isinstance(found, ExpertLayer) and known.isdisjoint(found.products):
+            layers.append(found)
+            known |= set(found.products)
+    return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(doubts))
 
 
 def _layer(space: Space) -> ExpertLayer | str:
@@ -53,6 +72,25 @@ def _of_stacks(space: Space, products: list[Product]) -> ExpertLayer | str:
     return _made(space, nodes, tokens[0], combined, dispatch, capacity, weights)
 
 
+def _of_takers(space: Space) -> ExpertLayer | str | None:
+    """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
+    products = products_of(space)
+    if not products:
+        return None
+    first, last = ends(products, space.above)
+    if not all(is_taken(p.x, space) for p in first):
+        return None
+    tokens = tokens_of(space, [p.x for p in first])
+    combined = combined_of(space, [p.node for p in last], tokens[0]) if len(tokens) == 1 else None
+    if combined is None:
+        return None
+    dispatch, capacity = dispatch_of(space, first, tokens[0])
+    if dispatch is not Dispatch.CAPACITY:
+        return None
+    weights, nodes = weights_of(space, products, first, last), [p.node for p in products]
+    return _made(space, nodes, tokens[0], combined, Dispatch.TAKEN, capacity, weights, takes=True)
+
+
 def _of_branches(space: Space) -> ExpertLayer | str:
     found = branches_of(space)
     if found is None or isinstance(found, str):
@@ -63,7 +101,9 @@ def _of_branches(space: Space) -> ExpertLayer | str:
     combined = combined_of(space, found.last, tokens[0], joins=True)
     if combined is None:
         return f"what its {space.size} branches give is not summed to one value a token"
-    return _made(space, found.products, tokens[0], combined, Dispatch.EVERY_TOKEN, 0, found.weights)
+    dispatch = Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN
+    weights, tips = found.weights, found.last
+    return _made(space, found.products, tokens[0], combined, dispatch, found.capacity, weights, tips)
 
 
 def _made(
@@ -74,9 +114,11 @@ def _made(
     dispatch: Dispatch,
     capacity: int,
     weights: list[ExpertWeight],
+    tips: Sequence[fx.Node] = (),
+    takes: bool = False,
 ) -> ExpertLayer | str:
-    chosen, top_k = choices_of(space, combined)
-    if not 0 < top_k <= space.size:
+    chosen, top_k = (space.chosen, 0) if takes else choices_of(space, combined)
+    if not takes and not 0 < top_k <= space.size:
         return f"it is not clear how many of its {space.size} experts a token goes to"
     way, carried = between(products, combined)
     before = carrying(space, tokens, products)
@@ -97,8 +139,9 @@ def _made(
         _names(products),
         tokens.name,
         combined.name,
+        _names(tips),
     )
 
 
-def _names(nodes: list[fx.Node]) -> tuple[str, ...]:
+def _names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     return tuple(n.name for n in nodes)

@@ -35,9 +35,9 @@ def selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
 
 
 def _chooses(node: fx.Node, size: int) -> bool:
-    """Whether some are left out, of floating-point scores."""
+    """Whether it is by floating-point scores, the best of them or all in their order, and they are several."""
     floats = bool(node.all_input_nodes[0].meta["val"].dtype.is_floating_point)
-    return floats and size > 1 and (packet_of(node.target) is not aten.topk or int(named(node)["k"]) < size)
+    return floats and size > 1
 
 
 def spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:

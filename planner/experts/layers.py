@@ -16,6 +16,7 @@ class Dispatch(StrEnum):
 
     OFFSETS = "tokens sorted by expert"  # x[t·k, h] in E runs whose ends are given: none is dropped
     CAPACITY = "slots of each expert"  # x[E, c, h]: what finds no slot is dropped
+    TAKEN = "slots that each expert fills"  # x[E, c, h] of the tokens that an expert likes best
     EVERY_TOKEN = "every token, weighted"  # x[E, t, h], or a loop: computed for all, used for those chosen
     GATHERED = "matrices of each token"  # W[t, k, h, w] by the ids: none is dropped
 
@@ -39,12 +40,13 @@ class ExpertWeight:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A router and its experts. ``tokens``: what both read; what is added beside ``combined`` is no part of it."""
+    """A router and its experts. ``tokens``: what both read; what is added beside ``combined`` is no part of it.
+    ``top_k``: 0 where experts take tokens; ``chosen`` are those then."""
 
     num_experts: int
     top_k: int
     dispatch: Dispatch
-    capacity: int  # slots of an expert; 0: no token is dropped
+    capacity: int  # slots of an expert for the tokens of a microbatch; 0: no token is dropped
     logits: str
     router: tuple[str, ...]
     chosen: tuple[str, ...]
@@ -54,6 +56,14 @@ class ExpertLayer:
     products: tuple[str, ...]
     tokens: str
     combined: str
+    tips: tuple[str, ...] = ()  # of experts that are branches: what is summed of each
+    sent: tuple[str, ...] = ()  # where slots go to experts, in an opened graph
+    limit: int = 0  # slots of an expert of which as many are filled as tokens chose it; 0: not known
+
+    @property
+    def how(self) -> str:
+        """How a token meets its experts, in words."""
+        return f"{self.capacity} {self.dispatch}" if self.capacity else str(self.dispatch)
 
     @property
     def is_stacked(self) -> bool:

@@ -5,18 +5,18 @@ tokens → (sorted, put into slots, copied) → first products … last products
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable
 
 from torch import fx
 
 from planner.experts.ids import JOINS, VIEWS
 from planner.experts.layers import Dispatch
-from planner.experts.products import Product, is_weight
+from planner.experts.products import Product
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
+from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.walks import ancestors, operands, readers, walk
+from planner.graph.walks import ancestors, meetings, operands, readers, walk
 
 FACTORIES = {aten.zeros_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_full}
 SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
@@ -27,6 +27,7 @@ def base(node: fx.Node, space: Space | None = None) -> fx.Node:
     """What a value is a view of; with a space also what it is the sorted or copied rows of."""
     while node.op == "call_function":
         found = lookup(node) if space is not None else None
+        found = None if found is not None and is_weight(found[0]) else found
         if packet_of(node.target) not in VIEWS and (found is None or found[2] in (space.ids if space else ())):
             break
         node = found[0] if found is not None else node.all_input_nodes[0]
@@ -40,8 +41,15 @@ def is_float(node: fx.Node) -> bool:
 
 def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
     """The values that experts read and their router did not make: one, if all is understood."""
-    found = dict.fromkeys(base(node) for node in _frontier(space, first))
-    return [n for n in found if n not in space.below]
+    found = dict.fromkeys(base(node, space) for node in _frontier(space, first))
+    read = [n for n in found if n not in space.below]
+    return [n for n in read if not _is_made_of_others(n, set(read) - {n})]
+
+
+def _is_made_of_others(node: fx.Node, others: set[fx.Node]) -> bool:
+    """Whether a value is computed from another that experts read, by no weights."""
+    above = set(walk([node], operands, stop=lambda n: n in others))
+    return bool(above & others) and all(n in others or n.op == "call_function" for n in above)
 
 
 def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
@@ -67,6 +75,15 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
     return Dispatch.EVERY_TOKEN, 0
 
 
+def is_taken(node: fx.Node, space: Space) -> bool:
+    """Whether it is rows of what all experts read, those that each chose: by lookup, or by a product with one-hots."""
+    node, found = base(node), lookup(base(node))
+    if found is not None:
+        return base(found[2]) in space.chosen and not space.places.get(found[0])
+    marks = [base(n) for n in node.all_input_nodes] if operands_of(node) else []
+    return any(packet_of(n.target) is aten.one_hot and base(n.all_input_nodes[0]) in space.chosen for n in marks)
+
+
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
     """Values on the way from the tokens to ``ends``, but for those by which the router scores."""
     above = ancestors(ends)
@@ -83,23 +100,9 @@ _PLACING = {aten.scatter, aten.index_put, aten.index_copy, aten.gather, *SUMS}
 def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins: bool = False) -> fx.Node | None:
     """The first sum after the last products that has the tokens' size again and no dim of experts. ``joins``: a sum of
     two may be it."""
-    reached: dict[fx.Node, set[fx.Node]] = {}
-    work = sorted(last)
-    seen = set(work)
-    for _ in range(MOST + 12 * len(work)):
-        if not work:
-            return None
-        node = heapq.heappop(work)
-        mine = reached.setdefault(node, set())
-        mine |= {node} & set(last)
-        for above in node.all_input_nodes:
-            mine |= reached.get(above, set())
-        if node not in last and len(mine) == len(last) and _is_whole_again(space, node, tokens, joins):
+    for node in meetings(last, most=MOST + 12 * len(last)):
+        if node not in last and _is_whole_again(space, node, tokens, joins):
             return node
-        for user in node.users:
-            if user not in seen and user.op == "call_function":
-                seen.add(user)
-                heapq.heappush(work, user)
     return None
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
 from planner.experts.ids import VIEWS
 from planner.experts.layers import ExpertWeight
 from planner.experts.space import Space
-from planner.experts.ties import is_grouped, lookup, operands_of, ties
-from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.experts.ties import is_grouped, lookup, operands_of
+from planner.experts.weights import is_view, is_weight, origin_of
+from planner.graph.ops.aten import packet_of, shape_of
 from planner.graph.walks import operands, walk
 
 
@@ -30,10 +30,6 @@ class Product:
     summed: int
     made: int
     by_ids: bool
-
-
-def is_weight(node: fx.Node) -> bool:
-    return node.op == "placeholder" and bool(node.meta.get("parameter"))
 
 
 def products_of(space: Space) -> list[Product]:
@@ -61,7 +57,7 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
         return None
     read, labels, out = found
     for x, w, word_x, word_w in ((read[i], read[1 - i], labels[i], labels[1 - i]) for i in (0, 1)):
-        origins = [_origin(w, d) for d in range(len(word_w))]
+        origins = [origin_of(w, d) for d in range(len(word_w))]
         weight = next((o[0] for o in origins if o is not None), None)
         if weight is None:
             continue
@@ -74,37 +70,12 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
     return None
 
 
-def _origin(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
-    """The parameter and its dim that a dim of a value so made is; None for others."""
-    while not is_weight(node):
-        sources = [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if _is_view(node) else []
-        if len(sources) != 1:
-            return None
-        up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is sources[0]]
-        if packet_of(node.target) is aten.reshape:
-            up = _same_dim(shape_of(node), shape_of(sources[0]), dim)
-        if len(up) != 1:
-            return None
-        node, dim = sources[0], up[0]
-    return node, dim
-
-
-def _is_view(node: fx.Node) -> bool:
-    packet = packet_of(node.target)
-    return node.op == "call_function" and (packet in VIEWS or packet is aten.select or lookup(node) is not None)
-
-
-def _same_dim(made: tuple[int, ...], given: tuple[int, ...], dim: int) -> list[int]:
-    """The dim of the same size and stride, where a reshape leaves it alone."""
-    return [d for d, n in enumerate(given) if n == made[dim] and prod(given[d + 1 :]) == prod(made[dim + 1 :])]
-
-
 def _is_by_ids(ids: Collection[fx.Node], w: fx.Node) -> bool:
     return any(found[2] in ids for n in walk([w], _up_views) if (found := lookup(n)) is not None)
 
 
 def _up_views(node: fx.Node) -> Iterable[fx.Node]:
-    return [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if _is_view(node) else ()
+    return [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if is_view(node) else ()
 
 
 def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:

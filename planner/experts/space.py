@@ -13,7 +13,9 @@ from functools import cached_property
 from torch import fx
 
 from planner.experts.ids import dims_of_experts, selections, spread
+from planner.experts.slots import stacks_of_slots
 from planner.experts.ties import Tie, across, ties
+from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, packet_of, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import ancestors, readers, walk
@@ -99,6 +101,21 @@ def spaces(graph: fx.Graph) -> list[Space]:
     return list(found.values())
 
 
+def takings(graph: fx.Graph) -> list[Space]:
+    """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
+    sizes = {n for w in graph.find_nodes(op="placeholder") if is_weight(w) and len(s := shape_of(w)) > 2 for n in s}
+    known, found = Ties(), list[Space]()
+    for node, ranked, chosen in selections(graph):
+        scores = node.all_input_nodes[0]
+        for dim, size in enumerate(shape_of(scores)):
+            if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
+                root = _root(known, scores, dim, size)
+                space = Space(root, size, [node], [(scores, dim)], chosen)
+                _grow(known, space, {root})
+                found.append(space)
+    return found
+
+
 def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
     """The product that made the scores; where there is none, the scores."""
     seen = {(scores, (dim, 1))}
@@ -119,7 +136,8 @@ def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
     """Find all places, from the scores' dim and from what ids make."""
     others = [r for r in roots if r is not space.root and r not in space.above]
     closed = set(walk(others, readers)) | {n for n in space.above if n.op != "placeholder" and n is not space.root}
-    work = [(node, (dim, 1)) for node, dim in [*space.seeds, *dims_of_experts(space.ids, space.size)]]
+    of_ids = [*dims_of_experts(space.ids, space.size), *stacks_of_slots(space.ids, space.size, space.below)]
+    work = [(node, (dim, 1)) for node, dim in [*space.seeds, *of_ids]]
     while work:
         node, place = work.pop()
         mine = space.places.setdefault(node, set())

@@ -39,14 +39,15 @@ def operands_of(product: fx.Node) -> tuple[list[fx.Node], list[str], str] | None
     return equation(product) if product.target in PRODUCTS else None
 
 
-def ties(node: fx.Node) -> list[Tie]:
-    """Dims of a call and of what it reads that count the same, position by position."""
+def ties(node: fx.Node, ones: bool = False) -> list[Tie]:
+    """Dims of a call and of what it reads that count the same, position by position. ``ones``: those of size 1 too."""
     if node.op != "call_function" or not node.all_input_nodes:
         return []
     if any(next(tensors_of(n), None) is None for n in (node, *node.all_input_nodes)):
         return []
     pairs = [tie for tie in _ties(node) if len(tie) > 1]
-    return [tie for tie in pairs if len({shape_of(n)[d] for n, d in tie}) == 1 and shape_of(tie[0][0])[tie[0][1]] > 1]
+    least = 1 if ones else 2
+    return [t for t in pairs if len({shape_of(n)[d] for n, d in t}) == 1 and shape_of(t[0][0])[t[0][1]] >= least]
 
 
 def _ties(node: fx.Node) -> Iterable[Tie]:

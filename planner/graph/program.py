@@ -9,16 +9,20 @@ from torch import fx
 
 from planner.errors import Where
 
-# What ``node.meta`` of a captured graph holds. Capture writes it, placement one key; everyone else reads.
+# What ``node.meta`` of a captured graph holds. Capture writes it, draws, experts and a cut over cp
+# where they rewrite it; everyone else reads.
 META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
     "grad": "whether a gradient of the loss may flow through it",
     "parameter": "of a placeholder: the user's dotted name of the parameter",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
+    "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",
     "custom": "marks of autocast regions, while the model is exported",
     "nn_module_stack": "the modules whose forwards made it, as torch.export notes them",
     "stack_trace": "the user's lines that made it, as torch.export notes them",
+    "domain": "of a value among experts: which of its dims count experts or rows (experts.domain)",
+    "draw": "of a call that draws: which element of which sample its numbers are for (draws.places)",
     "has_scores": "of a product: whether it is one of attention (placement.scores)",
 }
 # What lowering writes on top of that, into the graphs of stages.
@@ -26,6 +30,7 @@ STAGE_META = {
     "origin": "the node's name in the captured graph",
     "placement": "its type over tp",
     "change": "of a collective: the change of type that it carries out",
+    "again": "of a gather along the sequence: whether what it gathers is not kept for the backward",
     "names": "of the output: what it returns, by name in the captured graph",
 }
 

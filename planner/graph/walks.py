@@ -1,12 +1,14 @@
 """Walks over a captured graph: what a value is made of, and who depends on it.
 
 ancestors([y])                        y and all that it is made of
+meetings([a, b])                      what all of them lead to, in the graph's order
 walk([y], operands, stop=is_weight)   the same, not beyond weights (which come too)
 in_order([y])                         the same, each after what it is made of, y last
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import fx
@@ -50,6 +52,24 @@ def walk(
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes themselves and all that they are made of."""
     return set(walk(nodes, operands))
+
+
+def meetings(tips: Collection[fx.Node], *, most: int) -> Iterator[fx.Node]:
+    """Calls that every one of ``tips`` leads to, in the graph's order. ``most``: how many calls are looked at."""
+    reached: dict[fx.Node, set[fx.Node]] = {tip: {tip} for tip in tips}
+    work, seen = sorted(tips), set(tips)
+    for _ in range(most):
+        if not work:
+            return
+        node = heapq.heappop(work)
+        for above in node.all_input_nodes:
+            reached.setdefault(node, set()).update(reached.get(above, ()))
+        if len(reached[node]) == len(tips):
+            yield node
+        for user in node.users:
+            if user not in seen and user.op == "call_function":
+                seen.add(user)
+                heapq.heappush(work, user)
 
 
 def in_order(nodes: Iterable[fx.Node], given: Collection[fx.Node] = (), step: Step = operands) -> list[fx.Node]:

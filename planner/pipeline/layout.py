@@ -25,6 +25,7 @@ WORDS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # the same 
 LETTERS = "".join(WORDS.values())
 PATTERN = rf"^[{LETTERS}|()*,0-9]+$"  # of every layout, and of more; for an editor
 _HELP = "write E (embedding), t (a block) and L (loss), `|` between stages, `*n` after what is repeated: Et*3|t*4|tL"
+_MOST_DEPTH = 100  # brackets in brackets
 _MOST = 100_000  # layers and bars: beyond it is a slip in a number, not a model
 
 
@@ -129,7 +130,7 @@ class _Reader:
     """Reads a layout from left to right. Owns: the place of the next character."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     def all(self) -> list[Mark]:
         marks = self.parts()
@@ -154,7 +155,11 @@ class _Reader:
         if letter == ",":
             return []
         if letter == "(":
+            if self.depth == _MOST_DEPTH:
+                raise self.error(f"more than {_MOST_DEPTH} brackets in brackets", "write it flat", start)
+            self.depth += 1
             marks = self.parts(start)
+            self.depth -= 1
             self.at += 1
             if self.text[self.at : self.at + 1] != "*":
                 raise self.error("a bracket says how often after it", "write (…)*n", self.at - 1)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from planner.errors import PlanError, require
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
+MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
 
 
 class Action(NamedTuple):
@@ -47,6 +48,7 @@ class SchedulePlan:
     peak_in_flight: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        require(sum(map(len, self.orders)) <= MOST_ACTIONS, f"the schedule has more than {MOST_ACTIONS} actions")
         for rank, order in enumerate(self.orders):
             forwards = {action[1:] for action in order if action[0] == "F"}
             backwards = {action[1:] for action in order if action[0] == "B"}
@@ -121,7 +123,7 @@ def build_schedule(
     """
     kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
     group_size = pp if group_size is None else group_size
-    _check(kind, pp, num_microbatches, vpp, group_size)
+    check_sizes(kind, pp, num_microbatches, vpp, group_size)
     orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
     return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
 
@@ -154,7 +156,8 @@ def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_siz
     return min(KINDS[kind].num_warmup(pp - pp_rank - 1, total, vpp, group_size) + extra_warmup, total)
 
 
-def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+    """Raise PlanError where ``build_schedule`` would."""
     if kind not in KINDS:
         raise unknown_kind(kind)
     sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
@@ -162,6 +165,12 @@ def _check(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int)
         if size < 1:
             what = f"{kind} schedule: {name} = {size}"
             raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
+    if 2 * pp * vpp * num_microbatches > MOST_ACTIONS:
+        raise PlanError(
+            f"{kind}: pp {pp} · vpp {vpp} · {num_microbatches} microbatches make more than {MOST_ACTIONS} actions",
+            where="batch.global",
+            fix="choose a larger batch.micro, or a smaller batch.global",
+        )
     if vpp > 1 and not KINDS[kind].runs_chunks:
         fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
         raise PlanError(f"{kind} runs one chunk a rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)

@@ -94,11 +94,21 @@ def assign_stages(
 
 
 def _balanced(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_stages: int, num_blocks: int) -> list[int]:
+    return balance(_costs_of_blocks(anchor, costs, num_blocks), num_stages) if num_blocks else [0]
+
+
+def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_blocks: int) -> list[int]:
     of_blocks = [0] * num_blocks
     for node, block in anchor.items():
-        if num_blocks:
-            of_blocks[block] += costs[node]
-    return balance(of_blocks, num_stages) if num_blocks else [0]
+        of_blocks[block] += costs[node]
+    return of_blocks
+
+
+def block_costs(program: Program, blocks: Blocks, node_cost: Callable[[fx.Node], int] = default_cost) -> list[int]:
+    """Of each block, with all that is anchored to it: what ``assign_stages`` balances."""
+    recomputed, needed = recomputed_nodes(program), needed_nodes(program)
+    anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
+    return _costs_of_blocks(anchor, {node: node_cost(node) for node in anchor}, len(blocks.instances))
 
 
 def _stage_of_calls(anchor: dict[fx.Node, int], block_of: dict[str, int], layout: Layout) -> dict[fx.Node, int]:

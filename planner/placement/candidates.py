@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
+from planner.experts.domain import axis_of, domain_of
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R
@@ -29,8 +30,11 @@ class Candidates:
         readers: dict[str, list[fx.Node]],
         seeds: Mapping[str, Placement] | None = None,
         vocabulary_multiple: int = 128,
+        *,
+        etp: int | None = None,
     ) -> None:
         self.tp = tp
+        self.sizes = {"tp": tp, "etp": etp or tp}
         self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
@@ -58,6 +62,10 @@ class Candidates:
                         queue.append(other)
                         queued.add(other.name)
 
+    def size(self, node: fx.Node) -> int:
+        """Ranks over which a value is typed."""
+        return self.sizes[axis_of(node)]
+
     def making(self, reader: fx.Node, position: int) -> list[fx.Node]:
         """Every node that feeds an input of ``reader``: of a block's input, what comes before any of its copies."""
         value = reader.all_input_nodes[position]
@@ -80,7 +88,7 @@ class Candidates:
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
-        site = Site(node, self.tp, self.cuts, self.vocabulary_multiple)
+        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes)
         options = self.options[node.name] = options_of(site)
         grown = [node] if self._add(node, (o.out for o in options)) else []
         for position, value in enumerate(site.inputs):
@@ -95,8 +103,10 @@ class Candidates:
     def _add(self, node: fx.Node, placements: Iterable[Placement]) -> bool:
         cuts = self.cuts[node.name]
         before = len(cuts)
+        domain = domain_of(node)
+        taken = (domain.experts, domain.rows, domain.slots) if domain is not None else ()  # ep cuts those
         for placement in placements:
-            if placement.is_sharded and len(cuts) < MAX_CUTS:
+            if placement.is_sharded and len(cuts) < MAX_CUTS and placement.dim not in taken:
                 cuts.add(placement)
         for inner in self._feeds[node.name]:
             self.cuts[inner] |= cuts
@@ -104,7 +114,7 @@ class Candidates:
 
     def _of_placeholder(self, node: fx.Node) -> list[Option]:
         """A parameter may be held in any type that a reader wants; all else is the same on every rank."""
-        if not node.meta.get("parameter") or self.tp == 1:
+        if not node.meta.get("parameter") or self.size(node) == 1:
             return [Option((), I, Form.WHOLE, whole=True)]
         kinds = [I, R] if node.meta.get("grad") else [I]
         return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from planner.errors import PlanError
+from planner.experts.domain import axis_of
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.ops.aten import value_bytes
 from planner.graph.ops.flops import node_flops
@@ -27,12 +29,18 @@ class Placements:
     """The chosen option of every node (parameters included), by node name.
 
     ``origins``: "solver", or the override that decided. ``styles``: what that asked for, of the parameters it decided.
+    ``etp``: the size of the axis over which values in the experts' domain are typed.
     """
 
     tp: int
     options: dict[str, Option]
     origins: dict[str, str]
     styles: dict[str, str] = field(default_factory=dict)
+    etp: int = 0
+
+    def size(self, node: fx.Node) -> int:
+        """Ranks over which the value of ``node`` is typed."""
+        return self.tp if axis_of(node) == "tp" else self.etp or self.tp
 
     def of(self, node: fx.Node) -> Placement:
         """The type of the value that ``node`` makes."""
@@ -51,17 +59,21 @@ def decide_placements(
     *,
     sequence_parallel: bool = False,
     vocabulary_multiple: int = 128,
+    etp: int | None = None,
 ) -> Placements:
-    """Type every node. Raises PlanError where an override, or a cut of the sequence, is not possible."""
+    """Type every node, those in the experts' domain over ``etp``.
+
+    Raises PlanError where an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
-    edges, producers, readers = _edges(program, nodes, rep)
+    times = blocks.times_of_nodes(program)
+    edges, producers, readers = _edges(program, nodes, rep, times)
     chosen = [n for n in nodes if rep[n.name] == n.name]
-    candidates = Candidates(chosen, tp, producers, readers, None, vocabulary_multiple)
-    costs, weights = _costs(program, nodes, rep, blocks), Weights()
+    candidates = Candidates(chosen, tp, producers, readers, None, vocabulary_multiple, etp=etp)
+    costs, weights = _costs(program, nodes, rep, blocks, times), Weights()
     if sequence_parallel and tp > 1:
         plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, tp)
-        candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple)
+        candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple, etp=etp)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
     asked = asked_of(program, overrides or {}) if tp > 1 else {}
@@ -74,11 +86,11 @@ def decide_placements(
     wishes.check(options)
     origins = {n.name: f"override {asked[n.name].pattern}" if n.name in asked else "solver" for n in nodes}
     styles = {name: wish.style for name, wish in asked.items()}
-    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, origins, styles)
+    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, origins, styles, etp or tp)
 
 
 def _edges(
-    program: Program, nodes: list[fx.Node], rep: dict[str, str]
+    program: Program, nodes: list[fx.Node], rep: dict[str, str], times: Mapping[str, int]
 ) -> tuple[dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
     """Who feeds and who reads a representative, over all its copies: a block is fed by what comes before any."""
     copies: dict[tuple[str, str], set[str]] = {}
@@ -93,23 +105,29 @@ def _edges(
             readers.setdefault(source.name, {})[reader.name] = reader
     edges: dict[str, list[Edge]] = {}
     for (place, source), names in copies.items():
-        edges.setdefault(place, []).append(Edge(program.node(source), frozenset(names)))
+        edges.setdefault(place, []).append(
+            Edge(program.node(source), frozenset(names), sum(times.get(name, 1) for name in names))
+        )
     return edges, {k: list(v.values()) for k, v in producers.items()}, {k: list(v.values()) for k, v in readers.items()}
 
 
-def _costs(program: Program, nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks) -> Costs:
+def _costs(
+    program: Program, nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks, times: Mapping[str, int]
+) -> Costs:
     """Normalise to one block: its FLOPs, its matrices, and the tensor that passes between blocks."""
-    instances = Counter(rep.values())
+    instances = Counter[str]()
+    for name, representative in rep.items():
+        instances[representative] += times.get(name, 1)
     flops = {n.name: float(node_flops(n)) for n in nodes if rep[n.name] == n.name and n.op == "call_function"}
     matrix = {
         n.name: float(value_bytes(n))
         for n in nodes
         if rep[n.name] == n.name and n.meta.get("parameter") and len(n.meta["val"].shape) > 1
     }
-    count = max(1, len(blocks.instances))
+    count = max(1, blocks.num_blocks)
     block_flops = max(1.0, sum(v * instances[k] for k, v in flops.items()) / count)
     block_bytes = max(1.0, sum(v * instances[k] for k, v in matrix.items()) / count)
-    residual = _residual_bytes(program, blocks, [n for n in nodes if flops.get(n.name)])
+    residual = _residual_bytes(program, blocks, [n for n in nodes if flops.get(n.name)], times)
     return Costs(
         {k: v / block_flops for k, v in flops.items()},
         {k: v / block_bytes for k, v in matrix.items()},
@@ -120,9 +138,10 @@ def _costs(program: Program, nodes: list[fx.Node], rep: dict[str, str], blocks: 
     )
 
 
-def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node]) -> float:
+def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node], times: Mapping[str, int]) -> float:
     """Of what passes between blocks the median; without blocks, the lower quartile of what products make."""
-    sizes = sorted(value_bytes(n) for n in _between_blocks(program, blocks))
+    between = _between_blocks(program, blocks)
+    sizes = sorted(value_bytes(n) for n in between for _ in range(times.get(n.name, 1)))
     if sizes:
         return float(max(sizes[len(sizes) // 2], 1))
     made = sorted(value_bytes(n) for n in products if n.meta.get("grad"))

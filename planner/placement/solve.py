@@ -31,10 +31,13 @@ from planner.placement.types import I, Placement
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that feeds an input of a representative, and which of its copies do: these may share a conversion."""
+    """A value that feeds an input of a representative, and which of its copies do: these may share a conversion.
+
+    ``times``: how many copies of the model they are."""
 
     value: fx.Node
     copies: frozenset[str]
+    times: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Costs:
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
     """The cheapest option of every representative node. ``edges``: "reader:position" → the values that feed it."""
-    if candidates.tp == 1 and (whole := _all_whole(candidates)) is not None:
+    if max(candidates.sizes.values()) == 1 and (whole := _all_whole(candidates)) is not None:
         return whole
     return _Program(candidates, costs, edges, weights).solve()
 
@@ -140,7 +143,7 @@ class _Program:
         if option.detour:
             cost += weights.detour
         if option.whole:
-            share = 1 - 1 / self.candidates.tp
+            share = 1 - 1 / self.candidates.size(node)
             cost += share * weights.flops * self.costs.flops.get(node.name, 0.0)
             cost += share * weights.parameters * self.costs.matrix.get(node.name, 0.0)
         if option.whole and any(o.form is Form.CLASSES for o in self.candidates.options[node.name]):
@@ -178,7 +181,7 @@ class _Program:
 
     def _converted(self, edge: Edge, before: Placement, after: Placement, picks: bool) -> int | None:
         """A flow variable of one reader; where there are several, its cost is that of the conversion they share."""
-        cost = self._conversion_cost(edge.value, before, after, picks, len(edge.copies))
+        cost = self._conversion_cost(edge.value, before, after, picks, edge.times)
         if cost is None:
             return None
         if before == after or self.num_readers[edge] == 1:

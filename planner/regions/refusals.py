@@ -1,6 +1,8 @@
 """What no CUDA graph captures: calls that wait for the device, have no fixed shape, or run Python of their own.
 
-Also a part that cannot run as one call: cut in two by a stage, or reading what was made of its own values outside.
+Of experts: where ranks tell each other of their routing the host waits for it, and what follows until rows are back has
+as many rows as it says. Also a part that cannot run as one call: cut in two by a stage, or reading what was made of its
+own values outside.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from planner.decisions import Decisions
+from planner.experts import exchange
+from planner.experts.domain import domain_of
+from planner.experts.ties import is_grouped
 from planner.graph.ops.host_stops import reads_on_host
 from planner.graph.ops.own_backward import OwnBackward
 
 Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
+_ROUTED = {exchange.meet, exchange.dispatch, exchange.give_back}
 
 
 def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:
@@ -34,8 +40,17 @@ def uncapturable(nodes: Iterable[fx.Node]) -> Iterator[Refusal]:
     for node in nodes:
         if isinstance(node.target, OwnBackward):
             yield node, f"{node.target} is an autograd.Function of its own, which may do anything in Python"
+        elif _is_routed(node):
+            yield node, "rows go to the ranks of their experts, and the host waits to know how many"
+        elif is_grouped(node) and node.target.namespace != "aten":  # pyright: ignore
+            yield node, f"{node.target} reads on the host where the rows of each expert end"
         elif reads_on_host(node.target, node.args, lambda value: value.meta["val"]):
             yield node, f"the shape that {node.target} gives depends on values: the host would wait for them"
+
+
+def _is_routed(node: fx.Node) -> bool:
+    domain = domain_of(node)
+    return node.target in _ROUTED or (domain is not None and domain.rows >= 0)
 
 
 def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import PlanError
+from planner.experts.domain import domain_of
 from planner.graph.blocks.blocks import Block
 from planner.graph.ops.addends import num_addends
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, readers, walk
 from planner.placement.types import Placement
-from planner.regions.parts import parts_of
+from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
+from planner.regions.parts import REST, parts_of
 from planner.regions.refusals import Refusal, refusal, uncapturable
 from planner.sharding.boundaries import BoundaryPlan, value_at
 from planner.sharding.shards import Shards
@@ -90,7 +93,7 @@ def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) 
         _check_whole_iteration(decisions)
         return ()
     regions, refusals = _regions(asked.scope, decisions)
-    _check_scope(asked.scope, regions)
+    _check_scope(asked.scope, regions, decisions)
     if len(refusals) == len(regions):
         raise _nothing_captured(f"no CUDA graph can capture any of the model's {len(regions)} regions", refusals[0])
     for stage in range(decisions.stages.num_stages):
@@ -116,15 +119,18 @@ def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
 # ---- which
 
 
-def _check_scope(scope: Collection[str], regions: Sequence[Region]) -> None:
+def _check_scope(scope: Collection[str], regions: Sequence[Region], decisions: Decisions) -> None:
     found = {region.scope for region in regions}
     missing = [part for part in scope or [LAYER] if part not in found]
-    if missing:
-        raise PlanError(
-            f"no block of the model has a part {' or '.join(missing)} that a graph could capture",
-            where="cuda_graphs.scope",
-            fix="leave scope empty for whole layers, or set impl: none",
-        )
+    if not missing:
+        return
+    doubts = decisions.experts.doubts if EXPERT_PARTS & set(missing) else ()
+    why = "".join(f"; what looks like experts is not understood: {doubt.why}" for doubt in doubts[:1])
+    raise PlanError(
+        f"no block of the model has a part {' or '.join(missing)} that a graph could capture{why}",
+        where=doubts[0].where if doubts else "cuda_graphs.scope",
+        fix="leave scope empty for whole layers, or set impl: none",
+    )
 
 
 def _check_whole_iteration(decisions: Decisions) -> None:
@@ -146,7 +152,7 @@ def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region]
     for block in decisions.blocks.instances:
         for part, nodes in _parts(block, scope, decisions, on_batch):
             stage = stages.stage_of[nodes[0].name]
-            found = refusal(nodes, stage, decisions)
+            found = _refusal_of_experts(part, nodes, decisions) or refusal(nodes, stage, decisions)
             refusals += [found] if found else []
             reason = f"{where_of(found[0])}: {found[1]}" if found else ""
             names = frozenset(node.name for node in nodes)
@@ -157,13 +163,26 @@ def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region]
 def _parts(
     block: Block, scope: Collection[str], decisions: Decisions, on_batch: Collection[fx.Node]
 ) -> list[tuple[str, list[fx.Node]]]:
-    calls = _calls(block, decisions)
+    calls = calls_of(block, decisions)
     if not scope:
         return [(LAYER, calls)] if calls else []
-    return [(part, nodes) for part, nodes in parts_of(calls, on_batch) if part in scope]
+    found, layers = parts_of(calls, on_batch), layers_of(calls, decisions.experts.layers)
+    if layers and EXPERT_PARTS & set(scope):
+        rest = next((nodes for part, nodes in found if part == REST), [])
+        found = [(part, nodes) for part, nodes in found if part != REST]
+        found += [(WHOLE, rest)] if WHOLE in scope else expert_parts_of(rest, layers, on_batch)
+    return [(part, nodes) for part, nodes in found if part in scope and nodes]
 
 
-def _calls(block: Block, decisions: Decisions) -> list[fx.Node]:
+def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decisions) -> Refusal | None:
+    """Why experts are no part of one size."""
+    node = of_uncertain_size(nodes, decisions.experts.layers) if part == WHOLE else None
+    if node is None or domain_of(node) is not None:
+        return None
+    return node, f"how many rows {node.target} takes of each expert follows the routing: moe needs slots of one size"
+
+
+def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:
     """The calls of a block; of what stages compute again, such as views of weights, what these calls alone read.
 
     So a value that blocks share, as a bias of relative positions, is made outside, with all that it is made of.
@@ -237,11 +256,17 @@ def _some_after(outer: Collection[fx.Node], region: Region, program: Program) ->
     return any(node > first and node not in needed for node in outer)
 
 
-def home_of(change: TypeChange, owner: dict[str, Region]) -> Region | None:
-    """The region in which a change of type runs; None outside of all."""
+_Home = TypeVar("_Home")
+
+
+def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
+    """The region (or other part of the graph) in which a change of type runs; None outside of all.
+
+    What is gathered crosses no border whole.
+    """
     made = owner.get(change.value)
     if change.before.kind == "P":
         return made
     homes = {id(home): home for home in map(owner.get, change.readers)}
     only = next(iter(homes.values())) if len(homes) == 1 else None
-    return only or made
+    return only if only is not None or (change.how.name == "gather" and len(homes) == 1) else made

@@ -91,7 +91,7 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
         return capture(
             model,
             {
-                n: torch.empty((spec.batch.micro, *i.shape), dtype=getattr(torch, i.dtype), device="meta")
+                n: torch.empty((int(spec.batch.micro), *i.shape), dtype=getattr(torch, i.dtype), device="meta")
                 for n, i in shapes
             },
             has_rule=has_rule,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_PARTS = 100  # of a dotted name; more are no modules in modules
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -34,7 +36,7 @@ def fold(rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], 
     items = []
     for row in rows:
         head, _, tail = name(row).partition(" ")
-        items.append(_Item(tuple(head.split(".")), (tail, same(row)), (row,)))
+        items.append(_Item(tuple(head.split(".", _MOST_PARTS)), (tail, same(row)), (row,)))
     items = _join(items, lambda item: (item.parts, item.key), _same_name)
     for position in range(max((len(item.parts) for item in items), default=0)):
         items = _join(items, lambda item, at=position: _all_but_number(item, at), lambda m, at=position: _range(m, at))
@@ -60,9 +62,9 @@ def _same_name(members: list[_Item]) -> tuple[str, ...]:
 
 
 def _all_but_number(item: _Item, position: int) -> Hashable:
-    is_number = position < len(item.parts) and item.parts[position].isdigit()
+    is_number = position < len(item.parts) and item.parts[position].isdecimal() and len(item.parts[position]) < 19
     others = tuple("" if is_number and i == position else part for i, part in enumerate(item.parts))
-    return others, item.key, len(item.rows)
+    return is_number, others, item.key, len(item.rows)
 
 
 def _range(members: list[_Item], position: int) -> tuple[str, ...]:

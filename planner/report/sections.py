@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from planner.regions.regions import GraphRegion
+from planner.report.experts import experts_section
 from planner.report.fold import Fold, fold, ranges, unfolded
+from planner.report.recompute import recompute_section
+from planner.report.section import TIMES, Section
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.rows import Diagnostic
+from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 
-_TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
+COST_PARTS = (
+    "compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "pp_bubble", "dp_comm", "optimizer",
+)  # fmt: skip
 _LONG_ORDER = 24  # actions that still read well one by one
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A table: every row has one cell for each of ``columns``; those in ``right`` hold numbers."""
-
-    title: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    note: str = ""
-    right: frozenset[str] = frozenset()
 
 
 def sections(plan: Tables, *, full: bool = False) -> list[Section]:
     """All sections in reading order; a table without rows is left out, but not parameters and collectives."""
     head = [_header(plan), _parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
-    graphs = [_regions(plan, full), _graphs(plan, full)]
+    graphs = [
+        experts_section(plan, full=full),
+        _regions(plan, full),
+        _graphs(plan, full),
+        recompute_section(plan, full=full),
+    ]
     rest = [_optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
     return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]
 
@@ -54,12 +53,13 @@ def _parameters(plan: Tables, full: bool) -> Section:
         return p.name
 
     def same(p: ParameterPlan) -> Any:
-        return p.shape, p.dtype, p.style, p.dim, p.segments, p.whole_segments, p.padding, p.reason, p.origin, p.aliases
+        cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert
+        return p.shape, p.dtype, p.style, *cut, p.reason, p.origin, p.aliases
 
     folds = unfolded(plan.parameters, name) if full else fold(plan.parameters, name, same)
-    columns = ("name", _TIMES, "shape", "local shape", "dtype", "style", "cut", "stages", "reason")
+    columns = ("name", TIMES, "shape", "local shape", "dtype", "style", "cut", "stages", "reason")
     title = f"Parameters ({len(plan.parameters)})"
-    return Section(title, columns, tuple(map(_parameter_cells, folds)), right=frozenset({_TIMES}))
+    return Section(title, columns, tuple(map(_parameter_cells, folds)), right=frozenset({TIMES}))
 
 
 def _parameter_cells(item: Fold) -> tuple[str, ...]:
@@ -70,23 +70,25 @@ def _parameter_cells(item: Fold) -> tuple[str, ...]:
     return (
         name,
         str(len(item.rows)),
-        _shape(p.shape),
-        _shape(p.local_shape),
+        format_shape(p.shape),
+        format_shape(p.local_shape),
         p.dtype,
         p.style,
-        _cut(p),
+        cut_of(p),
         stages,
         p.reason + origin,
     )
 
 
-def _cut(p: ParameterPlan) -> str:
-    """dim 1: 768+64(whole), padded by 47"""
+def cut_of(p: ParameterPlan) -> str:
+    """dim 1: 768+64(whole), padded by 47; of experts also the dim that ep cuts: dim 0 over ep, dim 2"""
+    experts = f"dim {p.expert_dim} over ep" if p.expert_dim >= 0 else ""
     if p.dim is None:
-        return "-"
+        return experts or "-"
     sizes = (f"{size}{'(whole)' if i in p.whole_segments else ''}" for i, size in enumerate(p.segments))
     segments = f": {'+'.join(sizes)}" if len(p.segments) > 1 else ""
-    return f"dim {p.dim}{segments}{f', padded by {p.padding}' if p.padding else ''}"
+    own = f"dim {p.dim}{segments}{f', padded by {p.padding}' if p.padding else ''}"
+    return f"{experts}, {own}" if experts else own
 
 
 def _collectives(plan: Tables, full: bool) -> Section:
@@ -94,24 +96,25 @@ def _collectives(plan: Tables, full: bool) -> Section:
         return c.where
 
     def same(c: CollectivePlan) -> Any:
-        return c.kind, c.axis, c.phase, c.bytes, c.count, c.per
+        return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
 
     folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, same)
     rows = tuple(_collective_cells(item) for item in folds)
-    columns = ("where", _TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
+    columns = ("where", TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
     note = "" if rows else "none: no rank needs another"
-    return Section(f"Collectives ({len(plan.collectives)})", columns, rows, note, frozenset({_TIMES, "bytes", "count"}))
+    return Section(f"Collectives ({len(plan.collectives)})", columns, rows, note, frozenset({TIMES, "bytes", "count"}))
 
 
 def _collective_cells(item: Fold) -> tuple[str, ...]:
     c: CollectivePlan = item.rows[0]
     stages = ranges(row.stage for row in item.rows if row.stage is not None) or "-"
-    return item.name, str(len(item.rows)), c.kind, c.axis, c.phase, f"{c.bytes:,}", str(c.count), c.per, stages
+    phase = f"{c.phase}, again" if c.again else c.phase
+    return item.name, str(len(item.rows)), c.kind, c.axis, phase, f"{c.bytes:,}", str(c.count), c.per, stages
 
 
 def _stages(plan: Tables) -> Section:
     def boundaries(values: Sequence[BoundaryPlan]) -> str:
-        return "; ".join(f"{v.name} {_shape(v.shape)} {v.dtype}, {v.bytes:,} bytes" for v in values) or "-"
+        return "; ".join(f"{v.name} {format_shape(v.shape)} {v.dtype}, {v.bytes:,} bytes" for v in values) or "-"
 
     rows = []
     for s in plan.stages:
@@ -177,8 +180,8 @@ def _regions(plan: Tables, full: bool) -> Section:
 
     folds = unfolded(plan.graph_regions, name) if full else fold(plan.graph_regions, name, same)
     rows = tuple(_region_cells(item) for item in folds)
-    columns = ("block", _TIMES, "scope", "captured", "inputs", "outputs", "bytes of a slot", "reason")
-    return Section("Graph regions", columns, rows, right=frozenset({_TIMES, "bytes of a slot"}))
+    columns = ("block", TIMES, "scope", "captured", "inputs", "outputs", "bytes of a slot", "reason")
+    return Section("Graph regions", columns, rows, right=frozenset({TIMES, "bytes of a slot"}))
 
 
 def _region_cells(item: Fold) -> tuple[str, ...]:
@@ -213,7 +216,8 @@ def _optimizer(plan: Tables) -> Section:
     rows = []
     for b in plan.optimizer.buffers:
         dtypes = f"{b.dtype} / {b.gradient_dtype}"
-        rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", f"{b.shard_elements:,}", str(len(b.buckets))))
+        shared = f"{b.shard_elements:,}{'' if b.reduced_over == 'dp' else f' ({b.reduced_over})'}"
+        rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", shared, str(len(b.buckets))))
     columns = ("pp rank", "parameters / gradients", "elements", "of one dp rank", "buckets")
     note = f"{plan.optimizer.name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
     right = frozenset({"pp rank", "elements", "of one dp rank", "buckets"})
@@ -221,19 +225,51 @@ def _optimizer(plan: Tables) -> Section:
 
 
 def _memory(plan: Tables) -> Section:
-    parts = ("parameters", "gradients", "optimizer", "activations", "graph_buffers", "total")
-    rows = tuple((str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in parts)) for row in plan.memory)
-    columns = ("pp rank", *(part.replace("_", " ") for part in parts))
-    return Section("Memory of one rank", columns, rows, right=frozenset(columns))
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
+    parts += ("graph_buffers", "slack", "total")
+    shown = [part for part in parts if part in _ALWAYS or any(getattr(row, part) for row in plan.memory)]
+    cells = [[str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in shown)] for row in plan.memory]
+    columns = ["pp rank", *(part.replace("_", " ") for part in shown)]
+    if any(row.of_microbatch for row in plan.memory):
+        columns.append("of a microbatch")
+        for row, line in zip(plan.memory, cells, strict=True):
+            line.append(" + ".join(map(format_bytes, row.of_microbatch)))
+    right = frozenset(columns)
+    if any(row.peak for row in plan.memory):
+        columns.append("most held")
+        for row, line in zip(plan.memory, cells, strict=True):
+            line.append(f"peak at {row.peak}" if row.peak else "")
+    return Section("Memory of one rank", tuple(columns), tuple(map(tuple, cells)), right=right)
+
+
+_ALWAYS = {"parameters", "gradients", "optimizer", "activations", "total"}
 
 
 def _cost(plan: Tables) -> Section:
     if plan.cost is None:
         return Section("Estimated time of one step")
-    parts = ("step_seconds", "compute", "tp_comm", "pp_comm", "pp_bubble", "dp_comm", "ep_comm", "optimizer")
-    columns = ("step", *(part.replace("_", " ") for part in parts[1:]))
-    cells = tuple(f"{getattr(plan.cost, part) * 1e3:.3f} ms" for part in parts)
-    return Section("Estimated time of one step", columns, (cells,), right=frozenset(columns))
+    step = plan.cost.step_seconds
+    shown = [part for part in COST_PARTS if getattr(plan.cost, part)]
+    rows = [(part.replace("_", " "), _seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown]
+    cells = tuple((name, text, f"{part / step:.1%}" if step else "-") for name, text, part in rows)
+    note = f"{_seconds(step)} a step on {plan.spec.get('cluster') or 'its cluster'}"
+    if plan.cost.flops and step:
+        reached = plan.cost.flops / step
+        peak = f", {reached / plan.cost.peak:.1%} of its peak" if plan.cost.peak else ""
+        note += f"; {reached / 1e12:.3g} TFLOP/s a device{peak}, what is computed again not counted"
+    columns = ("part", "seconds", "share")
+    return Section("Estimated time of one step", columns, cells, note, frozenset(columns[1:]))
+
+
+def _seconds(seconds: float) -> str:
+    """``1.234 s``, ``12.345 ms``, ``3.2 us``."""
+    return (
+        f"{seconds:.3f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.3f} ms"
+        if seconds >= 1e-4
+        else f"{seconds * 1e6:.1f} us"
+    )
 
 
 def _diagnostics(plan: Tables, full: bool) -> Section:
@@ -245,8 +281,8 @@ def _diagnostics(plan: Tables, full: bool) -> Section:
 
     folds = unfolded(plan.diagnostics, name) if full else fold(plan.diagnostics, name, same)
     rows = tuple((f.rows[0].level, f.name, str(len(f.rows)), f.rows[0].what, f.rows[0].fix) for f in folds)
-    columns = ("level", "where", _TIMES, "what", "fix")
-    return Section(f"Diagnostics ({len(plan.diagnostics)})", columns, rows, right=frozenset({_TIMES}))
+    columns = ("level", "where", TIMES, "what", "fix")
+    return Section(f"Diagnostics ({len(plan.diagnostics)})", columns, rows, right=frozenset({TIMES}))
 
 
 def _summary(plan: Tables) -> str:
@@ -258,15 +294,5 @@ def _summary(plan: Tables) -> str:
     return f"{s.num_parameters:,} parameters; {sharded}"
 
 
-def _shape(shape: Sequence[int]) -> str:
+def format_shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """``1536`` is ``1.50 KiB``; under 1 KiB in bytes."""
-    value: float = num_bytes
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+from collections.abc import Iterable
 
 import yaml
 from rich.console import Console, RenderableType
@@ -20,20 +21,29 @@ from planner.tables.tables import Tables
 WIDTH = 160
 # Columns that may wrap; names and shapes stay whole.
 _PROSE = {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs"}
+_PROSE |= {"before", "after", "choice", "layout"}
 
 
 def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
     """The tables as plain text of ``width`` columns, without colour codes or blanks at line ends."""
+    return sections_text(sections(plan, full=full), width=width)
+
+
+def sections_text(parts: Iterable[Section], *, width: int = WIDTH) -> str:
+    """Sections as plain text of ``width`` columns, without colour codes or blanks at line ends."""
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    print_plan(plan, console, full=full)
+    _print(parts, console)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def print_plan(plan: Tables, console: Console | None = None, *, full: bool = False) -> None:
     """Print the tables on ``console`` (left out: stdout), with its width and colours."""
-    console = console or Console()
-    for section in sections(plan, full=full):
+    _print(sections(plan, full=full), console or Console())
+
+
+def _print(parts: Iterable[Section], console: Console) -> None:
+    for section in parts:
         for part in _renderables(section):
             console.print(part)
 

@@ -1,14 +1,15 @@
 """The gradient buffers of every pp rank: which parameters lie where, in which precision, and what is summed over whom.
 
-buffer      a rank's trainable parameters of one dtype whose gradients need the same sums (over tp, over the stages
-            that hold a tied weight); cut into buckets, each bucket into one shard for each dp rank
+buffer      a rank's trainable parameters of one dtype whose gradients need the same sums (over dp, with a cp over
+            dp-cp, or edp for experts; over tp or etp; over the stages that hold a tied weight); cut into buckets, each
+            bucket into one shard for each rank of dp, dp-cp or edp
 
 The runtime allocates these buffers and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -37,7 +38,11 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """One contiguous gradient buffer of a pp rank: its parameters of one dtype. Sizes in elements, with padding."""
+    """One contiguous gradient buffer of a pp rank: its parameters of one dtype. Sizes in elements, with padding.
+
+    ``reduced_over``: "dp", or "dp-cp" where there is a cp; "edp" for experts with axes of their own, and the names are
+    then those of ep rank 0.
+    """
 
     pp_rank: int
     dtype: str
@@ -45,11 +50,12 @@ class BufferPlan:
     num_elements: int
     shard_elements: int
     buckets: tuple[BucketPlan, ...]
+    reduced_over: str = "dp"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """The layout of the optimizer: ``zero`` 1 gives each dp rank ``shard_elements`` of every buffer."""
+    """The layout of the optimizer: ``zero`` 1 gives each rank that shares a buffer ``shard_elements`` of it."""
 
     buffers: tuple[BufferPlan, ...] = ()
     name: str = "adamw"
@@ -61,7 +67,7 @@ class OptimizerPlan:
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
 
-    ``parameters``: as tp rank 0 holds them (shapes and cuts are the same on all).
+    ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
 
     pp_rank: int
@@ -78,8 +84,18 @@ class Buffer:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
+    def axis(self) -> str:
+        """The axis over which its parameters are cut."""
+        return self.parameters[0].axis
+
+    @property
+    def reduced_over(self) -> str:
+        """The axis whose ranks share it: their gradients are added up first, and under ZeRO-1 each has its shard."""
+        return self.parameters[0].reduced_over
+
+    @property
     def partial_over(self) -> tuple[str, ...]:
-        """The groups over which its gradients are summed after dp."""
+        """The groups over which its gradients are summed after that."""
         return self.parameters[0].partial_over
 
     @property
@@ -88,7 +104,7 @@ class Buffer:
 
     @property
     def has_whole_segment(self) -> bool:
-        """Over tp only the whole segments of its parameters are summed, not what is cut beside them."""
+        """Over its axis only the whole segments of its parameters are summed, not what is cut beside them."""
         return self.parameters[0].has_whole_segment
 
     @cached_property
@@ -104,20 +120,30 @@ class Buffer:
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
-    """Every buffer, by pp rank, in the order in which the runtime makes them."""
-    mesh, found = decisions.mesh, []
-    for rank in range(mesh.pp):
-        held = parameters_of_rank(decisions, rank)
-        found += buffers_of_rank(rank, held, spec.optimizer, mesh.dp, spec.precision.gradients)
-    return tuple(found)
+    """Every buffer, by pp rank, in the order in which the runtime makes them, as ep rank 0 has them."""
+    return tuple(buffer for rank in range(decisions.mesh.pp) for buffer in buffers_at(spec, decisions, rank, 0))
+
+
+def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> tuple[Buffer, ...]:
+    """The buffers of the ranks with this pp and ep rank."""
+    mesh = decisions.mesh
+    place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
+    sizes = {axis: mesh.size(axis) for axis in (mesh.data_axis, "edp")}
+    held = parameters_of_rank(decisions, pp_rank, place)
+    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients)
 
 
 def buffers_of_rank(
-    pp_rank: int, held: Iterable[LocalParameter], optimizer: OptimizerSpec, dp: int, gradients: str | None = None
+    pp_rank: int,
+    held: Iterable[LocalParameter],
+    optimizer: OptimizerSpec,
+    sizes: Mapping[str, int],
+    gradients: str | None = None,
 ) -> tuple[Buffer, ...]:
-    """The buffers of what one rank holds, in the model's order. ``gradients``: their dtype, as the spec asks for it.
+    """The buffers of what one rank holds, in the model's order. ``sizes``: of the axes that gradients are reduced over.
 
-    Left out, gradients are float32 on a rank with a parameter of half precision, else of the parameter's dtype.
+    ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 on a rank with a parameter of half
+    precision, else of the parameter's dtype.
     """
     held = list(held)
     if gradients is None and any(p.dtype in LOW_PRECISION for p in held):
@@ -125,7 +151,7 @@ def buffers_of_rank(
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
     for p in held:
         if p.requires_grad:
-            key = (p.dtype, p.partial_over, p.tied_stages, p.has_whole_segment)
+            key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment)
             groups.setdefault(key, {}).setdefault(p.fqn, p)
     made = []
     for group in groups.values():
@@ -133,15 +159,15 @@ def buffers_of_rank(
         if members[0].tied_stages:  # stages list their parameters in different orders, yet layouts have to be the same
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
-        made.append(Buffer(pp_rank, dtype, members, _layout(optimizer, dp, members)))
+        made.append(Buffer(pp_rank, dtype, members, _layout(optimizer, sizes[members[0].reduced_over], members)))
     return tuple(made)
 
 
-def _layout(optimizer: OptimizerSpec, dp: int, members: tuple[LocalParameter, ...]) -> BufferLayout:
+def _layout(optimizer: OptimizerSpec, num_ranks: int, members: tuple[LocalParameter, ...]) -> BufferLayout:
     sharded = optimizer.zero == 1
     return buckets.lay_out(
         ((p.fqn, prod(p.shape)) for p in members),
-        dp if sharded else 1,
+        num_ranks if sharded else 1,
         alignment=optimizer.alignment if sharded else "none",  # nothing is cut, so nothing needs to be aligned
-        bucket_size=optimizer.bucket_size or buckets.default_bucket_size(dp, optimizer.alignment),
+        bucket_size=optimizer.bucket_size or buckets.default_bucket_size(num_ranks, optimizer.alignment),
     )

@@ -1,8 +1,10 @@
 """What a step exchanges over the gradient buffers, after its last backward has begun.
 
-dp              reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
-tp, embedding   all-reduce of each bucket's shard, where gradients are partial sums
-world           one all-reduce of [|g|², loss]
+dp, dp-cp, edp       reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
+tp, etp, embedding   all-reduce of each bucket's shard, where gradients are partial sums
+world                one all-reduce of [|g|², loss, rows of each expert, who was asked to stop, notes of each rank]
+
+edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp where there is a cp.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from planner.sharding.buffers import Buffer
 
 PHASES = ("forward", "backward", "step")
 PERIODS = ("microbatch", "step")
+SUMS = ("tp", "etp", "embedding")  # in this order, which all ranks share though they hold different buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class CollectivePlan:
     """An exchange over ``axis``: ``count`` messages of ``bytes`` each on one rank, per microbatch or step.
 
     ``where``: the user's module and line; ``stage``: None where no single stage runs it; ``block``: the block it is in.
+    ``again``: one of the forward that runs once more, where the backward computes a block again.
     """
 
     kind: str
@@ -37,6 +41,7 @@ class CollectivePlan:
     per: str
     stage: int | None = None
     block: str = ""
+    again: bool = False
 
     def __post_init__(self) -> None:
         require(self.phase in PHASES, f"{self.kind} at {self.where} has the unknown phase {self.phase}")
@@ -49,33 +54,42 @@ def sums_of(buffer: Buffer, pp: int) -> tuple[str, ...]:
 
     Chunks of one rank share a tied weight without an exchange.
     """
-    spans = {"tp": True, "embedding": len({stage % pp for stage in buffer.tied_stages}) > 1}
-    return tuple(axis for axis in ("tp", "embedding") if axis in buffer.partial_over and spans[axis])
+    is_shared = len({stage % pp for stage in buffer.tied_stages}) > 1
+    return tuple(axis for axis in SUMS if axis in buffer.partial_over and (is_shared or axis != "embedding"))
 
 
-def step_collectives(mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int) -> tuple[CollectivePlan, ...]:
-    """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank."""
+def step_collectives(
+    mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int, num_experts: int = 0
+) -> tuple[CollectivePlan, ...]:
+    """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
+
+    ``num_experts``: of all layers together, where a step counts their rows, and layers that count what they drop.
+    """
     rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
     if mesh.world_size > 1:
-        where = "gradient norm and loss"
-        rows.append(CollectivePlan("all_reduce", "world", "step", where, 2 * torch.float64.itemsize, 1, "step"))
+        where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
+        notes = 1 + 2 * mesh.world_size  # asked to stop; of each rank its batch's digest and its busy seconds
+        size = (2 + num_experts + notes) * torch.float64.itemsize
+        rows.append(CollectivePlan("all_reduce", "world", "step", where, size, 1, "step"))
     return tuple(rows)
 
 
 def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:
+    over = buffer.reduced_over
+    num_ranks = mesh.size(over)
     for bucket in buffer.layout.buckets:
         place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({_contents(bucket)})"
 
         def row(kind: str, axis: str, size: int, place: str = place) -> CollectivePlan:
             return CollectivePlan(kind, axis, "step", place, size, 1, "step", buffer.pp_rank)
 
-        if mesh.dp > 1:
+        if num_ranks > 1:
             size = len(bucket.world) * buffer.gradient_dtype.itemsize
-            yield row("reduce_scatter" if sharded else "all_reduce", "dp", size)
+            yield row("reduce_scatter" if sharded else "all_reduce", over, size)
         for axis in sums_of(buffer, mesh.pp):
-            yield row("all_reduce", axis, _summed_elements(mesh.tp, buffer, bucket, axis) * buffer.main_dtype.itemsize)
-        if mesh.dp > 1 and sharded:
-            yield row("all_gather", "dp", len(bucket.world) * buffer.dtype.itemsize)
+            yield row("all_reduce", axis, _summed_elements(mesh, buffer, bucket, axis) * buffer.main_dtype.itemsize)
+        if num_ranks > 1 and sharded:
+            yield row("all_gather", over, len(bucket.world) * buffer.dtype.itemsize)
 
 
 def _contents(bucket: buckets.Bucket) -> str:
@@ -83,16 +97,16 @@ def _contents(bucket: buckets.Bucket) -> str:
     return f"gradients of {first}" if first == last else f"gradients of {len(bucket.slots)} parameters"
 
 
-def _summed_elements(tp: int, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
-    """Elements of a shard that are added over ``axis``; of parameters with whole segments over tp only those."""
-    num_shards = buffer.layout.num_ranks
-    if axis != "tp" or not buffer.has_whole_segment:
+def _summed_elements(mesh: Mesh, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
+    """Elements of a shard that are added over ``axis``; of parameters with whole segments over tp or etp only those."""
+    num_shards, size = buffer.layout.num_ranks, mesh.size(buffer.axis)
+    if axis != buffer.axis or not buffer.has_whole_segment:
         return len(bucket.world) // num_shards
     owned = (bucket.owned_ranges(rank, num_shards) for rank in range(num_shards))
     return max(
         sum(
-            buffer.by_name[name].num_whole_elements(tp, r.param.stop)
-            - buffer.by_name[name].num_whole_elements(tp, r.param.start)
+            buffer.by_name[name].num_whole_elements(size, r.param.stop)
+            - buffer.by_name[name].num_whole_elements(size, r.param.start)
             for name, r in ranges.items()
         )
         for ranges in owned

@@ -1,15 +1,17 @@
 """What one rank holds of a parameter and with whom it adds gradients up: decided here, and read by everyone else.
 
-    tp          every rank has a partial gradient: placement R, or a segment that each rank holds whole
+    dp, edp     every rank has the gradient of its own microbatches: edp for experts, dp for all else; dp-cp where
+                each also has only its own tokens of them
+    tp, etp     every rank has a partial gradient: placement R, or a segment that each rank holds whole
     embedding   several stages hold the parameter (a tied weight)
-    counted     of equal copies, over tp or over stages, the first alone counts in the gradient norm
+    counted     of equal copies, over tp or etp or over stages, the first alone counts in the gradient norm
 
 ``ParameterPlan`` is the row of the whole parameter, ``LocalParameter`` what one rank of one stage has of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,18 +21,26 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import require
+from planner.experts.parts import ExpertPart
 from planner.placement.types import I, Placement, Segment
+from planner.sharding.parts import Part
 from planner.spec.sections import STYLES
+
+
+def axis_of(expert: ExpertPart | None) -> str:
+    """The axis over which a parameter has its placement: experts with axes of their own are cut over etp."""
+    return "tp" if expert is None else "etp"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter: global ``shape``, and what one rank of the tp group (for experts, of etp and ep) holds.
+    """One parameter: global ``shape``, and what one rank that holds it has: of tp, for experts (style) of etp and ep.
 
     ``dim`` is cut; ``segments`` are its global sizes, each cut for itself, except those whose index is in
     ``whole_segments``: every rank holds them whole. ``padding`` elements without data make the last one divide.
     ``aliases``: other names of the same tied parameter. ``origin``: "solver", "default" or the spec's line.
-    ``stages``: every stage that holds it.
+    ``stages``: every stage that holds it. Of ``num_experts`` experts with axes of their own it is a stack on
+    ``expert_dim``, cut over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none.
     """
 
     name: str
@@ -47,11 +57,15 @@ class ParameterPlan:
     where: str = ""
     whole_segments: tuple[int, ...] = ()
     padding: int = 0
+    expert_dim: int = -1
+    expert_number: int = -1
+    num_experts: int = 0
 
     @classmethod
-    def of(cls, placement: Placement, tp: int, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:
-        """The row of a parameter with this tp ``placement``; ``rest`` are the other fields."""
-        cut = {"dim": None, "segments": ()}
+    def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:
+        """The row of a parameter of which a rank holds this part; ``rest`` are the other fields."""
+        cut: dict[str, Any] = {"dim": None, "segments": ()}
+        placement, expert = part.placement, part.expert
         if placement.is_sharded:
             whole = tuple(i for i, s in enumerate(placement.segments) if not s.sharded)
             cut = {
@@ -60,22 +74,51 @@ class ParameterPlan:
                 "whole_segments": whole,
                 "padding": placement.padding,
             }
-        return cls(name=name, shape=tuple(shape), local_shape=placement.local_shape(tuple(shape), tp), **cut, **rest)
+        if expert is not None:
+            cut |= {"expert_dim": expert.dim, "expert_number": expert.number, "num_experts": expert.num_experts}
+        return cls(name=name, shape=tuple(shape), local_shape=part.local_shape(tuple(shape)), **cut, **rest)
 
     def __post_init__(self) -> None:
         require(self.style in STYLES, f"{self.name} has the unknown style {self.style}")
         require(
             len(self.local_shape) == len(self.shape), f"{self.name}: {self.local_shape} is no shard of {self.shape}"
         )
+        uncut = [n for d, n in enumerate(self.local_shape) if d not in (self.dim, self.expert_dim)]
+        same = [n for d, n in enumerate(self.shape) if d not in (self.dim, self.expert_dim)]
+        require(uncut == same, f"{self.name} is whole and yet cut: {self.local_shape} of {self.shape}")
         if self.dim is None:
-            require(not self.segments and self.local_shape == self.shape, f"{self.name} is whole and yet cut")
+            require(not self.segments, f"{self.name} has segments and no dim that is cut")
         else:
             require(0 <= self.dim < len(self.shape), f"{self.name} is cut on dim {self.dim} of {len(self.shape)}")
             require(sum(self.segments) == self.shape[self.dim], f"{self.name}: segments {self.segments} miss its dim")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        dim, number = self.expert_dim, self.expert_number
+        if not self.num_experts:
+            require(dim == number == -1, f"{self.name} is of no expert and has a place among them")
+            return
+        require(self.style == "expert", f"{self.name} is of experts and has the style {self.style}")
+        require((dim == -1) != (number == -1), f"{self.name} must be a stack of experts, or of one")
+        if dim >= 0:
+            is_stack = dim < len(self.shape) and self.shape[dim] == self.num_experts
+            require(is_stack, f"{self.name}: dim {dim} of {self.shape} counts no {self.num_experts} experts")
+        else:
+            require(number < self.num_experts, f"{self.name} is of expert {number} of {self.num_experts}")
+
+    @property
+    def expert(self) -> ExpertPart | None:
+        """What it is to experts that have axes of their own."""
+        return ExpertPart(self.num_experts, self.expert_dim, self.expert_number) if self.num_experts else None
+
+    @property
+    def axis(self) -> str:
+        """The axis of its placement."""
+        return axis_of(self.expert)
 
     @property
     def placement(self) -> Placement:
-        """How it is cut over tp; I where each rank holds all of it."""
+        """How it is cut over its axis; I where each rank holds all of it."""
         if self.dim is None:
             return I
         segments = tuple(Segment(n, i not in self.whole_segments) for i, n in enumerate(self.segments))
@@ -91,8 +134,10 @@ class ParameterPlan:
 class LocalParameter:
     """A parameter on one rank of one stage: its user's dotted name, its cut, and who must add gradients together.
 
-    ``partial_over``: mesh groups whose ranks hold partial gradients of it at the end of a step ("tp" for type R,
-    "embedding" for a tied weight that stands on several stages); after the dp reduction they are summed there.
+    ``expert``: what it is to experts, where those have axes of their own: ``placement`` is then over etp.
+    ``partial_over``: mesh groups whose ranks hold partial gradients of it at the end of a step (its ``axis`` for type
+    R, "embedding" for a tied weight that stands on several stages); after the data-parallel reduction, over
+    ``reduced_over``, they are summed there.
     ``counted``: whether this rank counts the parameter in the global gradient norm (each logical element counts once).
     """
 
@@ -105,58 +150,91 @@ class LocalParameter:
     counted: bool = True
     tied_stages: tuple[int, ...] = ()  # stages that hold it, where more than one
     requires_grad: bool = True
+    expert: ExpertPart | None = None
+    data_axis: str = "dp"
+
+    @property
+    def axis(self) -> str:
+        """The axis of its placement: "etp" where experts are cut otherwise than all else and it is theirs, or "tp"."""
+        return axis_of(self.expert)
+
+    @property
+    def reduced_over(self) -> str:
+        """The ranks that hold the same part and run other tokens: "edp" for experts, or "dp" ("dp-cp" with a cp)."""
+        return self.data_axis if self.expert is None else "edp"
 
     @property
     def has_whole_segment(self) -> bool:
-        """Whether part of it is held whole by every tp rank, with partial gradients, beside what is cut."""
-        return self.placement.has_whole_segment and "tp" in self.partial_over
+        """Whether part of it is held whole by every rank of its axis, with partial gradients, beside what is cut."""
+        return self.placement.has_whole_segment and self.axis in self.partial_over
 
-    def whole_runs(self, tp: int) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the local sharded dim that every tp rank holds whole."""
+    def whole_runs(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the local sharded dim that every rank of its axis, of ``size``, holds whole."""
         runs, start = [], 0
         for segment in self.placement.segments:
-            stop = start + segment.local(tp)
+            stop = start + segment.local(size)
             if not segment.sharded:
                 runs.append((start, stop))
             start = stop
         return tuple(runs)
 
-    def num_whole_elements(self, tp: int, stop: int) -> int:
-        """How many of the first ``stop`` elements of the local tensor, flattened, every tp rank holds."""
+    def num_whole_elements(self, size: int, stop: int) -> int:
+        """How many of the first ``stop`` elements of the local tensor, flattened, every rank of its axis holds."""
         inner = prod(self.shape[self.placement.dim + 1 :])
         full, rest = divmod(stop, self.shape[self.placement.dim] * inner)
         return sum(
             (last - first) * inner * full + max(0, min(rest, last * inner) - first * inner)
-            for first, last in self.whole_runs(tp)
+            for first, last in self.whole_runs(size)
         )
 
 
-def local_parameter(decisions: Decisions, node: fx.Node, stage: int, tp_rank: int) -> LocalParameter:
-    """The parameter of a captured placeholder as a rank of ``stage`` has it."""
-    placement, tp = decisions.placements.of(node), decisions.mesh.tp
+def local_parameter(decisions: Decisions, node: fx.Node, stage: int, place: Mapping[str, int]) -> LocalParameter:
+    """The parameter of a captured placeholder as a rank of ``stage`` has it; ``place``: the rank's on each axis."""
+    part, mesh = part_of_node(decisions, node, place), decisions.mesh
+    placement, axis = part.placement, axis_of(part.expert)
     stages = decisions.stages.parameter_stages.get(node.name, (stage,))
     tied = stages if len(stages) > 1 else ()
-    partial = tp > 1 and (placement.kind == "R" or placement.has_whole_segment)
+    partial = mesh.size(axis) > 1 and (placement.kind == "R" or placement.has_whole_segment)
     value = node.meta["val"]
     shape = tuple(value.shape)
     return LocalParameter(
         decisions.program.parameters[node.name],
-        placement.local_shape(shape, tp),
+        part.local_shape(shape),
         value.dtype,
         placement,
         shape,
-        (("embedding",) if tied else ()) + (("tp",) if partial else ()),
-        (placement.is_sharded or tp_rank == 0) and stage == min(stages),
+        (("embedding",) if tied else ()) + ((axis,) if partial else ()),
+        (placement.is_sharded or place[axis] == 0) and stage == min(stages),
         tied,
         bool(node.meta["grad"]),
+        part.expert,
+        mesh.data_axis,
     )
 
 
-def parameters_of_rank(decisions: Decisions, pp_rank: int, tp_rank: int = 0) -> Iterator[LocalParameter]:
-    """What a pp rank holds, chunk by chunk, in graph order; a tied weight comes once for each of its chunks."""
-    program, stages = decisions.program, decisions.stages
-    placeholders = [n for n in program.graph.graph.find_nodes(op="placeholder") if n.name in program.parameters]
-    for stage in range(pp_rank, stages.num_stages, decisions.mesh.pp):
-        for node in placeholders:
+def part_of_node(decisions: Decisions, node: fx.Node, place: Mapping[str, int]) -> Part:
+    """The part of a captured placeholder that the rank at ``place`` holds."""
+    expert, mesh = decisions.expert_parts.get(node.name), decisions.mesh
+    axis = axis_of(expert)
+    return Part(decisions.placements.of(node), mesh.size(axis), place[axis], expert, mesh.ep, place["ep"])
+
+
+def parameters_of_rank(
+    decisions: Decisions, pp_rank: int, place: Mapping[str, int] | None = None
+) -> Iterator[LocalParameter]:
+    """What a rank holds, chunk by chunk, in graph order; a tied weight comes once for each of its chunks.
+
+    ``place``: the rank's on each axis (Mesh.place), left out: that of the first rank of the stage.
+    """
+    program, stages, mesh = decisions.program, decisions.stages, decisions.mesh
+    place = mesh.place(mesh.rank_of(pp=pp_rank)) if place is None else place
+    parts = decisions.expert_parts
+    held = [
+        n
+        for n in program.graph.graph.find_nodes(op="placeholder")
+        if n.name in program.parameters and (n.name not in parts or parts[n.name].is_held(mesh.ep, place["ep"]))
+    ]
+    for stage in range(pp_rank, stages.num_stages, mesh.pp):
+        for node in held:
             if stage in stages.parameter_stages.get(node.name, ()):
-                yield local_parameter(decisions, node, stage, tp_rank)
+                yield local_parameter(decisions, node, stage, place)

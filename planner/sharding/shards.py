@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from planner.decisions import Decisions
 from planner.sharding.boundaries import BoundaryPlan, boundary
-from planner.sharding.buffers import Buffer, buffers_of
+from planner.sharding.buffers import Buffer, buffers_at, buffers_of
 from planner.sharding.collectives import CollectivePlan, step_collectives
-from planner.sharding.type_changes import TypeChange, type_changes
+from planner.sharding.type_changes import TypeChange, check_experts_alike, type_changes
 from planner.spec.spec import Spec
 
 
 @dataclass(frozen=True)
 class Shards:
-    """By stage its ``changes`` of type and the ``boundaries`` it sends on; ``buffers`` and ``at_step`` by pp rank."""
+    """By stage its ``changes`` of type and the ``boundaries`` it sends on; ``buffers`` and ``at_step`` by pp rank.
+
+    ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank) where parameters are
+    of one expert alone, so that it holds others.
+    """
 
     changes: tuple[tuple[TypeChange, ...], ...]
     boundaries: tuple[tuple[BoundaryPlan, ...], ...]
     buffers: tuple[Buffer, ...]
     at_step: tuple[CollectivePlan, ...]
+    elsewhere: Callable[[int, int], tuple[Buffer, ...]] | None = None
 
     def received(self, stage: int) -> tuple[BoundaryPlan, ...]:
         return self.boundaries[stage - 1] if stage else ()
@@ -27,17 +36,33 @@ class Shards:
     def sent(self, stage: int) -> tuple[BoundaryPlan, ...]:
         return self.boundaries[stage]
 
-    def buffers_of_rank(self, pp_rank: int) -> tuple[Buffer, ...]:
+    def buffers_of_rank(self, pp_rank: int, ep_rank: int = 0) -> tuple[Buffer, ...]:
+        if ep_rank and self.elsewhere is not None:
+            return self.elsewhere(pp_rank, ep_rank)
         return tuple(buffer for buffer in self.buffers if buffer.pp_rank == pp_rank)
+
+    def main_dtypes(self, ep: int) -> dict[str, torch.dtype]:
+        """In which gradients are summed over ranks: of every trainable parameter, on whichever rank it lies."""
+        ep_ranks = range(1 if self.elsewhere is None else ep)
+        pp_ranks = sorted({buffer.pp_rank for buffer in self.buffers})
+        found = [buffer for pp in pp_ranks for rank in ep_ranks for buffer in self.buffers_of_rank(pp, rank)]
+        return {name: buffer.main_dtype for buffer in found for name in buffer.by_name}
 
 
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
-    """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums."""
+    """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums.
+
+    Raises PlanError where ranks would exchange different things for their experts.
+    """
     program, stages = decisions.program, decisions.stages
     buffers = buffers_of(spec, decisions)
+    changes = tuple(type_changes(decisions.placements, stages, program, index) for index in range(stages.num_stages))
+    check_experts_alike(changes, program, decisions.mesh)
+    are_alone = any(part.dim < 0 for part in decisions.expert_parts.values())
     return Shards(
-        tuple(type_changes(decisions.placements, stages, program, index) for index in range(stages.num_stages)),
+        changes,
         tuple(boundary(decisions, index) for index in range(stages.num_stages)),
         buffers,
-        step_collectives(decisions.mesh, buffers, spec.optimizer.zero),
+        step_collectives(decisions.mesh, buffers, spec.optimizer.zero, decisions.num_noted),
+        partial(buffers_at, spec, decisions) if are_alone else None,
     )

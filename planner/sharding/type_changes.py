@@ -1,4 +1,4 @@
-"""Where values change their type over tp: the list that lowering inserts and that the plan prints.
+"""Where values change their type over tp (etp among experts): the list that lowering inserts and the plan prints.
 
 A change happens on the stage that reads, once for all its readers there; partial sums are added up on the stage that
 made them, before they are sent.
@@ -6,12 +6,17 @@ made them, before they are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
+from planner.errors import PlanError
+from planner.experts.domain import axis_of, domain_of, is_here
 from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.conversions import Conversion, conversion
 from planner.placement.decide import Placements
@@ -20,7 +25,10 @@ from planner.placement.types import I, Placement
 
 @dataclass(frozen=True, slots=True)
 class TypeChange:
-    """Value ``value`` goes from type ``before`` to ``after`` on ``stage``, for the readers named."""
+    """Value ``value`` goes from type ``before`` to ``after`` over ``axis`` on ``stage``, for the readers named.
+
+    ``again``: what is gathered is not kept, but gathered a second time in the backward (regions.regather).
+    """
 
     stage: int
     value: str
@@ -28,6 +36,13 @@ class TypeChange:
     after: Placement
     how: Conversion
     readers: tuple[str, ...]
+    axis: str = "tp"
+    again: bool = False
+
+    @property
+    def backward(self) -> tuple[str, ...]:
+        """The collectives of the backward."""
+        return ((self.how.forward,) if self.again else ()) + ((self.how.backward,) if self.how.backward else ())
 
 
 def sent_type(placement: Placement) -> Placement:
@@ -78,5 +93,25 @@ def type_changes(
         held = bool(node.meta.get("parameter"))
         how = conversion(before, after, grad=bool(node.meta.get("grad")), parameter=held, exchange=True)
         assert how is not None, f"{name}: no way from {before} to {after} for {readers}"
-        changes.append(TypeChange(stage, name, before, after, how, tuple(readers)))
+        changes.append(TypeChange(stage, name, before, after, how, tuple(readers), axis_of(node)))
     return tuple(changes)
+
+
+def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Program, mesh: Mesh) -> None:
+    """Raise PlanError where the experts of one ep rank exchange over etp what those of another do not: a plan's row is
+    of all ranks of a stage. Experts that are branches are typed each for itself, as its frozen parameters ask."""
+    for of_stage in changes:
+        alone = [(change, program.node(change.value)) for change in of_stage]
+        alone = [(c, n) for c, n in alone if (domain := domain_of(n)) is not None and domain.number >= 0]
+        found = [
+            Counter((c.how.forward, c.how.backward) for c, n in alone if is_here(n, mesh, ep_rank))
+            for ep_rank in range(mesh.ep)
+        ]
+        for counts in found:
+            del counts["", ""]  # no message
+        if any(counts != found[0] for counts in found):
+            raise PlanError(
+                f"over etp = {mesh.etp}, experts of different ep ranks would exchange different things",
+                where=where_of(alone[0][1]),
+                fix="set mesh.etp: 1, or let all of every expert train",
+            )

@@ -1,37 +1,73 @@
 """The file that ``cluster`` names: found, and valid YAML, before anything is decided with it.
 
-A relative path is taken from the working directory, and failing that from the folder of the spec file.
+A relative path is taken from the working directory, and failing that from the folder of the spec file. What lies in
+neither may be a file that is shipped: ``dgx-h100``, or ``specs/clusters/dgx-h100.yaml``.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from planner.errors import SpecError, Where
+from planner.files.text import shorten
 from planner.spec.lines import read_yaml
+
+FOLDER = Path("specs", "clusters")
+_SHIPPED = (
+    Path(__file__).resolve().parents[2] / FOLDER
+)  # packages are installed side by side; a user may have own specs
 
 
 def find_cluster(given: str | None, at: Where) -> str | None:
-    """The path at which the cluster file lies. ``at``: where the spec names it.
+    """The path at which the cluster file lies; of a shipped one its name as it was ``given``, true on any machine.
 
-    Raises SpecError where there is no such file (at the spec's line) or it is not valid (at its own line).
+    ``at``: where the spec names it. Raises SpecError where there is no such file (at the spec's line) or it is not
+    valid YAML (at its own line).
     """
     if given is None:
         return None
     places = [Path(given)]
     if at.file and not places[0].is_absolute():
         places.append(Path(at.file).parent / given)
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        looked = " and ".join(dict.fromkeys(str(place.parent) for place in places))
-        raise SpecError(
-            f"cluster: there is no file {given} (looked in {looked})",
-            where=at,
-            fix="name a YAML file that describes the machines, or remove the key",
-        )
-    value, _ = read_yaml(found, "cluster")
+    found = next((place for place in places if os.path.isfile(place)), None)
+    path = found or shipped_cluster(given)
+    if path is None:
+        raise no_cluster(given, dict.fromkeys(str(place.parent) for place in places), at)
+    value, _ = read_yaml(path, "cluster")
     if not isinstance(value, dict):
         raise SpecError(
-            "the cluster file is no mapping", where=Where(file=str(found), line=1), fix="write `key: value` pairs"
+            "the cluster file is no mapping", where=Where(file=str(path), line=1), fix="write `key: value` pairs"
         )
-    return str(found)
+    return given if found is None else str(found)
+
+
+def cluster_path(given: str) -> Path | None:
+    """The file with this path, or the shipped one with this name."""
+    return Path(given) if os.path.isfile(given) else shipped_cluster(given)
+
+
+def shipped_cluster(given: str) -> Path | None:
+    """The shipped file that is meant by ``dgx-h100``, ``dgx-h100.yaml`` or ``specs/clusters/dgx-h100.yaml``."""
+    path = Path(given)
+    is_bare = path.parent in (Path(), FOLDER) and path.stem in shipped_names()
+    return _SHIPPED / f"{path.stem}.yaml" if is_bare and path.suffix in ("", ".yaml") else None
+
+
+def shipped_names() -> list[str]:
+    """Of the clusters that come with meshwright."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def no_cluster(given: str, looked: Iterable[str], at: Where | str) -> SpecError:
+    """There is no file that ``given`` names."""
+    names = shipped_names()
+    nearest = next(iter(difflib.get_close_matches(Path(given).stem[:100], names, n=1)), None)
+    hint = f"did you mean {nearest}? " if nearest else ""
+    return SpecError(
+        f"cluster: there is no file {shorten(given)} (looked in {' and '.join(looked)})",
+        where=at,
+        fix=f"{hint}name a YAML file that describes the machines, or one that is shipped: {', '.join(names)}",
+    )

@@ -11,17 +11,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from planner.errors import PlanError, SpecError
-from planner.spec.lines import EXPONENT
+from planner.spec.yaml_nodes import EXPONENT, LARGEST
 
 AUTO = "auto"
+LARGEST_SIZE = 1 << 40  # elements, steps, ids: more is a slip of the keyboard, and would overflow later on
+MOST_NAMES = 1000  # overrides
+MOST_INPUTS = 128
+MOST_DIMS = 16
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
-def _whole(value: Any) -> Any:
-    value = _number(value)
+def whole(value: Any) -> Any:
+    value = number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -31,11 +35,12 @@ def _word(value: Any) -> Any:
 
 
 Auto = Literal["auto"]
-Size = Annotated[int, Field(strict=True, ge=1), BeforeValidator(_whole)]
-Count = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_whole)]
-NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), BeforeValidator(_number)]
+Size = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIZE), BeforeValidator(whole)]
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST_SIZE), BeforeValidator(whole)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=LARGEST), BeforeValidator(whole)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), BeforeValidator(number)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), BeforeValidator(number)]
+Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), BeforeValidator(number)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 Word = BeforeValidator(_word)

@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from planner.errors import PlanError, SpecError, Where
+from planner.files.text import shorten
 from planner.spec.lines import join, locate
 
 _TYPES = {
@@ -25,7 +26,13 @@ _TYPES = {
     "array": ("a list", "write a list: [a, b]"),
     "object": ("a mapping", "write `key: value` pairs, or remove the key"),
 }
-_LIMITS = {"minimum": "at least", "exclusiveMinimum": "more than", "exclusiveMaximum": "less than"}
+_LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+_MOST_ERRORS = 100  # of a file in which hardly anything is right
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 
 
@@ -41,21 +48,40 @@ class _Key:
     def properties(self) -> dict[str, Any]:
         return next((option["properties"] for option in self.options if "properties" in option), {})
 
+    @property
+    def key_names(self) -> list[str]:
+        """The keys that a mapping of values of one kind may have; none where any name is good."""
+        return next((names["enum"] for o in self.options if "enum" in (names := o.get("propertyNames", {}))), [])
 
-def spec_error(error: ValidationError, value: Any, locations: Mapping[str, Where], schema: dict[str, Any]) -> PlanError:
+
+def spec_error(
+    error: ValidationError,
+    value: Any,
+    locations: Mapping[str, Where],
+    schema: dict[str, Any],
+    what: str = "the spec",
+) -> PlanError:
     """One error for everything that pydantic found in ``value``, whose JSON ``schema`` is given."""
     raised, found = [], {}
-    for detail in error.errors(include_url=False):
+    for detail in error.errors(include_url=False)[:_MOST_ERRORS]:
         own = detail.get("ctx", {}).get("error")
         if isinstance(own, PlanError):
-            raised += getattr(own, "errors", ()) or (own,)
+            raised += [_placed(e, detail["loc"], value, schema) for e in getattr(own, "errors", ()) or (own,)]
         else:
             problem = _problem(detail["type"], detail["loc"], value, schema)
             if problem is not None:
                 found.setdefault(problem.where, problem)
     # of the branches of a union, the one that a value got into furthest tells what is wrong with it
     deepest = [e for path, e in found.items() if not any(other.startswith(f"{path}.") for other in found)]
-    return SpecError.of([_located(e, locations) for e in (*deepest, *raised)])
+    return SpecError.of([_located(e, locations) for e in (*deepest, *raised)], what)
+
+
+def _placed(error: PlanError, loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> PlanError:
+    """An error without a place is of the value that was checked: its key comes before the words."""
+    if error.where is not None:
+        return error
+    path = _key(loc, value, schema).path
+    return SpecError(f"{path} {error.what}", where=path, fix=error.fix)
 
 
 def _located(error: PlanError, locations: Mapping[str, Where]) -> SpecError:
@@ -66,6 +92,8 @@ def _located(error: PlanError, locations: Mapping[str, Where]) -> SpecError:
 def _problem(kind: str, loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> SpecError | None:
     if loc and loc[-1] == "[key]":
         at = _key(loc[:-2], value, schema)
+        if at.key_names:
+            return _unknown_key(at, loc[-2])
         what, fix = f"{at.path}: the key {describe_value(loc[-2])} must be a name", "put the key in quotes"
         return SpecError(what, where=join(at.path, loc[-2]), fix=fix)
     if kind in _UNKNOWN_KEY:
@@ -98,14 +126,16 @@ def _options(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any
 
 
 def _unknown_key(at: _Key, name: object) -> SpecError:
-    nearest = _nearest(name, at.properties)
-    hint = f"did you mean '{nearest}'?" if nearest else f"known keys: {', '.join(at.properties)}"
+    known = [*at.properties, *at.key_names]
+    nearest = _nearest(name, known)
+    hint = f"did you mean '{nearest}'?" if nearest else f"known keys: {', '.join(known)}"
     inside = f" in {at.path}" if at.path else ""
-    return SpecError(f"unknown key '{name}'{inside}", where=join(at.path, name), fix=hint)
+    return SpecError(f"unknown key '{shorten(name, 100)}'{inside}", where=join(at.path, name), fix=hint)
 
 
 def _missing_key(at: _Key, name: str) -> SpecError | None:
-    if any(_nearest(given, at.properties) == name for given in at.value if given not in at.properties):
+    unknown = [given for given in at.value if given not in at.properties]
+    if any(_nearest(given, at.properties) == name for given in unknown[:_MOST_ERRORS]):
         return None  # it is there, misspelt, and the error of the unknown key says so
     example = {name: at.properties[name]["examples"][0]}
     path = join(at.path, name)
@@ -129,16 +159,43 @@ def _wrong_value(at: _Key) -> SpecError:
 def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | None:
     """What to say of a value that has the right type."""
     for option in kinds:
-        kind, value, allowed = option["type"], at.value, _allowed(option)
-        if kind == "array" and isinstance(value, (list, tuple)) and "minItems" in option:
-            length = option["minItems"]
-            return f"{at.path} must have {length} items, not {len(value)}", f"give {length} items"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        kind, value, allowed = option["type"], at.value, _allowed(option, at.value)
+        if (wrong := _wrong_length(at, option)) is not None:
+            return wrong
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
             continue
-        if kind == "number" or (kind == "integer" and float(value).is_integer()):
-            fix = f"set it to {option['minimum']} or more" if kind == "integer" else f"choose a number {allowed}"
-            return f"{at.path} is {value:g}, it must be {allowed}", fix
+        if kind == "number" or (kind == "integer" and int(value) == value):
+            return f"{at.path} is {_digits(value)}, it must be {allowed}", _in_range(option, value, allowed)
     return None
+
+
+def _wrong_length(at: _Key, option: dict[str, Any]) -> tuple[str, str] | None:
+    kind, value = option["type"], at.value
+    if kind == "array" and isinstance(value, (list, tuple)) and "minItems" in option:
+        length = option["minItems"]
+        return f"{at.path} must have {length} items, not {len(value)}", f"give {length} items"
+    most = option.get({"array": "maxItems", "object": "maxProperties"}.get(kind, ""))
+    if most is not None and isinstance(value, (list, tuple, Mapping)) and len(value) > most:
+        return f"{at.path} has {len(value)} entries, it may have {most}", f"give {most} or fewer"
+    return None
+
+
+def _in_range(option: dict[str, Any], value: float, allowed: str) -> str:
+    if option["type"] != "integer":
+        return f"choose a number {allowed}"
+    is_more = value > option.get("maximum", value)
+    return f"set it to {option['maximum']} or less" if is_more else f"set it to {option['minimum']} or more"
+
+
+def _is_finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _digits(value: float) -> str:
+    """A number as a person would write it; of a very long one that it is long."""
+    if not isinstance(value, int):
+        return f"{value:g}"
+    return str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
 
 
 def _wrong_type(at: _Key, option: dict[str, Any], words: list[str]) -> tuple[str, str]:
@@ -147,12 +204,18 @@ def _wrong_type(at: _Key, option: dict[str, Any], words: list[str]) -> tuple[str
     return f"{at.path or 'the spec'} must be {expected}, not {describe_value(at.value)}", fix
 
 
-def _allowed(option: dict[str, Any]) -> str:
-    return " and ".join(f"{word} {option[name]:g}" for name, word in _LIMITS.items() if name in option)
+def _allowed(option: dict[str, Any], value: Any = None) -> str:
+    """The range of an option. Its largest size is told to those alone who went beyond it."""
+    is_more = isinstance(value, (int, float)) and "maximum" in option and value > option["maximum"]
+    names = [name for name in _LIMITS if name in option and (name == "maximum") <= is_more]
+    return " and ".join(f"{_LIMITS[name]} {_digits(option[name])}" for name in names)
 
 
 def _nearest(word: object, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)), None)
+    text = word if isinstance(word, str) else _plain(word)
+    if len(text) > 100:
+        return None
+    return next(iter(difflib.get_close_matches(text, known, n=1, cutoff=0.5)), None)
 
 
 def flow(value: Mapping[str, Any]) -> str:
@@ -165,11 +228,18 @@ def describe_value(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     if isinstance(value, str):
-        return f"the string '{value}'"
+        return f"the string '{shorten(value, 100)}'"
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, (list, tuple)):
-        return f"the list {list(value)}"
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    return f"a {type(value).__name__}"
+        return f"the list [{', '.join(map(_plain, value[:20]))}{', …' if len(value) > 20 else ''}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _plain(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+
+
+def _plain(value: Any) -> str:
+    """A value inside of a list."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _digits(value)
+    return shorten(repr(value) if isinstance(value, (str, list, dict)) else value, 100)

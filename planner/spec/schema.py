@@ -1,4 +1,7 @@
-"""The JSON schema of a spec (draft 2020-12), for editors and for the words of an error; the models are its source."""
+"""The JSON schema (draft 2020-12) of a spec or a cluster file, for editors and for the words of an error.
+
+The models are its source.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ class _Plain(GenerateJsonSchema):
 
 
 @cache
-def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+def json_schema(model: type[BaseModel], title: str = "The spec of a meshwright plan") -> dict[str, Any]:
     """What may stand in a file: every key with its meaning, type, range and default; nothing else is allowed."""
     schema = model.model_json_schema(schema_generator=_Plain)
     for section in (schema, *schema["$defs"].values()):
         del section["title"]
         section.pop("description", None)  # that of a class is for who reads the code
-    return {"$schema": _Plain.schema_dialect, "title": "The spec of a meshwright plan", **schema}
+    return {"$schema": _Plain.schema_dialect, "title": title, **schema}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from planner.errors import PlanError, SpecError
-from planner.mesh import Mesh
+from planner.mesh import SIZES, Mesh
 from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled
 from planner.pipeline.schedule import KINDS
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
+    LARGEST_SIZE,
+    MOST_DIMS,
+    MOST_NAMES,
     Auto,
     Count,
     Dtype,
@@ -37,37 +40,51 @@ from planner.spec.messages import describe_value
 STYLES: tuple[str, ...] = get_args(Style)
 
 
+def needs_auto_mesh(path: str, example: Any) -> PlanError:
+    """A key is left to the search, but no axis is: nothing searches."""
+    fix = f"write a value, such as {example}, or mesh: auto"
+    return SpecError(f"{path} is auto, but no axis of the mesh is: nothing is searched", where=path, fix=fix)
+
+
 class MeshSpec(Section):
     tp: Size | Auto = key(1, "tensor parallel: ranks that share each layer")
     pp: Size | Auto = key(1, "pipeline parallel: ranks that share the sequence of layers")
     dp: Size | Auto = key(1, "data parallel: replicas that share the batch")
     vpp: Size | Auto = key(1, "chunks of each pipeline rank, for interleaved_1f1b")
-    cp: Size | Auto = key(1, "context parallel")
+    cp: Size | Auto = key(1, "context parallel: ranks that share each sequence")
     ep: Size | Auto = key(1, "expert parallel")
     etp: Size | Auto | None = key(None, "tensor parallel inside each expert; null: tp", validate_default=True)
-    order: Name = key(DEFAULT_ORDER, "the leftmost axis joins neighbouring ranks")
+    order: Name = key(DEFAULT_ORDER, "the leftmost axis joins neighbouring ranks; auto, beside an axis that is auto")
 
     @model_validator(mode="before")
     @classmethod
-    def _all_auto(cls, value: Any) -> Any:
-        return {axis: AUTO for axis in cls.model_fields if axis != "order"} if value == AUTO else value
+    def _with_auto(cls, value: Any) -> Any:
+        """`mesh: auto` leaves all to the search; where one axis is auto, dp takes what the others leave."""
+        if value == AUTO:
+            return dict.fromkeys(cls.model_fields, AUTO)
+        if isinstance(value, Mapping) and any(value.get(axis) == AUTO for axis in SIZES):
+            return {"dp": AUTO, **value}
+        return value
 
     @field_validator("etp")
     @classmethod
     def _as_tp(cls, value: Any, info: Any) -> Any:
-        return info.data.get("tp") if value is None else value
+        tp = info.data.get("tp")
+        return tp if value is None and tp != AUTO else value
 
     @property
     def has_auto(self) -> bool:
         """Whether some size is left to the search."""
-        return AUTO in dict(self).values()
+        return any(getattr(self, axis) == AUTO for axis in SIZES)
 
     def to_mesh(self) -> Mesh:
         """The mesh of these sizes, none of which is auto. Raises PlanError where they make none."""
         return Mesh(**dict(self))
 
     def problems(self) -> Iterator[PlanError]:
-        if not self.has_auto:
+        if self.order == AUTO and not self.has_auto:
+            yield needs_auto_mesh("mesh.order", DEFAULT_ORDER)
+        elif not self.has_auto:
             try:
                 self.to_mesh()
             except PlanError as error:
@@ -76,21 +93,24 @@ class MeshSpec(Section):
 
 class BatchSpec(Section):
     global_size: Size = required("sequences of one step over all replicas; divisible by micro · dp", 16, alias="global")
-    micro: Size = required("sequences of one microbatch of one replica", 2)
+    micro: Size | Auto = required("sequences of one microbatch of one replica; auto, beside an axis that is auto", 2)
 
 
 class InputSpec(Section):
     """One tensor of the batch. In a Spec, what it takes from the input that it is ``like`` is filled in."""
 
-    shape: tuple[Size, ...] = optional_by_like((), "without the batch dim; required, unless like another input")
+    shape: Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
+        (), "without the batch dim; required, unless like another input"
+    )
     dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
     high: Size | None = key(None, "integers are drawn below it")
     like: Name | None = key(None, "another input, from which this one takes what it does not say")
 
 
 class TensorParallelSpec(Section):
-    sequence_parallel: Flag = key(False, "cut the sequence too, between the parallel regions")
-    overrides: dict[Name, Annotated[Style, Word]] = key(
+    sequence_parallel: Flag | Auto = key(False, "cut the sequence too, between the parallel regions")
+    regather: Flag = key(True, "with sequence_parallel: gather what linears read again in the backward, do not keep it")
+    overrides: Annotated[dict[Name, Annotated[Style, Word]], Field(max_length=MOST_NAMES)] = key(
         {},
         "glob over dotted names of parameters or modules: column | row | vocab | expert | replicate; the last glob "
         "that names a parameter decides; a bias follows the matrix of its module",
@@ -128,7 +148,7 @@ def _words(row: Any, index: int) -> list[str]:
     return list(row)
 
 
-_SIZE = {"type": "integer", "minimum": 1}
+_SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_SIZE}
 _ROW = {"type": "array", "items": {"anyOf": [_SIZE, {"enum": [*WORDS]}]}}
 Split = Annotated[
     Auto | Name | tuple[Size, ...] | tuple[tuple[Size, ...], ...] | EvenSplit,
@@ -151,7 +171,7 @@ Split = Annotated[
 
 
 class PipelineSpec(Section):
-    schedule: Literal[tuple(KINDS)] = key("1f1b", " | ".join(KINDS))  # pyright: ignore[reportInvalidTypeForm]
+    schedule: Literal[(*KINDS, AUTO)] = key("1f1b", " | ".join((*KINDS, AUTO)))  # pyright: ignore[reportInvalidTypeForm]
     split: Split = key(
         AUTO,
         "or the number of blocks of each stage: [6, 6]; of each chunk of each pp rank: [[3, 3], [2, 4]]; a layout of "
@@ -211,10 +231,14 @@ class PrecisionSpec(Section):
         None, "of the buffers that add them up; null: float32 (float64 where the parameter is)"
     )
     loss_scale: Annotated[Literal["none", "dynamic"], NullIsNone] = key("none", "none | dynamic")
+    nonfinite: Literal["stop", "skip"] | None = key(
+        None, "a step that is not finite: stop | skip; null: skip with a dynamic loss scale, else stop"
+    )
 
 
 FULL_ITERATION = "full_iteration"
 _PARTS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+_MOST_PARTS = 2 * (len(_PARTS) + 1)
 _SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
 
 
@@ -228,8 +252,9 @@ class CudaGraphsSpec(Section):
     )
     scope: Annotated[
         tuple[Literal[(*_PARTS, FULL_ITERATION)], ...],  # pyright: ignore[reportInvalidTypeForm]
+        Field(max_length=_MOST_PARTS),
         BeforeValidator(_one_or_more),
-        WithJsonSchema({"anyOf": [{"type": "array", "items": _SCOPE}, _SCOPE]}),
+        WithJsonSchema({"anyOf": [{"type": "array", "items": _SCOPE, "maxItems": _MOST_PARTS}, _SCOPE]}),
     ] = key((), f"{', '.join(_PARTS)}; []: the whole layer; {FULL_ITERATION}: one graph of all microbatches")
     warmup_steps: Count = key(3, "real steps before the capture, 1 or more")
 

@@ -6,6 +6,7 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -14,18 +15,33 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Field,
     PlainSerializer,
     PrivateAttr,
     ValidationError,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from planner.errors import PlanError, SpecError, Where
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
+from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
-from planner.spec.fields import AUTO, Count, Name, NullIsNone, Section, key, required
+from planner.spec.fields import (
+    AUTO,
+    MOST_INPUTS,
+    MOST_NAMES,
+    Auto,
+    Name,
+    NullIsNone,
+    Section,
+    Seed,
+    Size,
+    key,
+    required,
+)
 from planner.spec.inputs import resolve_like
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
@@ -40,8 +56,10 @@ from planner.spec.sections import (
     PipelineSpec,
     PrecisionSpec,
     TensorParallelSpec,
+    needs_auto_mesh,
 )
 
+_MOST_ELEMENTS = 1 << 36
 _INPUTS = {"input_ids": {"shape": [1024], "dtype": "int64", "high": 50257}, "labels": {"like": "input_ids"}}
 _OUTPUT = {"type": ["string", "integer"], "description": "its name, or its index"}
 _LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["output"], "additionalProperties": False}
@@ -64,6 +82,10 @@ Loss = Annotated[
 ]
 
 
+_Kind = Annotated[Literal["none", "full", "selective"], NullIsNone]
+Recompute = Annotated[_Kind | Auto | Annotated[dict[Name, _Kind], Field(max_length=MOST_NAMES)], NullIsNone]
+
+
 def _or_auto(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": AUTO}]
 
@@ -77,7 +99,7 @@ class Spec(Section):
         json_schema_extra=_or_auto,
     )
     batch: BatchSpec = required("sequences of a step", {"global": 16, "micro": 2})
-    inputs: Annotated[dict[Name, InputSpec], AfterValidator(resolve_like)] = key(
+    inputs: Annotated[dict[Name, InputSpec], Field(max_length=MOST_INPUTS), AfterValidator(resolve_like)] = key(
         {}, "the model's keyword arguments, without the batch dim", examples=[_INPUTS]
     )
     loss: Loss = key(AUTO, "or {output: NAME} of the model's output that is the loss")
@@ -86,13 +108,23 @@ class Spec(Section):
     optimizer: OptimizerSpec = key(OptimizerSpec(), "how gradients become updates")
     precision: PrecisionSpec = key(PrecisionSpec(), "dtypes")
     cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "what CUDA graphs capture")
-    recompute: Annotated[Literal["none", "full", "selective"], NullIsNone] = key("none", "none | full | selective")
+    recompute: Recompute = key(
+        "none",
+        "none | full | selective | auto, or {glob over names of blocks: kind}; the last glob that names a block "
+        "decides",
+    )
+    dropout: Literal["fast", "layout_invariant"] = key(
+        "fast", "fast | layout_invariant: the same masks for every layout, slower"
+    )
     initial_weights: Literal["broadcast", "require_equal"] = key(
         "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
     )
-    seed: Count = key(1234, "of dropout, fresh weights and random batches")
+    seed: Seed = key(1234, "of dropout, fresh weights and random batches")
     cluster: Name | None = key(
         None, "a YAML file that describes the machines; relative to here, or to this file's folder"
+    )
+    devices: Size | None = key(
+        None, "how many the search lays out, with an axis that is auto; null: all of the cluster"
     )
     initialization: InitializationSpec = key(InitializationSpec(), "of a model on the meta device without weights")
     _locations: dict[str, Where] = PrivateAttr(default_factory=dict)
@@ -122,8 +154,16 @@ class Spec(Section):
     def _found(cls, value: str | None, info: Any) -> str | None:
         return find_cluster(value, locate(info.context or {}, "cluster"))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _left_to_the_search(cls, value: Any) -> Any:
+        return with_auto(value)
+
     def problems(self) -> Iterator[PlanError]:
+        yield from _auto_problems(self)
         yield from _batch_problems(self)
+        yield from _size_problems(self)
+        yield from _recompute_problems(self)
         yield from _stage_problems(self)
 
     def location(self, path: str) -> Where:
@@ -148,11 +188,18 @@ class Spec(Section):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one dp rank in a step. Raises SpecError while dp is auto."""
-        if self.mesh.dp == AUTO:
-            what = "mesh.dp is auto: the number of microbatches is not known yet"
-            raise self.error("mesh.dp", what, "choose mesh.dp")
-        return self.batch.global_size // (self.batch.micro * self.mesh.dp)
+        """Microbatches of one dp rank in a step. Raises SpecError while dp or batch.micro is auto."""
+        dp, micro = self.mesh.dp, self.batch.micro
+        if not isinstance(dp, int) or not isinstance(micro, int):
+            at = "batch.micro" if isinstance(dp, int) else "mesh.dp"
+            raise self.error(at, f"{at} is auto: the number of microbatches is not known yet", f"choose {at}")
+        return self.batch.global_size // (micro * dp)
+
+    def with_devices(self, devices: int) -> Spec:
+        """The same for so many devices."""
+        found = Spec.load({**self.to_dict(), "devices": devices})
+        found._locations = self._locations
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the YAML's keys; ``Spec.load`` of it gives an equal Spec."""
@@ -172,10 +219,30 @@ def _read_file(source: Any) -> tuple[Any, dict[str, Where]]:
     return value, locations
 
 
-def _batch_problems(spec: Spec) -> Iterator[PlanError]:
-    if spec.mesh.dp == AUTO:
+def _auto_problems(spec: Spec) -> Iterator[PlanError]:
+    """What is left to a search needs one: an axis that is auto."""
+    if spec.mesh.has_auto:
+        if isinstance(spec.recompute, Mapping):
+            fix = "write none, selective, full or auto; or give the sizes of the mesh"
+            yield SpecError("recompute: a search takes one kind for all blocks", where="recompute", fix=fix)
         return
+    asked = {
+        "batch.micro": (spec.batch.micro, 1),
+        "recompute": (spec.recompute, "none"),
+        "tensor_parallel.sequence_parallel": (spec.tensor_parallel.sequence_parallel, "false"),
+        "pipeline.schedule": (spec.pipeline.schedule, "1f1b"),
+    }
+    yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
+    world_size = spec.mesh.to_mesh().world_size if spec.mesh.order != AUTO else spec.devices
+    if spec.devices not in (None, world_size):
+        what = f"devices = {spec.devices}, but the mesh has {world_size} ranks"
+        yield SpecError(what, where="devices", fix=f"remove it, or set it to {world_size}")
+
+
+def _batch_problems(spec: Spec) -> Iterator[PlanError]:
     size, micro, dp = spec.batch.global_size, spec.batch.micro, spec.mesh.dp
+    if not isinstance(dp, int) or not isinstance(micro, int):
+        return
     step = micro * dp
     if size % step:
         nearest = " or ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
@@ -186,9 +253,29 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
         )
 
 
+def _size_problems(spec: Spec) -> Iterator[PlanError]:
+    """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
+    for name, tensor in spec.inputs.items():
+        elements = spec.batch.global_size * math.prod(tensor.shape)
+        if elements > _MOST_ELEMENTS:
+            at = f"inputs.{name}.shape"
+            what = f"{at}: a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"
+            yield SpecError(what, where=at, fix="choose a smaller shape or batch.global")
+
+
+def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
+    kinds = {spec.recompute} if isinstance(spec.recompute, str) else set(spec.recompute.values())
+    if kinds - {"none"} and spec.cuda_graphs.impl == "transformer_engine":
+        yield SpecError(
+            "recompute: graphs of transformer_engine cannot draw a forward's random numbers again in the backward",
+            where="recompute",
+            fix="set cuda_graphs.impl: local or emulate, or recompute: none",
+        )
+
+
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:
     pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
-    if vpp not in (1, AUTO) and not KINDS[schedule].runs_chunks:
+    if vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
         yield SpecError(
             f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
             where="mesh.vpp",

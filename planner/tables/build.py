@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.cluster.cluster import Cluster
 from planner.cost.memory import MemoryRow
+from planner.cost.planned import too_large, usable_bytes
+from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
+from planner.exchanges.collectives import collective_rows
+from planner.experts.domain import domain_of
 from planner.graph.places import Places
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
+from planner.recompute.pieces import Piece
+from planner.recompute.rows import rows_of as recompute_rows
 from planner.regions.regions import Region, rows_of
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
-from planner.tables.collectives import collective_rows
 from planner.tables.diagnostics import diagnostic_rows, summary_row
+from planner.tables.experts import experts_rows
 from planner.tables.optimizer import optimizer_plan
 from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
+from planner.tables.regather import regather_notes
 from planner.tables.rows import Diagnostic, StagePlan
+from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 
 
@@ -31,6 +40,9 @@ def tables_of(
     memory: tuple[MemoryRow, ...],
     regions: tuple[Region, ...] = (),
     slots: tuple[GraphSlots, ...] = (),
+    recomputed: tuple[Piece, ...] = (),
+    cost: CostPlan | None = None,
+    cluster: Cluster | None = None,
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
@@ -39,20 +51,47 @@ def tables_of(
         spec=spec.to_dict(),
         mesh=decisions.mesh,
         parameters=parameters,
-        collectives=(*collective_rows(decisions, shards, places), *shards.at_step),
+        collectives=(*collective_rows(decisions, shards, places, recomputed), *shards.at_step),
         stages=stage_rows(decisions, shards),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers),
+        experts=experts_rows(decisions, places),
         graph_regions=rows_of(regions),
         graph_slots=slots,
+        recompute=recompute_rows(recomputed, decisions, places),
         memory=memory,
+        cost=cost,
         diagnostics=(
+            *cluster_warnings(cluster),
+            *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
             *input_warnings(spec, decisions),
+            *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
+            *regather_notes(decisions, shards, places),
         ),
         summary=summary_row(decisions, parameters),
     )
+
+
+def cluster_warnings(cluster: Cluster | None) -> Iterator[Diagnostic]:
+    """What a cluster file says that is more often a slip."""
+    for warning in cluster.warnings() if cluster is not None else ():
+        yield Diagnostic("warning", warning.what, str(warning.where), warning.fix)
+
+
+def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> Iterator[Diagnostic]:
+    """A rank that needs more than its device has to give: the worst of them."""
+    worst = max(too_large(memory, cluster), key=lambda row: row.total, default=None)
+    if worst is not None and cluster is not None:
+        device, part = cluster.device, f"{cluster.device.usable_memory:.0%}"
+        yield Diagnostic(
+            "warning",
+            f"pp rank {worst.pp_rank} needs {format_bytes(worst.total)}, more than the "
+            f"{format_bytes(usable_bytes(cluster))} that it may fill of a {device.name} ({part} of its memory)",
+            "cluster",
+            "raise mesh.tp or mesh.pp, set recompute: full, or lower batch.micro",
+        )
 
 
 def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
@@ -66,6 +105,15 @@ def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
                 f"inputs.{name}.high",
                 f"set high: {ids.high}, or less",
             )
+
+
+def recompute_notes(decisions: Decisions, recomputed: tuple[Piece, ...]) -> Iterator[Diagnostic]:
+    """What is not let go though it could be asked for."""
+    names = {name for piece in recomputed for name in piece.nodes}
+    if any(domain_of(decisions.program.node(name)) is not None for name in names):
+        yield Diagnostic(
+            "info", "recompute: what experts hold between the two exchanges of their rows is kept", "recompute"
+        )
 
 
 def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:

@@ -14,6 +14,7 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.errors import Where
+from planner.exchanges.collectives import scalars_of_loss
 from planner.graph.ops.flops import node_cost, node_flops
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import holds_weight
@@ -26,7 +27,6 @@ from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.collectives import scalars_of_loss
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.tables.rows import Diagnostic, Summary
 
@@ -44,6 +44,7 @@ def diagnostic_rows(
     """Warnings first, then notes; each once."""
     rows = [
         *_notes(decisions),
+        *_sequences(decisions),
         *_inexact(decisions),
         *_untrained(decisions.program),
         *_own_backwards(decisions, places),
@@ -54,6 +55,18 @@ def diagnostic_rows(
         rows += _layers(decisions, parameters, reasons, places)
     unique = dict.fromkeys(rows)
     return tuple(sorted(unique, key=lambda row: row.level == "info"))
+
+
+def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
+    """What a rank of cp has of each sequence."""
+    context = decisions.context
+    for length in context.lengths:
+        yield Diagnostic(
+            "info",
+            f"sequences of {length} tokens are cut over cp {context.cp}: {length // context.cp} tokens on a rank, in "
+            f"2 of {2 * context.cp} chunks",
+            "mesh.cp",
+        )
 
 
 def _notes(decisions: Decisions) -> Iterator[Diagnostic]:
@@ -87,7 +100,7 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
             "warning",
             f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
             str(where),
-            "keep one microbatch, or write the loss as a sum over a count",
+            "give each dp rank one microbatch (batch.micro = global / dp), or write the loss as a sum over a count",
         )
     for what, where in decisions.terms.doubts:
         yield Diagnostic(
@@ -129,16 +142,20 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
 
 def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
     """Layers of experts, and what looks like one."""
-    cut_dim = {row.name: row.dim for row in parameters}
+    mesh, cut_dim = decisions.mesh, {row.name: row.dim for row in parameters}
     names = decisions.program.parameters
     for layer in decisions.experts.layers:
         cuts = [(w, dim) for w in layer.weights if (dim := cut_dim.get(names.get(w.nodes[0], ""))) is not None]
         how = "all of them"
         if cuts:
             how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a part of each, as of other matrices"
-        what = f"{layer.num_experts} experts, {layer.top_k} for a token ({layer.dispatch})"
+        if mesh.has_expert_axes:
+            of_each = f", 1/{mesh.etp} of each" if cuts else ""
+            how = f"{layer.num_experts // mesh.ep} of them{of_each}"
+        for_a_token = f"{layer.top_k} for a token" if layer.top_k else "all that take it for a token"
+        what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
         where = places.text(decisions.program.node(layer.products[0]))
-        yield Diagnostic("info", f"{what}: every rank holds {how}; ep is not available yet", where)
+        yield Diagnostic("info", f"{what}: every rank holds {how}", where)
     for doubt in decisions.experts.doubts:
         yield Diagnostic(
             "info", f"this looks like a router of experts, and is not taken for one: {doubt.why}", str(doubt.where)

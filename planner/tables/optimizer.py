@@ -22,6 +22,7 @@ def _buffer_row(buffer: Buffer) -> BufferPlan:
         buffer.layout.num_elements,
         buffer.layout.shard_elements(),
         tuple(map(_bucket_row, buffer.layout.buckets)),
+        buffer.reduced_over,
     )
 
 

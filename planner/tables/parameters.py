@@ -6,7 +6,7 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.graph.places import Places
-from planner.sharding.parameters import ParameterPlan
+from planner.sharding.parameters import ParameterPlan, axis_of, part_of_node
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
 
@@ -17,19 +17,19 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
     for alias, first in decisions.program.aliases.items():
         aliases.setdefault(first, []).append(alias)
     styles: dict[object, tuple[str, str]] = {}
+    first_place = decisions.mesh.place(0)
     rows = []
     for name, fqn in decisions.program.parameters.items():
         node = decisions.program.node(name)
-        placement = decisions.placements.of(node)
+        part = part_of_node(decisions, node, first_place)
         # copies of a block have the reason of the first; what blocks share has its own
-        key = (decisions.blocks.representative.get(name, name), placement)
+        key = (decisions.blocks.representative.get(name, name), part)
         if key not in styles:
             styles[key] = reasons.style_and_reason(node)
         style, reason = styles[key]
         rows.append(
             ParameterPlan.of(
-                placement,
-                decisions.mesh.tp,
+                part,
                 name=fqn,
                 shape=tuple(node.meta["val"].shape),
                 dtype=str(node.meta["val"].dtype).removeprefix("torch."),
@@ -49,4 +49,5 @@ def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
     given = decisions.placements.origins[node.name]
     if given.startswith("override "):
         return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))
-    return given if decisions.mesh.tp > 1 and node.users else "default"
+    axis = axis_of(decisions.expert_parts.get(node.name))
+    return given if decisions.mesh.size(axis) > 1 and node.users else "default"

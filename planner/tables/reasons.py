@@ -21,7 +21,10 @@ aten = torch.ops.aten
 _LINEAR = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.einsum.default}
 _MAX_WALK = 300
 OF_VOCABULARY = {Form.VOCABULARY, Form.CLASSES}
-SUMMED = "gradients are summed over tp once a step"
+
+
+def summed(axis: str) -> str:
+    return f"gradients are summed over {axis} once a step"
 
 
 class Reasons:
@@ -35,6 +38,7 @@ class Reasons:
         self._asked_for = {site.node.name for site in sites if is_overridden(decisions.placements, site)}
         self._site_of = {node.name: site for site in sites for node in site.nodes}
         self._block = decisions.blocks.block_of()
+        self._width = {name: w.width for layer in decisions.experts.layers for w in layer.weights for name in w.nodes}
 
     # ---- what a parameter row says
 
@@ -47,6 +51,8 @@ class Reasons:
     def _style_and_reason(self, node: fx.Node) -> tuple[str, str]:
         if not node.users:
             return "replicate", "does not reach the loss"
+        if node.name in self.decisions.expert_parts:
+            return "expert", self._experts_words(node)
         if self.tp == 1:
             return "replicate", f"{self._readers_words(node)}: tp = 1"
         placement = self.decisions.placements.of(node)
@@ -60,6 +66,25 @@ class Reasons:
 
     def _readers_words(self, node: fx.Node) -> str:
         return " and ".join(dict.fromkeys(op_words(r) for r in readers(node)))
+
+    # ---- of experts
+
+    def _experts_words(self, node: fx.Node) -> str:
+        """``8 experts over ep 4: 2 on a rank; width over etp 2``."""
+        part, mesh = self.decisions.expert_parts[node.name], self.decisions.mesh
+        if part.dim >= 0:
+            over_ep = f"{part.num_experts} experts over ep {mesh.ep}: {part.num_experts // mesh.ep} on a rank"
+        else:
+            owner = part.owner(mesh.ep)
+            over_ep = f"expert {part.number} of {part.num_experts} over ep {mesh.ep}: on ep rank {owner} alone"
+        placement = self.decisions.placements.of(node)
+        if placement.is_sharded:
+            what = "width" if placement.dim == self._width.get(node.name) else f"dim {placement.dim}"
+            return f"{over_ep}; {what} over etp {mesh.etp}{_segments(placement, mesh.etp, 'etp')}"
+        if mesh.etp == 1:
+            return over_ep
+        partial = f"; {summed('etp')}" if placement.kind == "R" else ""
+        return f"{over_ep}; whole on each etp rank{partial}"
 
     # ---- cut
 
@@ -81,7 +106,7 @@ class Reasons:
     def _why_whole(self, node: fx.Node, placement: Placement) -> str:
         if self.decisions.placements.styles.get(node.name) == "replicate":
             return "override: replicate"
-        partial = f"; {SUMMED}" if placement.kind == "R" else ""
+        partial = f"; {summed('tp')}" if placement.kind == "R" else ""
         words = self._readers_words(node)
         if len(node.meta["val"].shape) < 2:
             return f"{words} {self._vector_place(node, placement)}{partial}"
@@ -144,6 +169,8 @@ class Reasons:
     def is_uneven(self, node: fx.Node) -> bool:
         """Whether sizes, not costs, keep a parameter whole: a dim of it, or the heads of its attention."""
         if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
+            return False
+        if node.name in self.decisions.expert_parts:
             return False
         sites = [s for r in readers(node) for s in self._sites_near(r) if s.node.name not in self._asked_for]
         return any(True for _ in self._uneven_dims(node)) or any(not s.is_cut and not s.divides(self.tp) for s in sites)
@@ -255,9 +282,10 @@ def _vocabulary(placement: Placement, forms: set[Form], loss: fx.Node | None) ->
     return "; ".join(parts)
 
 
-def _segments(placement: Placement, tp: int) -> str:
+def _segments(placement: Placement, size: int, axis: str = "tp") -> str:
     whole = [s.size for s in placement.segments if not s.sharded]
     if whole:
         sizes = " and ".join(map(str, whole))
-        return f"; its segments of {sizes} are whole on each rank (fewer key heads than tp = {tp}), their {SUMMED}"
+        why = f"rank (fewer key heads than tp = {size})" if axis == "tp" else f"{axis} rank"
+        return f"; its segments of {sizes} are whole on each {why}, their {summed(axis)}"
     return f"; each of its {len(placement.segments)} fused segments for itself" if len(placement.segments) > 1 else ""

@@ -12,12 +12,14 @@ from planner.cost.step_time import CostPlan
 from planner.errors import require
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan
+from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.codec import encode
+from planner.tables.experts import ExpertsPlan
 from planner.tables.rows import Diagnostic, StagePlan, Summary
 
 VERSION = 1
@@ -34,8 +36,10 @@ class Tables:
     collectives: tuple[CollectivePlan, ...]
     stages: tuple[StagePlan, ...]
     schedule: SchedulePlan
+    experts: tuple[ExpertsPlan, ...] = ()
     graph_regions: tuple[GraphRegion, ...] = ()
     graph_slots: tuple[GraphSlots, ...] = ()
+    recompute: tuple[RecomputeRow, ...] = ()
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     memory: tuple[MemoryRow, ...] = ()
     cost: CostPlan | None = None
@@ -51,6 +55,9 @@ class Tables:
         require(
             len(self.schedule.orders) == self.mesh.pp, f"{len(self.schedule.orders)} orders for pp = {self.mesh.pp}"
         )
+        peaks = len(self.schedule.peak_in_flight)
+        require(peaks in (0, self.mesh.pp), f"{peaks} peaks of microbatches in flight for pp = {self.mesh.pp}")
+        require(isinstance(self.spec.get("batch", {}), dict), "the batch of its spec is no mapping")
         require(len(names) == len(set(names)), "a parameter is listed twice")
         for parameter in self.parameters:
             inside = all(0 <= stage < num_stages for stage in parameter.stages)

@@ -1,1 +1,1 @@
-"""Files: Hugging Face directories, safetensors, written whole or not at all."""
+"""Files: the training state, Hugging Face directories; written whole or not at all."""

@@ -1,48 +1,130 @@
 """Replace a directory at once: whoever looks, and whatever is killed, sees the old one or the new one.
 
-write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
+    write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
+
+Where names cannot be exchanged the new files are moved into the directory one by one: a mount point (a container's
+volume), the working directory (whose shells would be left in a deleted one), a directory that may not be renamed, a
+file system without the exchange. Then each file is the old or the new one, and what says which files belong together
+goes last: a run that is killed leaves the old set, the new one, or one that is refused, never a mixture that loads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from planner.errors import PlanError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 @contextmanager
-def replaced_directory(directory: Path, is_stale: Callable[[str], bool]) -> Iterator[Path]:
-    """An empty directory beside ``directory``, which takes its place when the block ends well, else nothing changes.
+def replaced_directory(
+    directory: Path, is_stale: Callable[[str], bool], is_index: Callable[[str], bool] = lambda name: False
+) -> Iterator[Path]:
+    """An empty directory, which takes the place of ``directory`` when the block ends well, else nothing changes.
 
-    Files of the old directory that the block did not write stay, except those whose name ``is_stale``. What earlier,
-    killed attempts left behind is removed. Raises OSError.
+    Files of the old directory that the block did not write stay, except those whose name ``is_stale``. Those whose name
+    ``is_index`` say which others belong to them. What earlier, killed attempts left behind is removed. Raises OSError,
+    and PlanError where another process is replacing the directory now.
     """
     target = Path(os.path.realpath(directory))
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name, not a directory", str(directory))
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in target.parent.glob(f".{target.name}.*.partial"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    try:
+    stays = target.exists() and _must_stay(target)
+    with _own_place(target, target if stays else target.parent) as new:
         new.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o777 & ~_umask())
         yield new
-        if target.exists():
-            _keep_others(target, new, is_stale)
+        written = sorted(path.name for path in new.iterdir())
         sync(new)
-        _take_place(new, target)
-        sync(target.parent)
+        if not stays and target.exists():
+            _keep_others(target, new, is_stale)
+            sync(new)
+        if not stays and _take_place(new, target):
+            sync(target.parent)
+        else:
+            _move_into(new, target, written, is_stale, is_index)
+
+
+@contextmanager
+def _own_place(target: Path, parent: Path) -> Iterator[Path]:
+    """A new directory in ``parent`` that this process alone holds, by a lock that ends with it."""
+    _clear_left_overs(target, parent)
+    new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
+    handle = _locked(new)
+    try:
+        if handle is None:
+            raise _is_busy(target)
+        yield new
     finally:
         shutil.rmtree(new, ignore_errors=True)  # the unfinished one, or after the exchange the old one
+        if handle is not None and handle >= 0:
+            os.close(handle)
+
+
+def _clear_left_overs(target: Path, parent: Path) -> None:
+    """Remove what killed attempts left. Raises PlanError where an attempt is alive: it holds its lock."""
+    for left_over in parent.glob(f".{_escaped(target.name)}.*.partial"):
+        handle = _locked(left_over)
+        if handle is None:
+            raise _is_busy(target)
+        shutil.rmtree(left_over, ignore_errors=True)
+        if handle >= 0:
+            os.close(handle)
+
+
+def _locked(directory: Path) -> int | None:
+    """A descriptor that holds the directory's lock, None where another process has it; -1 where there are no locks."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None  # somebody took it for a left over
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        os.close(handle)
+        return -1
+    return handle
+
+
+def _is_busy(target: Path) -> PlanError:
+    return PlanError(
+        "another process is writing to this directory now",
+        where=str(target),
+        fix="wait until it has ended, or name another directory",
+    )
+
+
+def _must_stay(target: Path) -> bool:
+    """Whether the directory cannot, or should not, get another name."""
+    here = Path(os.path.realpath(os.curdir))
+    return here.is_relative_to(target) or is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)
+
+
+def is_mount_point(path: Path) -> bool:
+    """Also where a directory of the same file system is bound there, as a container's volume is."""
+    if os.path.ismount(path):
+        return True
+    with suppress(OSError):
+        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
+        name = os.fsencode(path).replace(b" ", b"\\040")
+        return any(line.split(b" ")[4] == name for line in mounts if line.count(b" ") > 4)
+    return False
 
 
 def sync(path: Path) -> None:
@@ -72,15 +154,32 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _take_place(new: Path, target: Path) -> None:
+def _take_place(new: Path, target: Path) -> bool:
+    """Give the new directory its name, in one step; False where that cannot be done."""
     if not target.exists():
         new.rename(target)
-    elif not _exchange(new, target):
-        # No exchange here (some network file systems): between the two renames the old one has another name.
-        aside = new.with_name(new.name.removesuffix(".partial") + ".old")
-        target.rename(aside)
-        new.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
+        return True
+    return _exchange(new, target)
+
+
+def _move_into(
+    new: Path, target: Path, written: list[str], is_stale: Callable[[str], bool], is_index: Callable[[str], bool]
+) -> None:
+    """File by file. An old index goes first where it would name new files, a new one last, then what is stale."""
+    others, indices = [n for n in written if not is_index(n)], [n for n in written if is_index(n)]
+    old = [path.name for path in target.iterdir() if is_stale(path.name)]
+    if set(others) & set(old):
+        for name in filter(is_index, old):
+            (target / name).unlink()
+        sync(target)
+    for names in (others, indices):
+        for name in names:
+            os.replace(new / name, target / name)
+        sync(target)
+    for name in old:
+        if name not in written:
+            (target / name).unlink(missing_ok=True)
+    sync(target)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -91,9 +190,15 @@ def _exchange(first: Path, second: Path) -> bool:
     if rename is None:
         return False
     done = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
-    if not done and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+    cannot = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.EACCES)
+    if not done and ctypes.get_errno() not in cannot:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
     return done
+
+
+def _escaped(name: str) -> str:
+    """``name`` as a glob that means itself alone."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def _umask() -> int:

@@ -2,12 +2,11 @@
 
 names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
 check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
-read                                          Placement.slices of each parameter, straight into its place
+read                                          Part.ranges of each parameter, straight into its place
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from torch import Tensor
 from passes.stage_module import StageModule
 from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
+from planner.files.json_text import read_json
+from planner.files.text import is_file
 from planner.frozen_plan import ParameterPlan, Plan
-from planner.placement.types import Placement
 from planner.sharding.parameters import LocalParameter
+from planner.sharding.parts import part_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
@@ -67,8 +68,11 @@ def load_pretrained(
         with agreed(groups):
             found = find(files, plan)
             _check_tied(files, found, stages, groups)
+            config = files.directory / "config.json"
+            texts = {config.name: read_json(config, "config")} if is_file(config) else {}
         try:
             _read(files, found, stages, groups, kept)
+            kept.texts.update(texts)
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
@@ -190,7 +194,7 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
             if others:
                 values = [torch.zeros(parameter.shape, dtype=files.tensors[n].dtype) for n in (first, *others)]
                 for value, name in zip(values, (first, *others), strict=True):
-                    _read_shard(files, name, value, parameter.placement, parameter.global_shape, groups)
+                    _read_part(files, name, value, parameter, groups)
                 for value, name in zip(values[1:], others, strict=True):
                     if not torch.equal(value, values[0]):
                         raise PlanError(
@@ -204,12 +208,11 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
 def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept) -> None:
     for stage in stages:
         for parameter in stage.parameters:
-            _read_parameter(files, found.parameters[parameter.fqn][0], stage, parameter, groups)
+            target = stage.parameter(parameter.fqn).data
+            _read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
         for fqn in stage.buffers:
             if fqn in found.buffers:
                 files.read_into(stage.module.get_buffer(stage.attributes[fqn]), found.buffers[fqn])
-    config = files.directory / "config.json"
-    kept.texts.update({config.name: json.loads(config.read_text(encoding="utf-8"))} if config.is_file() else {})
     for fqn, value in kept.parameters.items():
         files.read_into(value, found.parameters[fqn][0])
     for fqn, value in kept.buffers.items():
@@ -217,27 +220,8 @@ def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], 
             files.read_into(value, found.buffers[fqn])
 
 
-def _read_parameter(
-    files: SafetensorsFiles, name: str, stage: StageModule, parameter: LocalParameter, groups: Groups
-) -> None:
-    target = stage.parameter(parameter.fqn).data
-    _read_shard(files, name, target, parameter.placement, parameter.global_shape, groups)
-
-
-def _read_shard(
-    files: SafetensorsFiles,
-    name: str,
-    target: Tensor,
-    placement: Placement,
-    global_shape: tuple[int, ...],
-    groups: Groups,
-) -> None:
+def _read_part(files: SafetensorsFiles, name: str, target: Tensor, parameter: LocalParameter, groups: Groups) -> None:
     """This rank's part of a stored tensor; what lies in the padding is zero."""
-    if not placement.is_sharded:
-        files.read_into(target, name)
-        return
-    size = global_shape[placement.dim]
-    ranges = [(min(a, size), min(b, size)) for a, b in placement.slices(groups.mesh.tp, groups.tp_rank)]
-    if placement.padding:
+    if parameter.placement.padding:
         target.zero_()
-    files.read_into(target, name, placement.dim, ranges)
+    files.read_into(target, name, part_of(parameter, groups.mesh, groups.place).ranges)

@@ -66,7 +66,7 @@ def save_pretrained(
     with agreed(groups, rank_0_is_long=True):
         if groups.rank == 0:
             try:
-                _write(Path(directory), files, tensors, _texts(plan, kept))
+                write_directory(Path(directory), files, tensors, texts_of(plan, kept))
             except (OSError, PlanError):
                 _exhaust(tensors)  # the other ranks go on sending
                 raise
@@ -117,11 +117,11 @@ def _exhaust(tensors: Iterable[Tensor | None]) -> None:
 # ---- writing, on rank 0
 
 
-def _write(
+def write_directory(
     directory: Path, files: Mapping[str, list[Entry]], tensors: Iterator[Tensor | None], texts: Mapping[str, Any]
 ) -> None:
-    """Everything into a new directory, which then takes the place of ``directory``."""
-    with replaced_directory(directory, lambda name: _WEIGHT_FILE.fullmatch(name) is not None) as new:
+    """Everything into a new directory, which then takes the place of ``directory``. Raises OSError."""
+    with replaced_directory(directory, _is_weights, _is_index) as new:
         for name, entries in files.items():
             _write_safetensors(new / name, entries, tensors)
         if len(files) > 1:
@@ -129,6 +129,15 @@ def _write(
         for name, content in texts.items():
             (new / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             sync(new / name)
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHT_FILE.fullmatch(name) is not None
+
+
+def _is_index(name: str) -> bool:
+    """What a reader opens first: it says which files belong together, or is all there is."""
+    return name in (SINGLE, INDEX)
 
 
 def _write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
@@ -161,7 +170,7 @@ def _index(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-def _texts(plan: Plan, kept: Kept) -> dict[str, Any]:
+def texts_of(plan: Plan, kept: Kept) -> dict[str, Any]:
     """config.json with the dtype that the weights now have, and generation_config.json: of the model, or as loaded."""
     hub = hub_of(plan)
     texts = dict(kept.texts)

@@ -8,7 +8,7 @@ Only headers are read on opening; values come slice by slice, so that a rank tou
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from planner.errors import PlanError
+from planner.files.json_text import read_json
+from planner.files.text import is_directory, open_regular, reason, shorten
+from planner.sharding.parts import Ranges, pieces
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,6 +39,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+MOST_HEADER = 32 << 20  # bytes: of some 250,000 tensors
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth", "*.bin")
 
 
@@ -76,24 +80,24 @@ class SafetensorsFiles:
         self._handles = {}
         self._stack.close()
 
-    def read_into(
-        self, target: Tensor, name: str, dim: int = 0, ranges: Iterable[tuple[int, int]] | None = None
-    ) -> None:
-        """Copy ``name``, or its half-open ``ranges`` along ``dim`` one after another, to the start of ``target``.
+    def read_into(self, target: Tensor, name: str, ranges: Ranges | None = None) -> None:
+        """Copy ``name`` to ``target``, or of each dim in ``ranges`` its half-open ranges, one after another.
 
-        Casts to the dtype of ``target``. Raises PlanError where the file cannot be read after all.
+        What a range has beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
+        ``target``. Raises PlanError where the file cannot be read after all.
         """
         stored = self.tensors[name]
         try:
-            if ranges is None:
+            if not ranges:
                 target.copy_(self._handles[stored.file].get_tensor(name))
                 return
-            values, offset = self._handles[stored.file].get_slice(name), 0
-            for start, stop in ranges:
-                if stop > start:
-                    part = values[(*(slice(None),) * dim, slice(start, stop))]
-                    target.narrow(dim, offset, stop - start).copy_(part)
-                offset += stop - start
+            values = self._handles[stored.file].get_slice(name)
+            for whole, local in pieces(ranges):
+                start, own = _starts(whole), _starts(local)
+                size = {dim: min(stop, stored.shape[dim]) - start[dim] for dim, (_, stop) in whole.items()}
+                if all(n > 0 for n in size.values()):
+                    part = values[tuple(_slice(start, size, dim) for dim in range(max(whole) + 1))]
+                    target[tuple(_slice(own, size, dim) for dim in range(max(whole) + 1))].copy_(part)
         except (OSError, SafetensorError) as error:
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file)) from error
 
@@ -101,11 +105,11 @@ class SafetensorsFiles:
 
     def _open_all(self) -> None:
         single, index = self.directory / SINGLE, self.directory / INDEX
-        if not self.directory.is_dir():
-            raise PlanError(f"no directory {self.directory}", fix="name a directory with model.safetensors")
-        if single.is_file():
+        if not is_directory(self.directory):
+            raise PlanError(f"no directory {shorten(self.directory)}", fix="name a directory with model.safetensors")
+        if os.path.lexists(single):
             self._open(single)
-        elif index.is_file():
+        elif os.path.lexists(index):
             self._open_index(index)
         else:
             others = sorted(self.directory.glob("*.safetensors"))
@@ -120,9 +124,9 @@ class SafetensorsFiles:
             by_file.setdefault(file, []).append(name)
         for file, names in sorted(by_file.items()):
             path = self.directory / file
-            if not path.is_file():
+            if not os.path.lexists(path):
                 raise PlanError(
-                    f"the index names {file} for {listed(names)}, but there is no such file",
+                    f"the index names {shorten(file)} for {listed(names)}, but there is no such file",
                     where=str(index),
                     fix="complete the download, or save the model again",
                 )
@@ -143,10 +147,17 @@ class SafetensorsFiles:
             )
 
     def _open(self, path: Path) -> None:
+        _check_header(path)
         try:
             handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
             self._handles[path] = handle
             for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+                if name in self.tensors:
+                    raise PlanError(
+                        f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}",
+                        where=str(self.directory),
+                        fix="take index and files of one save",
+                    )
                 values = handle.get_slice(name)
                 dtype = DTYPES.get(str(values.get_dtype()))
                 self.tensors[name] = StoredTensor(name, path, tuple(values.get_shape()), dtype)
@@ -158,9 +169,18 @@ class SafetensorsFiles:
             ) from error
 
 
+def _starts(place: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    return {dim: start for dim, (start, _) in place.items()}
+
+
+def _slice(start: Mapping[int, int], size: Mapping[int, int], dim: int) -> slice:
+    """Of one dim; of one that is not cut, all."""
+    return slice(start[dim], start[dim] + size[dim]) if dim in start else slice(None)
+
+
 def listed(names: Iterable[str], most: int = 3) -> str:
     """The first names and how many more there are."""
-    all_names = list(names)
+    all_names = [shorten(name, 200) for name in names]
     more = len(all_names) - most
     return ", ".join(all_names[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -170,17 +190,33 @@ def _it(names: list[str]) -> str:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{index.name} is cut short or no JSON: {error}", where=str(index)) from error
+    content = read_json(index, "index", fix="complete the download, or save the model again")
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not places:
         raise PlanError(f"{index.name} has no weight_map", where=str(index), fix="save the model again")
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise PlanError(f"{index.name} places {name} in {file!r}, which is no file name", where=str(index))
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or len(os.fsencode(file)) > 255:
+            what = f"{index.name} places {shorten(name)} in {shorten(file)!r}, which is no file name"
+            raise PlanError(what, where=str(index), fix="name files of this directory alone")
     return places
+
+
+def _check_header(path: Path) -> None:
+    """Raise PlanError unless the file is a regular one, with a header of a size that a model may have.
+
+    A link is followed: the cache of Hugging Face is made of them.
+    """
+    fix = "complete the download, or save the model again"
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size, told = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path.name} cannot be read: {reason(error)}", where=str(path), fix=fix) from None
+    if size < 8 or told > size - 8:
+        raise PlanError(f"{path.name} is cut short or no safetensors file", where=str(path), fix=fix)
+    if told > MOST_HEADER:
+        what = f"{path.name} has a header of {told:,} bytes, more than any model takes"
+        raise PlanError(what, where=str(path), fix="store the model in several files")
 
 
 def _no_weights(directory: Path, others: list[str]) -> PlanError:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,6 +27,7 @@ from passes.ops.random_state import RandomState, drawing_from
 from planner.graph.ops.host_stops import reads_on_host
 from runtime.cuda_graphs.pool import Place, Pool, storage_of
 
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)  # of a CPU's memory no op tells
 _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
@@ -49,6 +51,7 @@ class _Op:
 
     def __post_init__(self) -> None:
         self.is_exchange = self.target.namespace == "c10d"
+        self.copies_when_awaited = self.is_exchange and "reduce_scatter" in self.target._opname  # and was not yet
         self.is_send = self.is_exchange and self.target._opname == "send"
         self.reads_only = not self.is_exchange and not self.target._schema.is_mutable
         self.is_written = self.target._schema.name not in _UNWRITTEN
@@ -102,7 +105,7 @@ class RecordedGraph:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """The same for what runs inside."""
-        with _Capture(self):
+        with _Capture(self), _Reads():
             yield
         self._free()
 
@@ -129,16 +132,17 @@ class RecordedGraph:
         return kept
 
     def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
-        """Whether the last op does this itself: behind the wait of a reduce-scatter gloo copies from its memory."""
+        """Whether an exchange does this itself: where a reduce-scatter is waited for, gloo copies from its memory."""
         if target is not torch.ops.aten.copy_.default:
             return False
-        last = next((op for op in reversed(self._ops) if isinstance(op, _Op)), None)
-        if last is None or not last.is_exchange:
-            return False
-        known = tree_leaves((last.args, last.kwargs))
         to, source = (self._placed(value) for value in args[:2])
-        is_result = any(isinstance(v, Place) and isinstance(to, Place) and v.block == to.block for v in known)
-        return is_result and not isinstance(source, Place)
+        if not isinstance(to, Place) or isinstance(source, Place):
+            return False
+        running = (op for op in reversed(self._ops) if isinstance(op, _Op) and op.copies_when_awaited)
+        owner = next((op for op in running if any(_is_in(v, to) for v in tree_leaves((op.args, op.kwargs)))), None)
+        if owner is not None:
+            owner.copies_when_awaited = False
+        return owner is not None
 
     def replay(self) -> None:
         """All ops again. An exchange is waited for before its memory is touched, as by the stream of a GPU."""
@@ -185,6 +189,20 @@ class _Capture(TorchDispatchMode):
         return self._graph.record(func, args, kwargs or {})
 
 
+class _Reads(TorchFunctionMode):
+    """Refuses what reads a tensor from Python, wherever it stands: in an op that is written in Python, too.
+
+    Numbers of one_hot are looked at by a CPU alone: here they are taken as a device takes them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise CaptureError(f"Tensor.{func.__name__} reads a value on the host")
+        if func is torch.ops.aten.one_hot.default and (*args[1:], -1)[0] != -1:
+            return args[0].new_zeros(*args[0].shape, args[1]).scatter_(-1, args[0].unsqueeze(-1), 1)
+        return func(*args, **(kwargs or {}))
+
+
 def poison(tensor: Tensor) -> None:
     """What stood here is not to be read again; of numbers that can say so."""
     if tensor.is_floating_point():
@@ -194,6 +212,10 @@ def poison(tensor: Tensor) -> None:
 def _number_of(generator: torch.Generator) -> int:
     """Of a generator; an op is given another object for it."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_in(value: Any, place: Place) -> bool:
+    return isinstance(value, Place) and value.block == place.block
 
 
 def _bound(tree: Any, pool: Pool) -> Any:

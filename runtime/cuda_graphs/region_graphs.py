@@ -44,6 +44,13 @@ class Region:
         """Where the draws of the microbatch that runs begin."""
         self.random.put_all(self.generators)
 
+    def put_again(self, step: int, microbatch: int) -> None:
+        """Where those that a backward draws again begin, of the microbatch whose backward it is."""
+        generators = {draw: generator for draw, generator in self.generators.items() if draw.again}
+        if generators:
+            with self.random.again(step, microbatch):
+                self.random.put_all(generators)
+
 
 class RegionGraphs:
     """The graphs of one region for one microbatch at a time. Owns: their static memory."""
@@ -60,6 +67,7 @@ class RegionGraphs:
         self.added: list[nn.Parameter] = []
         self._forward: tuple[Graph, Counted] | None = None
         self._backward: tuple[Graph, Counted] | None = None
+        self._drawn = (0, 0)  # step and microbatch of the forward that ran last
 
     @property
     def num_bytes(self) -> int:
@@ -138,6 +146,7 @@ class RegionGraphs:
         """The outputs, and what goes through."""
         copy_in(self.inputs, given)
         self.region.put_generators()
+        self._drawn = self.region.random.step, self.region.random.microbatch
         self._replay(self._forward)
         return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
 
@@ -145,6 +154,7 @@ class RegionGraphs:
         """The gradients of inputs and shared weights, from those of the outputs and of what goes through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
+        self.region.put_again(*self._drawn)
         self._replay(self._backward)
         # whoever keeps them (a send, a leaf) must not see the next replay
         of_inputs = [static.clone() for static in self.of_inputs]

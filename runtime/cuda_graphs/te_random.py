@@ -27,11 +27,9 @@ def find_draws(module: RegionModule, inputs: Sequence[Tensor], device: torch.dev
     if random is None:
         return
     random.begin(0, 0)
-    random.drawn = {}
-    with torch.no_grad():
+    with random.watched() as drawn, torch.no_grad():
         module(*inputs)
-    module.generators = {draw: torch.Generator(device) for draw in random.drawn}
-    random.drawn = None
+    module.generators = {draw: torch.Generator(device) for draw in drawn}
 
 
 @contextmanager

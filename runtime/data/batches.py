@@ -47,6 +47,10 @@ class BatchLayout:
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool = False) -> None:
         """Raise PlanError unless keys, shapes, dtypes and ids are the plan's. ``local``: one dp rank's rows alone."""
+        if not isinstance(batch, Mapping):
+            raise PlanError(
+                f"the batch is a {type(batch).__name__}", where="batch", fix="give a dict of tensors by name"
+            )
         size = self.local_size if local else self.global_size
         missing, extra = self.inputs.keys() - batch.keys(), batch.keys() - self.inputs.keys()
         if missing or extra:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_open: dict[int, Callable[[], None]] = {}
+_open: dict[int, Callable[[BaseException | None], None]] = {}
 
 
 def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
@@ -36,9 +36,9 @@ def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
         abort(group)
 
 
-def abort_at_a_failed_end(key: int, abort: Callable[[], None]) -> None:
-    """Call ``abort`` where an uncaught error ends the interpreter, unless ``forget`` comes before."""
-    _open[key] = abort
+def abort_at_an_end(key: int, end: Callable[[BaseException | None], None]) -> None:
+    """Call ``end`` where the interpreter ends, with the uncaught error that ends it; unless ``forget`` comes before."""
+    _open[key] = end
 
 
 def forget(key: int) -> None:
@@ -48,9 +48,8 @@ def forget(key: int) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    if getattr(sys, "last_value", None) is not None:
-        for abort in list(_open.values()):
-            abort()
+    for end in list(_open.values()):
+        end(getattr(sys, "last_value", None))
 
 
 def _keep_for_ever(group: ProcessGroup) -> None:

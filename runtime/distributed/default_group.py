@@ -22,10 +22,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
 from planner.errors import PlanError
+from runtime.distributed.faults.board import Board
 
+BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
+BOARD_TIMEOUT = timedelta(seconds=10)
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _num_meetings = 0
 _rendezvous_store: Store | None = None
@@ -44,17 +47,38 @@ class World:
 def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """A part of the ranks' store that no earlier meeting or group of this process has used.
 
-    Keys of a group that was destroyed stay in the launcher's store; the next group must not read its dead addresses.
+    Keys of a group that was destroyed stay in the launcher's store, also those of an attempt that a restart follows;
+    the next group must not read its dead addresses.
     Raises PlanError where the environment names no store, or none answers.
     """
     global _num_meetings, _rendezvous_store
     _num_meetings += 1
-    part = f"meshwright/{_num_meetings}"
+    part = f"meshwright/{attempt()}/{_num_meetings}"
     if dist.is_initialized():
         return PrefixStore(part, dist.distributed_c10d._get_default_store())
     if _rendezvous_store is None:
         _rendezvous_store = _rendezvous(rank, world_size, timeout)
     return PrefixStore(part, _rendezvous_store)
+
+
+def faults_board() -> Board:
+    """What ranks tell each other beside all groups, over a connection of its own: a wait in another holds that one.
+
+    After ``next_store``, whose number of the meeting it has.
+    """
+    if place := os.environ.get(BOARD):
+        host, _, port = place.rpartition(":")
+        return Board(TCPStore(host, int(port), None, False, BOARD_TIMEOUT), _num_meetings)
+    base: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _rendezvous_store
+    assert base is not None, "next_store comes first"
+    store = base.clone()
+    store.set_timeout(BOARD_TIMEOUT)
+    return Board(PrefixStore(f"meshwright/faults/{attempt()}", store), _num_meetings)
+
+
+def attempt() -> str:
+    """Which start of this job's ranks it is, as torchrun and ``launch`` count restarts."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def default_backends() -> dict[str, str]:

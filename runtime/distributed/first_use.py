@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from planner.mesh import Mesh
 from planner.pipeline.links import links
-from runtime.distributed.groups import Groups
+from runtime.distributed.groups import Groups, dense_axes, expert_axes
 
 Name = str | tuple[int, ...] | tuple[int, int, str]
 
@@ -34,7 +34,8 @@ def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]]) -> list[Comm
     """Every communicator of the mesh, in the one order of their first use: the same list on every rank."""
     lines = mesh.groups("pp")
     found = [Communicator("world", tuple(range(mesh.world_size)))]
-    found += [Communicator(axis, tuple(ranks)) for axis in ("tp", "dp", "pp") for ranks in mesh.groups(axis)]
+    found += [Communicator(axis, tuple(ranks)) for axis in dense_axes(mesh) for ranks in mesh.groups(axis)]
+    found += [Communicator(axis, tuple(ranks)) for axis, groups in expert_axes(mesh).items() for ranks in groups]
     for stages in tied_sets:
         pp_ranks = sorted({stage % mesh.pp for stage in stages})
         found += [Communicator(stages, tuple(line[pp_rank] for pp_rank in pp_ranks)) for line in lines]
@@ -50,7 +51,8 @@ def use_each_once(groups: Groups) -> None:
 
 def use_in_turn(groups: Groups, ordered: Iterable[Communicator]) -> None:
     """The same, in a given order."""
-    own: dict[Name, Any] = {"world": groups.world, "tp": groups.tp, "dp": groups.dp, "pp": groups.pp}
+    axes = ("world", *dense_axes(groups.mesh), "etp", "ep", "edp")
+    own: dict[Name, Any] = {axis: groups.over(axis) for axis in axes}
     own |= {**groups.embedding, **groups.links}
     for name, members in ordered:
         group = own.get(name)

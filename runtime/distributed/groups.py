@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from planner.mesh import Mesh
-from runtime.distributed.abort import abort_at_a_failed_end, abort_groups, forget
+from runtime.distributed.abort import abort_at_an_end, abort_groups, forget
+from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.faults import Faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,12 @@ class Groups:
 
     Owns: the default group where ``owns_default``, and every group in ``made``. ``world`` and the groups of the axes
     carry tensors of ``device`` over ``backend``; ``host`` carries host memory and Python objects over gloo, and is
-    ``world`` where that does. ``embedding`` maps the stages that hold a tied parameter to the group of this rank's tp
-    and dp coordinate over them.
+    ``world`` where that does. ``ep``, ``etp`` and ``edp`` are there where experts have axes of their own; ``etp`` with
+    the ranks of ``tp`` is that group, and so is ``edp`` with those that share dense parameters. With a cp,
+    ``dp_cp`` is of those: a group of its own also where cp has the same ranks, so that keys on their way to attention
+    do not queue behind gradients. ``embedding`` maps the stages that hold a tied parameter to the group of this rank's
+    place on the other axes over them. ``place``: this rank's on each axis.
+    ``faults``: what this rank is at, and what others hear of its end.
     """
 
     mesh: Mesh
@@ -62,16 +69,24 @@ class Groups:
     host: ProcessGroup | None = None
     backend: str = "gloo"
     tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     pp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    etp: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
     embedding: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
     links: dict[tuple[int, int, str], ProcessGroup] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
+    faults: Faults = field(default_factory=lambda: Faults(Activity(0)))
 
     def __post_init__(self) -> None:
         self.coordinate = self.mesh.coordinate(self.rank)
+        self.place = self.mesh.place(self.rank)
+        self.faults.activity.name_after(self.rank, self.mesh.shown_place(self.rank))
         if self.world is not None:
-            abort_at_a_failed_end(id(self), self.abort)
+            abort_at_an_end(id(self), self._end_with_the_process)
 
     @property
     def tp_rank(self) -> int:
@@ -86,8 +101,12 @@ class Groups:
         return self.coordinate["pp"]
 
     def rank_of_stage(self, stage: int) -> int:
-        """The global rank that runs ``stage`` at this rank's tp and dp coordinate: chunk c of pp rank r is c·pp + r."""
+        """The global rank that runs ``stage`` at this rank's tp, cp and dp: chunk c of pp rank r is c·pp + r."""
         return self.mesh.rank_of(**{**self.coordinate, "pp": stage % self.mesh.pp})
+
+    def over(self, axis: str) -> Any:
+        """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
+        return getattr(self, axis.replace("-", "_"), None)
 
     def barrier(self) -> None:
         """Of the hosts: what devices still compute is not waited for."""
@@ -98,6 +117,7 @@ class Groups:
         """Wait for all ranks and end the groups made here; the user's own default group stays."""
         if self.world is None:
             return
+        self.faults.closing()
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # no communicator ends under what its queue still holds
@@ -121,10 +141,30 @@ class Groups:
             abort_groups(self.made, with_default=self.owns_default)
             self._forget()
 
+    def _end_with_the_process(self, error: BaseException | None) -> None:
+        """The interpreter ends by ``error``, or well."""
+        if error is not None:
+            self.faults.publish(error)
+            self.abort()
+        self.faults.close()
+
     def _forget(self) -> None:
+        self.faults.close()
         forget(id(self))
-        self.world = self.host = self.tp = self.dp = self.pp = None
+        self.world = self.host = None
+        self.tp = self.cp = self.dp = self.dp_cp = self.pp = self.ep = self.etp = self.edp = None
         self.embedding, self.links, self.made = {}, {}, []
+
+
+def dense_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of dense layers that have a group, in the order in which groups are made."""
+    return ("tp", "cp", "dp", "dp-cp", "pp") if mesh.cp > 1 else ("tp", "dp", "pp")
+
+
+def expert_axes(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """The groups of each axis of experts, where those have axes of their own, in the order in which they are made."""
+    tokens = {"etp": "tp", "ep": "ep", "edp": "dp"} if mesh.has_expert_axes else {}
+    return {axis: mesh.expert_groups(token) for axis, token in tokens.items()}
 
 
 def default_store() -> Store | None:

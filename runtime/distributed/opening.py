@@ -18,10 +18,12 @@ from torch.distributed import ProcessGroup
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from runtime.distributed.default_group import default_backends, next_store, open_world
+from runtime.distributed.default_group import default_backends, faults_board, next_store, open_world
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
+from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.faults import Faults
 from runtime.distributed.first_use import use_each_once
-from runtime.distributed.groups import Groups
+from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.links import make_links
 from runtime.distributed.meeting import Seat, meet
 
@@ -45,19 +47,25 @@ def open_groups(
     if place.world_size != mesh.world_size:
         raise _wrong_world(mesh, place.world_size)
     rank = known_rank(place)
+    activity = Activity(rank, mesh.shown_place(rank))
     if mesh.world_size == 1:
         return Groups(mesh, 0, _begin_on(_device(device, place)), timeout)
     store = next_store(rank, mesh.world_size, timeout)
+    faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
-    verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
-    own = _begin_on(torch.device(seat.device))
-    world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
-    groups = Groups(
-        mesh, rank, own, timeout, world.owns_default, world.device, world.host, verdict.backend, made=world.made
-    )
+    try:
+        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
+        own = _begin_on(torch.device(seat.device))
+        world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
+    except BaseException as error:
+        faults.fail(error)
+        raise
+    given = (world.owns_default, world.device, world.host, verdict.backend)
+    groups = Groups(mesh, rank, own, timeout, *given, made=world.made, faults=faults)
     try:
         _fill(groups, verdict.tied)
-    except BaseException:
+    except BaseException as error:
+        groups.faults.publish(error)
         groups.abort()
         raise
     return groups
@@ -66,7 +74,9 @@ def open_groups(
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
     """The groups of a part of the ranks, each used once where a first use would block."""
     on_nccl = groups.backend == "nccl"
-    _make_axis_groups(groups, ("tp", "dp") if on_nccl else ("tp", "dp", "pp"))  # there links take the place of pp
+    no_groups = ("pp",) if on_nccl else ()  # there links take its place
+    _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
+    _make_expert_groups(groups)
     _make_embedding_groups(groups, tied_sets)
     if on_nccl:
         make_links(groups)
@@ -118,8 +128,22 @@ def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
 
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
     for axis in axes:
-        if getattr(groups.mesh, axis) > 1:
-            setattr(groups, axis, _make(groups, groups.mesh.groups(axis)))
+        if groups.mesh.size(axis) > 1:
+            setattr(groups, axis.replace("-", "_"), _make(groups, groups.mesh.groups(axis)))
+
+
+def _make_expert_groups(groups: Groups) -> None:
+    """Where experts have axes of their own: where etp has the ranks of tp, or edp those of dp (with a cp: of dp-cp), it
+    is that group.
+
+    Never ep: rows on their way to experts must not queue behind the sums of gradients.
+    """
+    mesh = groups.mesh
+    for axis, members in expert_axes(mesh).items():
+        dense = {"etp": "tp", "edp": mesh.data_axis}.get(axis)
+        is_same = dense is not None and mesh.groups(dense) == members
+        if mesh.size(axis) > 1:
+            setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members))
 
 
 def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | None:

@@ -11,7 +11,7 @@ the same order whichever of its parameters got a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,16 +83,19 @@ class BucketTensors:
 
 
 class BufferTensors:
-    """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout."""
+    """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout.
 
-    def __init__(self, planned: Buffer, shard_rank: int, device: torch.device) -> None:
-        self.planned, self.layout = planned, planned.layout
+    ``data_parallel``: who shares it.
+    """
+
+    def __init__(self, planned: Buffer, data_parallel: DataParallel, device: torch.device) -> None:
+        self.planned, self.layout, self.data_parallel = planned, planned.layout, data_parallel
         # zeros: padding must not add to norms, nor drift under weight decay
         self.parameters = torch.zeros(self.layout.num_elements, dtype=planned.dtype, device=device)
         self.gradients = torch.zeros(self.layout.num_elements, dtype=planned.gradient_dtype, device=device)
         self.slots: dict[str, ParameterSlot] = {}
         self._places = {slot.name: slot for slot in self.layout.slots}
-        self.buckets = [self._bucket(bucket, shard_rank) for bucket in self.layout.buckets]
+        self.buckets = [self._bucket(bucket, data_parallel.shard_rank) for bucket in self.layout.buckets]
 
     def _bucket(self, layout: Bucket, shard_rank: int) -> BucketTensors:
         whole, own = layout.world, layout.shard(shard_rank, self.layout.num_ranks)
@@ -130,7 +133,11 @@ class _Entry:
 
 
 class GradientBuffers:
-    """All buffers of one rank, their gradient hooks, and the reductions and gathers over the data-parallel ranks.
+    """All buffers of one rank, their gradient hooks, and the reductions and gathers over the ranks that share them.
+
+    ``shared_by``: those of each axis that a buffer is reduced over: dp or dp-cp, and edp for experts with axes of their
+    own. Their buckets start in one order, in which those over dp or dp-cp stand alike on all ranks of a stage, and
+    those over edp alike on all that share them.
 
     The caller sets ``last_microbatch`` before each backward: True where it is the last one of its stage in this step.
     ``launches`` records (buffer, bucket) of the reductions of the current step, in the order of their start.
@@ -140,14 +147,13 @@ class GradientBuffers:
         self,
         parameters: Iterable[tuple[LocalParameter, nn.Parameter]],
         planned: Iterable[Buffer],
-        data_parallel: DataParallel,
+        shared_by: Mapping[str, DataParallel],
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.data_parallel = data_parallel
         self.last_microbatch = False
         self.launches: list[tuple[int, int]] = []
-        self.buffers = [BufferTensors(buffer, data_parallel.shard_rank, torch.device(device)) for buffer in planned]
+        self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
         for entry in _entries(parameters):
             (buffer,) = (b for b in self.buffers if entry.local.fqn in b.planned.by_name)
             buffer.adopt(entry)
@@ -192,7 +198,7 @@ class GradientBuffers:
     def finish_grad_sync(self) -> None:
         """Reduce the buckets that have not started, with zeros for parameters without a gradient, and wait for all.
 
-        Then ``own_gradients`` of each bucket are the sums over the data-parallel ranks, and the next step may begin.
+        Then ``own_gradients`` of each bucket are the sums over the ranks that share it, and the next step may begin.
         """
         for slot in self.slots:
             if slot.is_fresh:
@@ -206,13 +212,12 @@ class GradientBuffers:
 
     def start_parameter_gather(self) -> None:
         """Send every rank the others' new parameters, in place; ``wait_bucket`` and ``wait_parameters`` end it."""
-        dp = self.data_parallel
-        if dp.num_shards == 1:
-            return
         self.wait_parameters()  # of the update before, what no forward has read
         for *place, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
-            work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
-            self._gathers[place[0], place[1]] = work
+            dp = self.buffers[place[0]].data_parallel
+            if dp.num_shards > 1:
+                work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
+                self._gathers[place[0], place[1]] = work
 
     def wait_bucket(self, buffer: int, bucket: int) -> None:
         """Return when the parameters of one bucket are here."""
@@ -263,7 +268,7 @@ class GradientBuffers:
         self._next += 1
         self.launches.append((buffer, index))
         bucket.is_reducing = True
-        dp = self.data_parallel
+        dp = self.buffers[buffer].data_parallel
         if dp.size == 1:
             return
         if dp.sharded:

@@ -14,6 +14,7 @@ from torch import Tensor
 from planner.spec.sections import PrecisionSpec
 
 INITIAL = 2.0**15  # 2^16 is infinite in float16, in which the loss of a model may be
+SMALLEST = 1.0
 GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 
 
@@ -28,6 +29,7 @@ class LossScale:
         if precision.loss_scale == "dynamic":
             self.tensor = torch.full((), INITIAL, dtype=torch.float32, device=device)
             self.num_good = torch.zeros((), dtype=torch.int32, device=device)
+            self._before = self.tensor.clone()
 
     @property
     def value(self) -> float:
@@ -37,5 +39,16 @@ class LossScale:
     def update(self, found_inf: Tensor) -> None:
         """After each update. ``found_inf``: 1.0 (float32) where it was skipped, else 0.0."""
         if self.tensor is not None:
+            self._before.copy_(self.tensor)
             torch._amp_update_scale_(self.tensor, self.num_good, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
-            self.tensor.clamp_(min=1.0)
+            self.tensor.clamp_(min=SMALLEST)
+
+    @property
+    def before(self) -> Tensor | None:
+        """The scale of the last step that was updated."""
+        return None if self.tensor is None else self._before
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the last step ran with the smallest scale that there is. Waits for the device."""
+        return self.tensor is not None and float(self._before) <= SMALLEST

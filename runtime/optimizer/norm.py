@@ -26,10 +26,10 @@ def squared_norm(values: Tensor) -> Tensor:
     return chunks.double().square().sum() + tail.double().square()
 
 
-def whole_elements(local: LocalParameter, tp: int) -> Tensor:
-    """A flat mask of the local tensor: True where the element lies in a segment that every tp rank holds whole."""
+def whole_elements(local: LocalParameter, size: int) -> Tensor:
+    """A flat mask of the local tensor: True where it lies in a segment that every rank of its axis holds whole."""
     mask = torch.zeros(local.shape, dtype=torch.bool)
-    for start, stop in local.whole_runs(tp):
+    for start, stop in local.whole_runs(size):
         mask.narrow(local.placement.dim, start, stop - start).fill_(True)
     return mask.view(-1)
 

@@ -1,6 +1,7 @@
 """ZeRO-1: every data-parallel rank updates its share of each bucket, and the ranks exchange gradients and parameters.
 
-    reduce      shard of g = sum over dp (reduce-scatter), to float32, then summed over the axes it is partial over
+    reduce      shard of g = sum over dp (reduce-scatter), to float32, then summed over the axes it is partial over;
+                over dp-cp in place of dp where there is a cp, over edp for experts that have axes of their own
     norm        |g|² over all ranks, each logical element once; g <- g · min(1, clip/(|g| + 1e-6))
     step        AdamW on the float32 (or float64) main shard; shard -> parameter buffer; all-gather
 
@@ -11,7 +12,7 @@ Bytes a parameter for d ranks: float32 8 + 8/d; bfloat16 with float32 gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
+from planner.sharding.collectives import SUMS
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.buffers import BucketTensors, BufferTensors, DataParallel, GradientBuffers
 from runtime.optimizer.in_place import all_gather
@@ -60,7 +62,11 @@ class MainShard:
     main: Tensor
     grad: Tensor
     counted: tuple[tuple[int, int], ...]  # runs of ``grad`` that this rank counts in the norm
-    whole: Tensor | None  # indices of elements that every tp rank holds, among others that are cut (segments)
+    whole: Tensor | None  # indices of elements that every tp (or etp) rank holds, among others that are cut (segments)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        return self.buffer.data_parallel
 
     @property
     def owns_main(self) -> bool:
@@ -89,18 +95,13 @@ class DistributedOptimizer:
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section.
 
-        ``groups``: process groups by axis, None or absent for an axis of one rank: "dp", "tp", "world", any axis that a
-        parameter is partial over; "embedding" as {stages: group}.
+        ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
+        (Buffer.reduced_over), "world", any that a parameter is cut or partial over; "embedding" as {stages: group}.
         """
         self.settings = settings
         self.groups = dict(groups or {})
-        self.tp_size, self.tp_rank = _size_and_rank(self.groups.get("tp"))
-        self.buffers = GradientBuffers(
-            parameters,
-            planned,
-            DataParallel(self.groups.get("dp"), *_size_and_rank(self.groups.get("dp")), sharded=settings.zero == 1),
-            device=device,
-        )
+        shared_by = {axis: self._shared_over(axis) for axis in dict.fromkeys(b.reduced_over for b in planned)}
+        self.buffers = GradientBuffers(parameters, planned, shared_by, device=device)
         self.device = torch.device(device)
         self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
         self.optimizer = make_optimizer([shard.main for shard in self.shards], settings)
@@ -125,11 +126,19 @@ class DistributedOptimizer:
                     self._sum_over(axis, shard)
         self._is_reduced = True
 
-    def step(self, lr: float, *, grad_scale: Tensor | float = 1.0, extra: Sequence[Tensor | float] = ()) -> StepResult:
+    def step(
+        self,
+        lr: float,
+        *,
+        grad_scale: Tensor | float = 1.0,
+        extra: Sequence[Tensor | float] = (),
+        refused: Callable[[Tensor], Tensor] | None = None,
+    ) -> StepResult:
         """Clip, update and start the gather of the parameters. ``grad_scale``: what the loss was multiplied with.
 
-        ``extra`` scalars are summed over all ranks in the same exchange as the norm. An update with a norm or an extra
-        sum that is not finite is skipped, whole, on every rank.
+        ``extra`` scalars and vectors are summed over all ranks in the same exchange as the norm. An update with a norm
+        or an extra sum that is not finite is skipped, whole, on every rank; and one that ``refused`` says so of: given
+        the extra sums, one truth value on the device.
         """
         if not self._is_reduced:
             self.reduce_gradients()
@@ -137,6 +146,8 @@ class DistributedOptimizer:
         norm = sums[:1].sqrt() / grad_scale
         is_finite = torch.isfinite(norm).all() & torch.isfinite(sums[1:]).all()
         skipped = is_finite.logical_not().view(1)
+        if refused is not None:
+            skipped = skipped | refused(sums[1:])
         found_inf = skipped.squeeze().to(torch.float32)
         self._is_reduced = False
         self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf)
@@ -154,7 +165,7 @@ class DistributedOptimizer:
                 shard.main.copy_(shard.bucket.own_parameters)
 
     def gather_gradients(self, *, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """Each parameter's summed gradient, tp-local, by dotted name; the same on every dp rank.
+        """Each parameter's summed gradient, of this rank's part, by dotted name; the same on all ranks that share it.
 
         Between ``reduce_gradients()`` and ``step()``, so not yet clipped. Every rank calls it.
         """
@@ -183,24 +194,23 @@ class DistributedOptimizer:
 
     # ---- pieces
 
+    def _shared_over(self, axis: str) -> DataParallel:
+        group = self.groups.get(axis)
+        return DataParallel(group, *_size_and_rank(group), sharded=self.settings.zero == 1)
+
     def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
         dtype = buffer.planned.main_dtype
         main = bucket.own_parameters.to(dtype)  # the view itself where the dtype is this one
         grad = bucket.own_gradients if bucket.gradients.dtype == dtype else torch.zeros_like(main)
         main.grad = grad
-        dp = self.buffers.data_parallel
+        dp, axis = buffer.data_parallel, buffer.planned.axis
         owned = bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
         locals_ = {slot.local.fqn: slot.local for slot in bucket.slots}
         counted = merged_runs((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
-        whole = self._whole_indices(owned, locals_).to(main.device) if buffer.planned.has_whole_segment else None
+        whole = None
+        if buffer.planned.has_whole_segment:
+            whole = _whole_indices(owned, locals_, _size_and_rank(self.groups.get(axis))[0]).to(main.device)
         return MainShard(buffer, bucket, main, grad, counted, whole)
-
-    def _whole_indices(self, owned: Mapping[str, OwnedRange], locals_: Mapping[str, LocalParameter]) -> Tensor:
-        indices = [torch.empty(0, dtype=torch.int64)]
-        for fqn, r in owned.items():
-            is_whole = whole_elements(locals_[fqn], self.tp_size)[r.param.start : r.param.stop]
-            indices.append(is_whole.nonzero().view(-1) + r.local.start)
-        return torch.cat(indices)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)
@@ -208,7 +218,7 @@ class DistributedOptimizer:
             group = group[shard.buffer.planned.tied_stages]
         if group is None:
             return
-        if axis == "tp" and shard.whole is not None:
+        if axis == shard.buffer.planned.axis and shard.whole is not None:
             values = shard.grad[shard.whole]
             dist.all_reduce(values, group=group)
             shard.grad[shard.whole] = values
@@ -217,19 +227,19 @@ class DistributedOptimizer:
 
     def _squared_norm(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        dp = self.buffers.data_parallel
-        if not dp.sharded and dp.rank != 0:  # every dp rank has all of the gradient
-            return total
         for shard in self.shards:
-            grad = shard.grad
-            if shard.whole is not None and self.tp_rank != 0:
+            grad, dp = shard.grad, shard.data_parallel
+            if not dp.sharded and dp.rank != 0:
+                continue  # each of them has all of the gradient
+            if shard.whole is not None and _size_and_rank(self.groups.get(shard.buffer.planned.axis))[1] != 0:
                 grad = grad.index_fill(0, shard.whole, 0.0)
             for start, stop in shard.counted:
                 total += squared_norm(grad[start:stop])
         return total
 
     def _sum_over_world(self, scalars: Sequence[Tensor | float]) -> Tensor:
-        values = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in scalars])
+        given = [torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in scalars]
+        values = torch.cat([s.view(-1) for s in given])
         if self.groups.get("world") is not None:
             dist.all_reduce(values, group=self.groups["world"])
         return values
@@ -247,6 +257,7 @@ class DistributedOptimizer:
         if self.optimizer is None:
             return
         if divisor is not None and any(shard.grad.dtype == torch.float64 for shard in self.shards):
+            divisor = torch.where(found_inf.bool(), 1.0, divisor)  # a skipped step leaves the zeros of padding alone
             for shard in self.shards:
                 shard.grad.div_(divisor)
             divisor = None
@@ -260,7 +271,7 @@ class DistributedOptimizer:
                 shard.bucket.own_parameters.copy_(shard.main)
 
     def _gathered(self, shard: MainShard) -> Tensor:
-        dp = self.buffers.data_parallel
+        dp = shard.data_parallel
         if dp.num_shards == 1:
             return shard.grad
         full = torch.empty(len(shard.bucket.layout.world), dtype=shard.grad.dtype, device=shard.grad.device)
@@ -281,19 +292,28 @@ def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimize
     return torch.optim.AdamW(tensors, fused=True, **options)
 
 
+def _whole_indices(owned: Mapping[str, OwnedRange], locals_: Mapping[str, LocalParameter], size: int) -> Tensor:
+    indices = [torch.empty(0, dtype=torch.int64)]
+    for fqn, r in owned.items():
+        is_whole = whole_elements(locals_[fqn], size)[r.param.start : r.param.stop]
+        indices.append(is_whole.nonzero().view(-1) + r.local.start)
+    return torch.cat(indices)
+
+
 def _size_and_rank(group: Any) -> tuple[int, int]:
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
 
 def _in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
     """Each axis once, in an order that all ranks agree on though they hold different buffers: no cycle of waits."""
-    return sorted({axis for of_shard in axes for axis in of_shard}, key=lambda axis: (axis != "tp", axis))
+    return sorted({axis for of_shard in axes for axis in of_shard}, key=SUMS.index)
 
 
 def _tied_order(shard: MainShard) -> tuple[Any, ...]:
     """Among tied buffers the same order on all stages; the sort keeps the order of the others."""
     planned = shard.buffer.planned
-    return (planned.tied_stages, str(planned.dtype)) if planned.tied_stages else ((), "")
+    sums = (planned.reduced_over, planned.partial_over, planned.has_whole_segment)
+    return (planned.tied_stages, str(planned.dtype), *sums) if planned.tied_stages else ((),)
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

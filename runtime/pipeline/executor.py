@@ -8,7 +8,8 @@ Each microbatch's loss is its share of the mean over the global batch: losses an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
@@ -18,16 +19,16 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from passes.ops.random_state import RandomState
+from passes.ops.recompute import abandon
 from passes.stage_module import StageModule
 from planner.errors import PlanError
 from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.place import grid_around
 from planner.pipeline.schedule import Action
+from runtime.distributed.faults.failure import StepError, is_of_a_peer
 from runtime.pipeline.p2p import Transport
 
-
-class StepError(RuntimeError):
-    """A step failed on this rank; the message names rank, stage, step, microbatch and action, and shows the place."""
+__all__ = ["Executor", "Step", "StepError"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Executor:
     """Runs the actions of this rank.
 
     Owns: what is saved for the microbatches in flight, and the sum of their losses.
+    ``around(action)``: each action runs in it, with the receives that it posts; for who looks on.
     """
 
     def __init__(
@@ -85,8 +87,14 @@ class Executor:
         self.random = random
         self.before_backward = before_backward
         self.before_forward = before_forward
+        self.around: Callable[[Action], AbstractContextManager[Any]] = nullcontext
         self._saved: dict[tuple[int, int], Saved] = {}
         self._last_backward = {action.chunk: action for action in self.order if action.kind == "B"}
+
+    @property
+    def in_flight(self) -> Iterable[Saved]:
+        """What is saved of the microbatches between their forward and their backward."""
+        return self._saved.values()
 
     def run(self, step: Step) -> Tensor | None:
         """Forward and backward of every microbatch; the sum of their losses (float64) where this rank has the loss."""
@@ -103,18 +111,22 @@ class Executor:
 
     def _run(self, step: Step, actions: Sequence[Action]) -> Tensor | None:
         self._loss: Tensor | None = None
+        activity = self.transport.groups.faults.activity
         for position, action in enumerate(actions):
-            if position + 1 < len(actions):
-                self._post(action)
-                self._post(actions[position + 1])
+            activity.at(step.index, self.stages[action.chunk].index, action)
             try:
-                self._forward(step, action) if action.kind == "F" else self._backward(step, action)
+                with self.around(action):
+                    for posted in actions[position : position + 2] if position + 1 < len(actions) else ():
+                        self._post(posted)
+                    self._forward(step, action) if action.kind == "F" else self._backward(step, action)
             except PlanError:
+                abandon()
                 raise
             except Exception as error:
+                abandon()
                 self._saved.clear()
                 self.transport.forget()
-                raise StepError(self._describe(step, action, error)) from error
+                raise StepError(self._describe(action, error)) from error
         self.transport.drain()
         assert not torch.is_grad_enabled() or not self._saved, "a forward without its backward"
         return self._loss
@@ -169,14 +181,11 @@ class Executor:
             gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
             self.transport.send(_out_of(stage, action), gradients)
 
-    def _describe(self, step: Step, action: Action, error: Exception) -> str:
-        groups, stage = self.transport.groups, self.stages[action.chunk]
-        verb = "forward" if action.kind == "F" else "backward"
-        return (
-            f"rank {groups.rank} {groups.coordinate}, stage {stage.index}, step {step.index}, "
-            f"microbatch {action.microbatch}, {verb} ({action}): {type(error).__name__}: {error}\n"
-            f"  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
-        )
+    def _describe(self, action: Action, error: Exception) -> str:
+        what = f"{self.transport.groups.faults.activity}: {type(error).__name__}: {error}"
+        if is_of_a_peer(error):  # the place of this rank explains nothing
+            return what
+        return f"{what}\n  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
 
     def _place(self, action: Action) -> str:
         orders = self.transport.orders or (self.order,)

@@ -14,7 +14,7 @@ receives the first of them, and would wait for each other. A sent buffer is free
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,12 @@ class Transport:
     def num_sending(self) -> int:
         """Messages whose buffers are still held."""
         return len(self._sending)
+
+    @property
+    def buffers(self) -> Iterator[Tensor]:
+        """Of all messages under way, in either direction."""
+        for transfer in (*self._posted.values(), *self._sending.values()):
+            yield from transfer.buffers
 
     def post(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> None:
         """Start receiving ``message`` into fresh buffers; nothing happens if it is posted already or stays here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from planner.frozen_plan import Plan
+from runtime.distributed.faults.busy import SlowRank, slowest
 
 
 class PlanWarning(UserWarning):
@@ -59,17 +61,88 @@ class StepReport:
     ``loss``: mean over the valid tokens of the global batch. ``grad_norm``: of all parameters, before clipping.
     ``skipped``: the loss or a gradient was not finite, so nothing changed. ``tokens_per_s``: elements of the first
     integer input of the global batch, by this rank's clock; 0 where no batch was run.
+    ``expert_tokens``: of each layer of experts, by its block, how many tokens of the global batch each expert got;
+    where experts have axes of their own, whether or not they found a slot there. ``imbalance``: the most over the mean,
+    in the layer where that is largest; 1 where all are alike or there are none. ``dropped_share``: of all choices of
+    tokens those that found no slot; None where a layer's slots are filled in a way that is not understood, or by the
+    experts' own choice, or no experts are counted. ``stop_requested``: some rank was asked to end by a signal before
+    this update (``runtime.distributed.stopping``). ``busy_seconds``: of each rank, what it works in a step without its
+    waits for others, over the last seconds; 0 where that is not known yet, or on a GPU. ``slow_rank``: the one that the
+    others wait for, where there is such.
     """
 
-    def __init__(self, figures: Tensor, lr: float, num_tokens: int = 0, clock: StepClock | None = None) -> None:
-        """``figures``: norm, whether the update was skipped (0 or 1), and loss, on the device."""
+    def __init__(
+        self,
+        figures: Tensor,
+        lr: float,
+        num_tokens: int = 0,
+        clock: StepClock | None = None,
+        layers: Sequence[tuple[str, int]] = (),
+        dropping: int = 0,
+        drops: bool | None = False,
+        notes: tuple[int, Callable[[list[float]], None] | None] = (0, None),
+        stages: Sequence[int] = (),
+    ) -> None:
+        """``figures``: norm, whether the update was skipped (0 or 1), loss, the tokens of each expert of each of
+        ``layers`` (block, experts), how many were dropped of each of ``dropping`` layers that count it, and the notes
+        of ``runtime.distributed.notes``, on the device. ``drops``: whether a token may find no slot; None: not known.
+
+        ``notes``: how many there are, and what is given them when figures are read. Raises what that raises.
+        ``stages``: the pp coordinate of each rank.
+        """
         self.lr = lr
-        self._figures, self._num_tokens, self._clock = figures, num_tokens, clock
+        self._num_notes, self._check = notes
+        self._figures, self._num_tokens, self._clock, self._layers = figures, num_tokens, clock, tuple(layers)
+        self._dropping, self._drops, self._stages = dropping, drops, tuple(stages)
 
     @cached_property
-    def _read(self) -> tuple[float, float, float]:
-        norm, skipped, loss = self._figures.tolist()
-        return loss, norm, skipped
+    def _read(self) -> tuple[float, float, float, list[float]]:
+        norm, skipped, loss, *rest = self._figures.tolist()
+        if self._check is not None:
+            self._check(rest[-self._num_notes :])
+        return loss, norm, skipped, rest
+
+    @cached_property
+    def expert_tokens(self) -> dict[str, list[int]]:
+        rows = iter(self._read[3])
+        found: dict[str, list[int]] = {}
+        for block, size in self._layers:
+            name = block if block not in found else f"{block} #{sum(n.startswith(block) for n in found) + 1}"
+            found[name] = [int(n) for _, n in zip(range(size), rows, strict=False)]
+        return found
+
+    @property
+    def imbalance(self) -> float:
+        return max((max(n) * len(n) / sum(n) for n in self.expert_tokens.values() if sum(n)), default=1.0)
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._notes and self._notes[0])
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        return self._notes[1 + len(self._notes) // 2 :]
+
+    @property
+    def slow_rank(self) -> SlowRank | None:
+        return slowest(self.busy_seconds, self._stages)
+
+    @property
+    def _notes(self) -> list[float]:
+        return self._read[3][-self._num_notes :] if self._num_notes else []
+
+    @property
+    def dropped_share(self) -> float | None:
+        if self._drops is None or not self._layers:
+            return None
+        num_experts = sum(size for _, size in self._layers)
+        chosen, rest = self._read[3][:num_experts], self._read[3][num_experts:]
+        return sum(rest[: self._dropping]) / max(sum(chosen), 1.0)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there are slots that a token may not find, and it is known how many do not."""
+        return bool(self._drops)
 
     @property
     def loss(self) -> float:
@@ -93,12 +166,23 @@ class StepReport:
 
     def __getstate__(self) -> dict[str, Any]:
         """Whoever gets it pickled, in another process, has the figures."""
-        return {"lr": self.lr, "_read": self._read, "tokens_per_s": self.tokens_per_s}
+        return {
+            "lr": self.lr,
+            "_read": self._read,
+            "_layers": self._layers,
+            "_dropping": self._dropping,
+            "_drops": self._drops,
+            "_num_notes": self._num_notes,
+            "_stages": self._stages,
+            "tokens_per_s": self.tokens_per_s,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One line of the log. ``one_process_loss`` is the loss of the single process, where it runs beside."""
+    """One line of the log. ``imbalance``: of experts, where there are such; ``dropped``: the share of choices that
+    found no slot, where they may. ``one_process_loss`` is the loss of the single process, where it runs beside.
+    ``slow_rank``: who the others wait for, and what that costs."""
 
     step: int
     loss: float
@@ -106,4 +190,7 @@ class StepRow:
     lr: float
     tokens_per_s: float
     skipped: bool = False
+    imbalance: float | None = None
+    dropped: float | None = None
     one_process_loss: float | None = None
+    slow_rank: str | None = None

@@ -1,6 +1,6 @@
 """Plans that are wrong on purpose: a comparison with one process that stays green then would prove nothing.
 
-One exchange of the lowered graphs missing, or one parameter frozen.
+One exchange of the lowered graphs missing (also of rows with experts), or one parameter frozen.
 
 Exchanges are numbered over all stages, in the order of each stage's graph. A missing one leaves every shape as it was:
 sums are left partial, and parts of other ranks are filled with this rank's own.
@@ -13,12 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.lower import lower
-from passes.ops import collectives
+from passes.ops import collectives, context, meeting, slots
 from passes.ops.axis import AxisHandle
-from passes.ops.column_linear import column_linears
+from passes.ops.causal_attention import causal_attention
+from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.gathered_attention import gathered_attention
+from passes.ops.meeting import Meeting
+from passes.ops.recompute import BlockCall
+from passes.ops.slots import placed, share_of
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
 from planner.errors import PlanError
@@ -34,14 +40,14 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
     for stage, program in _all_stages(plan, rank):
         nodes = exchanges(stage)
         if total <= number < total + len(nodes):
-            _take_out(stage, nodes[number - total])
+            _take_out(*nodes[number - total])
         total += len(nodes)
         mine = program if program.stages[0].index % plan.mesh.pp == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
         raise PlanError(
             f"there is no collective {number} to take out",
             where="remove_collective",
-            fix=f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp > 1",
+            fix=f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp, cp or ep > 1",
         )
     assert mine is not None
     return mine
@@ -71,13 +77,22 @@ def num_collectives(plan: Plan) -> int:
     return sum(len(exchanges(stage)) for stage, _ in _all_stages(plan, 0))
 
 
-def exchanges(stage: StageModule) -> list[fx.Node]:
-    """The nodes of a stage that talk to other tp ranks in its forward or backward."""
-    return [node for node in stage.module.graph.nodes if node.target in STAND_INS]
+def exchanges(stage: StageModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """The nodes of a stage that talk to other ranks of tp, cp, ep or etp in its forward or backward, each in its graph.
+
+    What its blocks compute again is behind all else, of it what talks in a forward.
+    """
+    reruns = [getattr(stage.module, str(n.target)) for n in stage.module.graph.nodes if n.op == "get_attr"]
+    found = [(stage.module, node) for node in stage.module.graph.nodes if node.target in STAND_INS]
+    for call in reruns:
+        if isinstance(call, BlockCall):
+            talking = (n for n in call.module.graph.nodes if n.target in STAND_INS and n.target not in _OF_BACKWARD)
+            found += [(call.module, node) for node in talking]
+    return found
 
 
 def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgram]]:
-    """Every stage in order, lowered for the tp and dp coordinate of ``rank``."""
+    """Every stage in order, lowered for the place among the others of ``rank``."""
     mesh = plan.mesh
     place = mesh.coordinate(rank)
     programs = [lower(plan, mesh.rank_of(**{**place, "pp": pp})) for pp in range(mesh.pp)]
@@ -86,9 +101,9 @@ def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgra
         yield program.stages[index // mesh.pp], program
 
 
-def _take_out(stage: StageModule, node: fx.Node) -> None:
+def _take_out(module: fx.GraphModule, node: fx.Node) -> None:
     node.target = STAND_INS[node.target]
-    stage.module.recompile()
+    module.recompile()
 
 
 def _through(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
@@ -112,8 +127,55 @@ def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any,
     )
 
 
+def _own_tokens(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
+    """This rank's tokens in the place of those of all."""
+    return torch.cat([x] * axis.size, dim)
+
+
+def _own_keys(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: AxisHandle, *_: Any, **options: Any) -> Tensor:
+    if options.pop("is_causal", False):
+        return causal_attention(q, _own_tokens(k, 2, axis), _own_tokens(v, 2, axis), axis, **options)
+    k, v = (_own_tokens(t, 2, axis) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
 def _unsummed_gradient(x: Tensor, axis: AxisHandle, *args: Any) -> Any:
     return column_linears(x, AxisHandle(axis.name, 1, 0), *args)
+
+
+def _ungathered(x: Tensor, axis: AxisHandle, cut: Placement, again: bool, *args: Any) -> Any:
+    return column_linears(_repeated(x, axis, cut), AxisHandle(axis.name, 1, 0), *args)
+
+
+def _own_rows(rows: Tensor, here: Meeting) -> Tensor:
+    """As many rows as should come, of those that should have left."""
+    return _as_many(rows[slice(*here.share)], int(here.counts.sum()))
+
+
+def _given_by_none(rows: Tensor, here: Meeting) -> Tensor:
+    start, stop = here.share
+    own = _as_many(rows, stop - start)
+    before, after = (own.new_zeros(n, *own.shape[1:]) for n in (start, here.num_rows - stop))
+    return torch.cat([before, own, after])
+
+
+def _own_slots(
+    x: Tensor, experts: int, slots: int, counts: Any, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, *_: Any
+) -> Tensor:
+    """The slots of this rank for experts of its own, as often as slots of others should come."""
+    own = share_of(x, slots, tp).narrow(experts, 0, x.shape[experts] // ep.size)
+    return torch.cat([own] * ep.size * etp.size, slots)
+
+
+def _returned_by_none(
+    x: Tensor, experts: int, slots: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, size: int
+) -> Tensor:
+    own = x.narrow(slots, 0, x.shape[slots] // ep.size // etp.size)
+    return placed(torch.cat([own] * ep.size, experts), slots, tp, size)
+
+
+def _as_many(rows: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(max(0, num_rows - len(rows)), *rows.shape[1:])])[:num_rows]
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
@@ -126,4 +188,12 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     collectives.scatter: _own_part,
     vocabulary_cross_entropy: _unshared_loss,
     column_linears: _unsummed_gradient,
+    gathered_linears: _ungathered,
+    meeting.dispatch: _own_rows,
+    meeting.give_back: _given_by_none,
+    context.gather_sequence: _own_tokens,
+    gathered_attention: _own_keys,
+    slots.send_slots: _own_slots,
+    slots.return_slots: _returned_by_none,
 }
+_OF_BACKWARD = {collectives.f, collectives.slice_part, column_linears}  # which exchange nothing in a forward

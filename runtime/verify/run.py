@@ -6,6 +6,7 @@ Dropout is off on both sides: its masks depend on the order in which a process d
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ def verify(
     ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise PlanError(f"a tolerance of {tolerance} compares nothing", where="--tolerance", fix="give 0 or more: 1e-6")
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     decided = plan(load_model(model_ref).eval(), spec)

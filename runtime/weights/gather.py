@@ -1,8 +1,9 @@
 """Whole tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
 
-Of equal copies, over dp, tp and the stages of a tied weight, the first one sends. Shards go from host memory to host
-memory: no communicator of the device is made for each sender, and rank 0's device never holds a whole tensor. A rank
-sends when rank 0 asks for it, so that no copies pile up while rank 0 writes, and none waits for less than that takes.
+Of equal copies, over dp or edp, tp or etp and the stages of a tied weight, the first one sends. Shards go from host
+memory to host memory: no communicator of the device is made for each sender, and rank 0's device never holds a whole
+tensor. A rank sends when rank 0 asks for it, so that no copies pile up while rank 0 writes, and none waits for less
+than that takes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.placement.types import Placement
+from planner.mesh import Mesh
 from planner.sharding.parameters import ParameterPlan
+from planner.sharding.parts import Part, part_of, pieces
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import call, wait_for_rank_0
 
@@ -33,9 +35,9 @@ def collect(
 
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
     """The full tensor of one row on the CPU of rank 0, None elsewhere."""
-    senders = _senders(row, groups)
+    senders = senders_of(row, groups.mesh)
     if groups.rank == 0:
-        return assemble(_shards(senders, row, own, dtype, groups), row.placement, row.shape)
+        return assemble(list(senders.values()), _shards([*senders], row, own, dtype, groups), row.shape)
     if groups.rank in senders:
         wait_for_rank_0(groups)
         dist.send(own[row.name].detach().cpu().contiguous(), 0, group=groups.host)
@@ -55,27 +57,41 @@ def _shards(
     return [own[row.name].detach().cpu() if rank == 0 else parts[rank] for rank in senders]
 
 
-def _senders(row: ParameterPlan, groups: Groups) -> list[int]:
-    """In tp order."""
-    mesh = groups.mesh
-    tp_ranks = range(mesh.tp if row.dim is not None else 1)
-    return [mesh.rank_of(tp=tp, cp=0, dp=0, pp=min(row.stages) % mesh.pp) for tp in tp_ranks]
+def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
+    """The first rank that holds each part, with the part: all tp coordinates, or those of experts (etp and ep)."""
+    pp, axis, expert = min(row.stages) % mesh.pp, row.axis, row.expert
+    cuts = range(mesh.size(axis) if row.dim is not None else 1)
+    if expert is None:
+        ranks = [mesh.rank_of(tp=tp, pp=pp) for tp in cuts]
+    else:
+        owners = range(mesh.ep) if expert.dim >= 0 else [expert.owner(mesh.ep)]
+        ranks = [mesh.expert.rank_of({"tp": etp, "ep": ep, "dp": 0, "pp": pp}) for ep in owners for etp in cuts]
+    return {rank: part_of(row, mesh, mesh.place(rank)) for rank in ranks}
 
 
-def assemble(shards: Sequence[Tensor], placement: Placement, global_shape: Sequence[int]) -> Tensor:
-    """The full tensor of all tp ranks' shards, without padding."""
-    if not placement.is_sharded:
-        return shards[0].clone()
-    size = global_shape[placement.dim]
-    padded = list(global_shape)
-    padded[placement.dim] = size + placement.padding
-    full = shards[0].new_empty(padded)
-    for tp_rank, part in enumerate(shards):
-        offset = 0
-        for start, stop in placement.slices(len(shards), tp_rank):
-            full.narrow(placement.dim, start, stop - start).copy_(part.narrow(placement.dim, offset, stop - start))
-            offset += stop - start
-    return full.narrow(placement.dim, 0, size).contiguous()
+def assemble(parts: Sequence[Part], shards: Sequence[Tensor], global_shape: Sequence[int]) -> Tensor:
+    """The full tensor of all its parts, without padding."""
+    placement = parts[0].placement
+    full = shards[0].new_empty([n + placement.padding * (d == placement.dim) for d, n in enumerate(global_shape)])
+    for part, held in zip(parts, shards, strict=True):
+        for whole, local in pieces(part.ranges):
+            _narrowed(full, whole).copy_(_narrowed(held, local))
+    return full.narrow(placement.dim, 0, global_shape[placement.dim]).contiguous() if placement.padding else full
+
+
+def _narrowed(tensor: Tensor, place: Mapping[int, tuple[int, int]]) -> Tensor:
+    for dim, (start, stop) in place.items():
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the model's order, tied parameters under each of their names; what is of no row comes last."""
+    named = {}
+    for row in rows:
+        if row.name in tensors:
+            named.update(dict.fromkeys((row.name, *row.aliases), tensors[row.name]))
+    return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
 
 
 def from_rank_0(groups: Groups, value: Any) -> Any:

@@ -21,6 +21,7 @@ from passes.stage_module import RankProgram, StageModule
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import LocalParameter
+from planner.sharding.parts import part_of
 from runtime.distributed.fingerprint import fingerprint
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import shard
@@ -98,11 +99,11 @@ def take_weights(
             full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
             full = _from_rank_0(held, full, groups)
             for stage, parameter in _places(program, held.name):
-                local = shard(full, parameter.placement, groups.mesh.tp, groups.tp_rank)
+                local = shard(full, part_of(parameter, groups.mesh, groups.place))
                 stage.parameter(held.name).data.copy_(local)
         elif held.kind == "buffer":
             full = _from_rank_0(held, source.buffer(held.name) if groups.rank == 0 else None, groups)
-            for target in _buffers(plan, program, held.name):
+            for target in buffers_of(plan, program, held.name):
                 target.copy_(full)
     taken = {held.name for held in differ if held.kind == "parameter"}
     return [(stage, parameter) for stage, parameter in fresh if parameter.fqn not in taken]
@@ -136,7 +137,7 @@ def _places(program: RankProgram, fqn: str) -> Iterator[tuple[StageModule, Local
     return ((stage, p) for stage in program.stages for p in stage.parameters if p.fqn == fqn)
 
 
-def _buffers(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
+def buffers_of(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
     """Where this rank has a buffer of the model: in its stages, and in the graph that counts what losses divide by."""
     for stage in program.stages:
         if fqn in stage.buffers:

@@ -1,13 +1,13 @@
 """Weights: shards of full tensors into this rank's stage modules, and full tensors back from all ranks' shards.
 
-    full [.., n, ..] --pad--> [.., n + padding, ..] --Placement.slices(tp, rank)--> shard        and the same way back
+    full [.., n, ..] --pad--> [.., n + padding, ..] --Part.ranges--> shard        and the same way back
 
 A rank asks its source for one full tensor at a time and keeps only its shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from passes.stage_module import StageModule
 from planner.errors import PlanError
-from planner.frozen_plan import Plan
-from planner.placement.types import Placement
+from planner.frozen_plan import ParameterPlan, Plan
+from planner.mesh import Mesh
 from planner.sharding.parameters import LocalParameter
+from planner.sharding.parts import Part, Ranges, part_of
 from runtime.weights.sources import WeightSource
 
 
 def fill(
-    stages: Iterable[StageModule], source: WeightSource, tp: int, tp_rank: int, device: torch.device
+    stages: Iterable[StageModule], source: WeightSource, mesh: Mesh, place: Mapping[str, int], device: torch.device
 ) -> list[tuple[StageModule, LocalParameter]]:
-    """Give every parameter and buffer of the stage modules its values on ``device``: this rank's shards.
+    """Give every parameter and buffer of the stage modules its values on ``device``: shards of the rank at ``place``.
 
     Returns the parameters that have no values yet and are zero, for ``initialise``, or for a checkpoint: to draw fresh
     values only to overwrite them would take minutes for a large model.
@@ -37,7 +38,7 @@ def fill(
                 local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
                 fresh.append((stage, parameter))
             else:
-                local = _values(source, parameter, tp, tp_rank, device)
+                local = _values(source, parameter, part_of(parameter, mesh, place), device)
             _assign(stage.module, stage.attributes[parameter.fqn], nn.Parameter(local, parameter.requires_grad))
         for fqn in stage.buffers:
             planned = stage.module.get_buffer(stage.attributes[fqn])
@@ -49,26 +50,27 @@ def fill(
 
 @torch.no_grad()
 def initialise(
-    fresh: Iterable[tuple[StageModule, LocalParameter]], source: WeightSource, tp: int, tp_rank: int
+    fresh: Iterable[tuple[StageModule, LocalParameter]], source: WeightSource, mesh: Mesh, place: Mapping[str, int]
 ) -> None:
     """Fresh values for the parameters that ``fill`` left without."""
     for stage, parameter in fresh:
-        stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, tp, tp_rank))
+        stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, part_of(parameter, mesh, place)))
 
 
-def fresh_shard(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int) -> Tensor:
-    """This rank's shard, on the CPU: where it is one run of rows, nothing else is drawn."""
-    placement, shape, dtype = parameter.placement, tuple(parameter.global_shape), parameter.dtype
-    slices = placement.slices(tp, tp_rank) if placement.is_sharded else ()
-    if placement.dim != 0 or len(slices) != 1:
-        return shard(source.parameter(parameter.fqn, shape, dtype), placement, tp, tp_rank)
-    start, stop = (min(end, shape[0]) for end in slices[0])
+def fresh_shard(source: WeightSource, parameter: LocalParameter, part: Part) -> Tensor:
+    """This rank's shard, on the CPU: where it lies in one run of rows, as its experts do, nothing else is drawn."""
+    shape, dtype = tuple(parameter.global_shape), parameter.dtype
+    of_rows = part.ranges.get(0, ())
+    if len(of_rows) != 1:
+        return shard(source.parameter(parameter.fqn, shape, dtype), part)
+    start, stop = (min(end, shape[0]) for end in of_rows[0])
     rows = source.rows(parameter.fqn, shape, dtype, (start, stop))
-    padding = parameter.shape[0] - (stop - start)
-    return torch.cat([rows, rows.new_zeros(padding, *shape[1:])]) if padding else rows
+    padding = of_rows[0][1] - of_rows[0][0] - (stop - start)
+    rows = torch.cat([rows, rows.new_zeros(padding, *shape[1:])]) if padding else rows
+    return _cut(_padded(rows, part, dims={part.placement.dim} - {0}), {d: r for d, r in part.ranges.items() if d != 0})
 
 
-def _values(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: int, device: torch.device) -> Tensor:
+def _values(source: WeightSource, parameter: LocalParameter, part: Part, device: torch.device) -> Tensor:
     full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
     if tuple(full.shape) != tuple(parameter.global_shape):
         raise PlanError(
@@ -76,7 +78,7 @@ def _values(source: WeightSource, parameter: LocalParameter, tp: int, tp_rank: i
             fix="give the model that was planned",
         )
     # A copy always: the rank's weights must not alias the user's model.
-    local = shard(full, parameter.placement, tp, tp_rank).to(device=device, dtype=parameter.dtype, copy=True)
+    local = shard(full, part).to(device=device, dtype=parameter.dtype, copy=True)
     assert tuple(local.shape) == tuple(parameter.shape), f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
     return local.contiguous()
 
@@ -99,7 +101,7 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
     if rank != 0:
         return Kept()
     held = {parameter.fqn for stage in stages for parameter in stage.parameters}
-    rows = [row for row in plan.parameters if 0 in row.stages and row.name not in held]
+    rows = [row for row in plan.parameters if 0 in row.stages and row.name not in held and _is_near(row, plan)]
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     parameters = {
         row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to("cpu", dtypes[row.name], copy=True)
@@ -113,16 +115,29 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
     )
 
 
-def shard(full: Tensor, placement: Placement, tp: int, tp_rank: int) -> Tensor:
-    """The part of a full tensor that one tp rank holds."""
-    if not placement.is_sharded:
+def _is_near(row: ParameterPlan, plan: Plan) -> bool:
+    """Whether rank 0 would hold it if its stage computes with it: what is of one expert alone may lie elsewhere."""
+    return row.expert is None or row.expert.is_held(plan.mesh.ep, plan.mesh.place(0)["ep"])
+
+
+def shard(full: Tensor, part: Part) -> Tensor:
+    """The part of a full tensor that one rank holds."""
+    return _cut(_padded(full, part, dims={part.placement.dim}), part.ranges)
+
+
+def _padded(full: Tensor, part: Part, dims: Collection[int]) -> Tensor:
+    """With the padding of its placement, where that is on one of ``dims``."""
+    dim, padding = part.placement.dim, part.placement.padding
+    if not padding or dim not in dims:
         return full
-    if placement.padding:
-        padded = list(full.shape)
-        padded[placement.dim] = placement.padding
-        full = torch.cat([full, full.new_zeros(padded)], placement.dim)
-    parts = [full.narrow(placement.dim, start, stop - start) for start, stop in placement.slices(tp, tp_rank)]
-    return torch.cat(parts, placement.dim) if len(parts) > 1 else parts[0]
+    return torch.cat([full, full.new_zeros([padding if d == dim else n for d, n in enumerate(full.shape)])], dim)
+
+
+def _cut(full: Tensor, ranges: Ranges) -> Tensor:
+    for dim, of_dim in ranges.items():
+        runs = [full.narrow(dim, start, stop - start) for start, stop in of_dim]
+        full = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
+    return full
 
 
 def _assign(module: nn.Module, attribute: str, value: Tensor) -> None:

@@ -110,6 +110,37 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Blocks(nn.Module):
+    """Two blocks: attention and ``layer()``, each behind a norm and with a residual. ``shared``: beside a layer an MLP
+    for all tokens, written behind it."""
+
+    def __init__(self, layer: Callable[[], nn.Module], shared: bool = False, hidden: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block(layer(), shared, hidden) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module, shared: bool, hidden: int) -> None:
+        super().__init__()
+        self.norms, self.layer = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2)), layer
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.shared = nn.Sequential(nn.Linear(hidden, 12), nn.GELU(), nn.Linear(12, hidden)) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        tokens = self.norms[1](x)
+        made = self.layer(tokens)
+        return x + (made if self.shared is None else made + self.shared(tokens))
+
+
 def batch(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {key: torch.randint(VOCABULARY, (2, LENGTH), generator=generator) for key in ("input_ids", "labels")}
@@ -251,3 +282,13 @@ class OfOthers(Layer):
         inner = torch.einsum("bsd,edh->bseh", x, self.up) * torch.einsum("bsd,edh->bseh", self.other(x), self.up)
         gates = F.one_hot(chosen, self.num_experts).to(x.dtype).mul(probs.unsqueeze(-1)).sum(-2)
         return _weighted(self, inner, gates)
+
+
+def small() -> nn.Module:
+    """For the command line: four experts, in a loop."""
+    return Net(Layer(masks))
+
+
+def not_understood() -> nn.Module:
+    """For the command line."""
+    return Net(OfOthers())

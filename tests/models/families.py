@@ -61,10 +61,11 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted, held_weights, own, own_functions
+    from tests.models import counted, dropping, fragile, held_weights, own, own_functions
 
     torch.manual_seed(11)
-    models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS | held_weights.HELD_WEIGHTS
+    models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS
+    models |= held_weights.HELD_WEIGHTS | dropping.MODELS | {"fragile": fragile.fragile}
     entry = models[name]()
     with torch.no_grad():
         for parameter in entry.model.parameters():
@@ -168,6 +169,7 @@ FAMILIES: dict[str, Callable[[], Entry]] = {
     "t5": t5,
     "t5-gated": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "vit": vit,
+    "mixtral": lambda: hugging_face("Mixtral:ForCausalLM", **(LLAMA | {"num_hidden_layers": 2}), num_local_experts=4),
 }
 
 

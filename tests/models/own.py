@@ -302,10 +302,30 @@ def gpt(**options: float) -> Entry:
     return Entry(GPT(**(sizes | options)), tokens(VOCABULARY, labels="targets"), ("targets",))
 
 
+def experts(num_layers: int = 2) -> Entry:
+    """A loop over experts that selects the rows of each: shapes of the user's program depend on data."""
+    from examples.moe import MoE
+
+    sizes = {"width": WIDTH, "num_layers": num_layers, "num_heads": HEADS, "hidden": 24, "num_experts": 4}
+    return Entry(MoE(VOCABULARY, LENGTH, **sizes), tokens(VOCABULARY, labels="targets"), ("targets",))
+
+
+def slots() -> Entry:
+    """Experts with a fixed number of slots for each sequence; what finds none is dropped."""
+    from tests.models.experts import VOCABULARY as HIGH
+    from tests.models.experts import Blocks
+    from tests.models.slots import Slots, by_sequence
+
+    return Entry(Blocks(lambda: Slots(by_sequence)), tokens(HIGH), ("labels",))
+
+
 RELATIVE, NORMED = partial(MatmulAttention, biased=True), partial(MatmulAttention, normed=True)
 
 MODELS: dict[str, Callable[[], Entry]] = {
     "gpt": gpt,
+    "experts": experts,
+    "experts-4-layers": lambda: experts(4),
+    "slots": slots,
     "gpt-5-layers": lambda: gpt(num_layers=5, vocabulary=257),
     "gpt-dropout": lambda: gpt(dropout=0.2),
     "dropout-outside": lambda: own(lambda: stack(4, partial(Block, dropout=0.2))),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT
+from tests.models import experts, slots
 
 LENGTH, VOCABULARY, WIDTH = 16, 64, 32
 
@@ -91,6 +92,7 @@ class Entry:
     make: Callable[[], nn.Module]
     num_layers: int = 2
     inputs: tuple[str, ...] = ("input_ids", "labels")
+    vocabulary: int = VOCABULARY
 
 
 def _hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
@@ -143,6 +145,22 @@ MODELS: dict[str, Entry] = {
     "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),
     "normed queries": Entry(lambda: Decoder([Sizes(normed=True)] * 2)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
+    "mixtral": Entry(
+        _hugging_face(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    ),
+    "loop of experts": Entry(lambda: experts.Net(experts.Layer(experts.masks)), 1, vocabulary=experts.VOCABULARY),
+    "slots of experts": Entry(lambda: experts.Net(slots.Slots(slots.one_hot)), 1, vocabulary=experts.VOCABULARY),
     "unused": Entry(lambda: Decoder([Sizes()] * 2, unused=True)),
 }
 
@@ -156,7 +174,7 @@ def build(name: str) -> nn.Module:
 def spec_of(name: str, **changes: Any) -> dict[str, Any]:
     """A spec of 8 sequences, 2 a microbatch (1 with dp); ``changes`` replace sections."""
     dp = changes.get("mesh", {}).get("dp", 1)
-    given = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    given = {"shape": [LENGTH], "dtype": "int64", "high": MODELS[name].vocabulary}
     return {
         "batch": {"global": 8, "micro": 2 // dp if dp < 2 else 1},
         "inputs": dict.fromkeys(MODELS[name].inputs, given),

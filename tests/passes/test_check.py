@@ -17,6 +17,7 @@ from passes.ops import collectives
 from passes.ops.parameter_gate import await_bucket
 from planner import Plan, plan
 from planner.placement.types import P
+from tests.models.own_functions import FUNCTIONS
 from tests.models.plannable import build, spec_of
 from tests.models.tiny import planned
 
@@ -195,6 +196,12 @@ def test_whole_passes_break_no_check(model, sequence_parallel):
     assert lower(made, 1, thorough=True).stages
 
 
+def test_items_of_a_function_that_was_not_tried_break_no_check():
+    model = FUNCTIONS["own-quantised"]()
+    made = plan(model.model, {"mesh": {"tp": 2}, "batch": {"global": 4, "micro": 2}}, model.batch(2, 0))
+    assert lower(made, 1, thorough=True).stages
+
+
 def in_buckets() -> Plan:
     """On two dp ranks, with several buckets."""
     return plan(build("gpt"), spec_of("gpt", mesh={"dp": 2}, optimizer={"bucket_size": 2000}))
@@ -245,3 +252,10 @@ def test_a_value_that_crosses_beside_the_plan_is_told(monkeypatch):
     error = caught(with_regions())
     assert (error.name, error.fact) == ("cut_regions", "regions_are_those_of_the_plan")
     assert "to cross, in" in str(error)
+
+
+def test_an_exchange_over_cp_that_was_not_put_in(monkeypatch):
+    made = plan(build("gpt"), spec_of("gpt", mesh={"cp": 2}))
+    broken(monkeypatch, "exchange_sequence", None)
+    error = caught(made)
+    assert (error.name, error.fact) == ("exchange_sequence", "ranks_of_cp_really_meet")

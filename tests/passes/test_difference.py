@@ -26,6 +26,8 @@ stage 1 of rank 3
             + add_3 = aten.add.Tensor(add_2, f)
             - add_4 = aten.add.Tensor(add_3, dropout_3)
             + add_4 = aten.add.Tensor(add_3, f_1)
+  exchange_rows        38 → 38 nodes: nothing changed
+  exchange_sequence    38 → 38 nodes: nothing changed
   localize             38 → 38 nodes: + 1 vocabulary.vocabulary_cross_entropy, − 1 aten.cross_entropy_loss; 2 changed
             - flatten = aten.reshape(linear_16, [8, 16])
             + flatten = aten.reshape(linear_16, [8, 8])
@@ -33,6 +35,7 @@ stage 1 of rank 3
             + vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2)
             - div_tensor = aten.div.Tensor(cross_entropy_loss_default, to_dtype)
             + div_tensor = aten.div.Tensor(vocabulary_cross_entropy, to_dtype)
+  keep_own_tokens      38 → 38 nodes: nothing changed
   name_streams         38 → 39 nodes: + 1 self.random, + 2 dropout.stream_dropout, − 2 aten.dropout; 2 changed
             + random = self.random
        2 ×  - dropout_2 = aten.dropout(linear_11, 0.1, True)
@@ -55,6 +58,7 @@ stage 1 of rank 3
   place_devices        37 → 37 nodes: nothing changed
   drop_unread          37 → 37 nodes: nothing changed
   cut_regions          37 → 37 nodes: nothing changed
+  recompute            37 → 37 nodes: nothing changed
   await_parameters     37 → 37 nodes: nothing changed
 """,
     )

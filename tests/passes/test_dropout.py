@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from passes.base import StageGraph
 from passes.dropout import name_streams
-from passes.ops.dropout import stream_dropout
+from passes.lower import lower
+from passes.ops.axis import AxisHandle
+from passes.ops.dropout import OWN_ATTENTION, stream_dropout, stream_random
 from passes.ops.random_state import RandomState
+from planner import plan
 from planner.placement.types import I, Placement, V
+from tests.models.plannable import Decoder, Sizes, spec_of
 from tests.tools.graphs import bare_context
 
 aten = torch.ops.aten
@@ -55,6 +62,41 @@ def test_draws_differ_between_microbatches():
 def test_sharded_dropout_differs_between_ranks():
     args = (X, 0.5, True)
     assert not torch.equal(*(drawn(aten.dropout.default, args, V(1, 12), rank) for rank in (0, 1)))
+
+
+def test_ranks_of_cp_draw_their_own_for_their_tokens_and_alike_for_what_is_whole():
+    def tail(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1) * torch.rand(x.shape[0], 1, 1)
+
+    made = plan(Decoder([Sizes()], tail), spec_of("gpt2", mesh={"cp": 2, "tp": 2}))
+    found: list[dict[str, tuple[int, bool]]] = []
+    for rank in range(4):
+        (stage,) = lower(made, rank).stages
+        draws = [n for n in stage.module.graph.nodes if n.target in (stream_dropout, stream_random)]
+        found.append({n.target.__name__: n.args[3:5] if n.target is stream_dropout else n.args[2:4] for n in draws})
+    for_tokens, of_rows = ([ops[name] for ops in found] for name in ("stream_dropout", "stream_random"))
+    assert for_tokens[0] == for_tokens[1] != for_tokens[2] == for_tokens[3]
+    assert len(set(of_rows)) == 1
+
+
+@pytest.mark.parametrize("attention", OWN_ATTENTION, ids=lambda function: function.__name__)
+def test_attention_of_our_own_draws_from_a_stream_and_not_in_an_evaluation(attention):
+    graph, root, context = fx.Graph(), nn.Module(), bare_context(seed=7)
+    q, k = graph.placeholder("q"), graph.placeholder("k")
+    root.axis = AxisHandle("of one rank", 1, 0)  # pyright: ignore[reportArgumentType]
+    num_axes = [p.annotation for p in signature(attention).parameters.values()].count("AxisHandle")
+    axes = [graph.create_node("get_attr", "axis") for _ in range(num_axes)]
+    node = graph.call_function(attention, (q, k, k, *axes), {"dropout_p": 0.5})
+    node.meta = {"origin": "draw", "placement": I}
+    graph.output(node)
+    name_streams(StageGraph(0, graph, root), context)
+    module, x = fx.GraphModule(root, graph), torch.randn(1, 2, 8, 4)
+    first, before = module(x, x), torch.get_rng_state()
+    assert torch.equal(first, module(x, x))
+    assert torch.equal(before, torch.get_rng_state())
+    context.random.training = False
+    assert torch.equal(module(x, x), module(x, x))
+    assert not torch.equal(first, module(x, x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -20,7 +20,10 @@ def test_the_order_of_the_passes():
         "\n".join(map(" ".join, checks)),
         """\
 insert_collectives readers_get_the_type_that_they_want
+exchange_rows
+exchange_sequence ranks_of_cp_really_meet
 localize collectives_are_those_of_the_plan values_have_their_local_shape
+keep_own_tokens collectives_are_those_of_the_plan
 name_streams no_op_draws_from_the_default_generator
 fuse_bias
 sum_in_place
@@ -28,6 +31,7 @@ overlap_f collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
 drop_unread
 cut_regions regions_are_those_of_the_plan
+recompute reruns_are_those_of_the_plan
 await_parameters parameters_are_awaited""",
     )
 

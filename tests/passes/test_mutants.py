@@ -28,6 +28,10 @@ SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_
         ("gpt_neox", {"tp": 2}, {}),
         ("z-loss", {"tp": 2}, {}),
         ("t5", {"tp": 2}, {}),
+        ("experts", {"dp": 2, "ep": 2}, {}),
+        ("experts", {"tp": 2, "ep": 2, "etp": 1}, {}),
+        ("slots", {"dp": 2, "ep": 2}, {}),
+        ("slots", {"tp": 2, "ep": 2, "etp": 1}, {}),
     ],
 )
 def test_a_run_without_any_one_collective_differs_from_one_process(
@@ -54,3 +58,14 @@ def test_a_step_without_any_one_sum_of_partial_gradients_differs(
     mutants = lab.check_each(Case(model, mesh, num_sequences=4, job=jobs.without_each_sum_of_a_step))
     assert summed in mutants
     assert [name for name, mutant in mutants.items() if not mutant.of("gradient")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1}], ids=str)
+def test_a_step_without_the_sum_over_edp_differs(lab: Lab, mesh: dict[str, int]) -> None:
+    case = Case("experts", mesh, {"optimizer": {"zero": 0}}, num_sequences=8, job=jobs.with_and_without_edp)
+    whole, alone = lab.check_each(case)
+    assert whole.of("gradient") == []
+    assert alone.of("gradient") != []
+    wrong = [words for words in alone.of("gradient ") if not words.startswith("gradient norm")]
+    assert all("experts" in words for words in wrong), "what is not of experts is as it was"

@@ -17,7 +17,7 @@ from torch import Tensor
 import passes.dropout
 import passes.lower
 import runtime.build
-import runtime.engine
+import runtime.update
 from passes.ops.dropout import stream_dropout
 from passes.peephole import place_devices
 from planner import plan
@@ -101,8 +101,8 @@ def _mask_as_an_index(patch: pytest.MonkeyPatch) -> None:
 def _buffers_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The model's buffers stay where they were."""
 
-    def fill(stages: Any, source: Any, tp: int, tp_rank: int, device: torch.device) -> Any:
-        fresh = shards.fill(stages, source, tp, tp_rank, device)
+    def fill(stages: Any, source: Any, mesh: Any, place: Any, device: torch.device) -> Any:
+        fresh = shards.fill(stages, source, mesh, place, device)
         for module in (module for stage in stages for module in stage.module.modules()):
             for name, value in module._buffers.items():
                 module._buffers[name] = None if value is None else value.cpu()
@@ -113,7 +113,7 @@ def _buffers_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def _scale_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The loss scale lies on the host: a tensor without dims, which torch lets stand among those of a device."""
-    patch.setattr(runtime.engine, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
+    patch.setattr(runtime.update, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
 
 
 def _number_up(patch: pytest.MonkeyPatch) -> None:

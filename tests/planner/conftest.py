@@ -24,6 +24,7 @@ from planner.frozen_plan import (
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import I, Placement, Segment, V
+from planner.sharding.parts import Part
 
 SPEC = {"mesh": {"tp": 2, "pp": 2}, "batch": {"global": 8, "micro": 2}, "optimizer": {"betas": (0.9, 0.95)}}
 HIDDEN = BoundaryPlan("add_1", (2, 16, 8), "float32", 1024)
@@ -32,7 +33,9 @@ HIDDEN = BoundaryPlan("add_1", (2, 16, 8), "float32", 1024)
 def parameter(name: str, placement: Placement, shape: tuple[int, ...], style: str, stages: tuple[int, ...], **rest):
     reason = {"replicate": "outside the parallel regions"}.get(style, "cheapest typing of its block")
     fields = {"reason": reason, "origin": "solver", "where": "gpt.py:7"} | rest
-    return ParameterPlan.of(placement, 2, name=name, shape=shape, dtype="float32", style=style, stages=stages, **fields)
+    return ParameterPlan.of(
+        Part(placement, 2), name=name, shape=shape, dtype="float32", style=style, stages=stages, **fields
+    )
 
 
 def block(i: int) -> list[ParameterPlan]:

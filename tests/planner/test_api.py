@@ -14,19 +14,21 @@ INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "targets":
 SPEC: dict[str, Any] = {"mesh": {"tp": 2}, "batch": {"global": 4, "micro": 2}}
 
 
-@pytest.mark.parametrize(
-    ("part", "key"),
-    [
-        ({"mesh": "auto"}, "mesh"),
-        ({"recompute": "full"}, "recompute"),
-        ({"mesh": {"cp": 2}}, "mesh.cp"),
-    ],
-)
-def test_what_is_not_available_yet_is_an_error_with_a_fix(part: dict[str, Any], key: str) -> None:
-    with pytest.raises(PlanError, match="not available yet") as error:
-        plan(build(), {**SPEC, "inputs": INPUTS, **part})
-    assert key in str(error.value)
-    assert error.value.fix
+def test_a_mesh_that_is_auto_needs_a_cluster() -> None:
+    with pytest.raises(PlanError, match="names no cluster") as error:
+        plan(build(), {**SPEC, "inputs": INPUTS, "mesh": "auto"})
+    assert "add `cluster: NAME`" in error.value.fix
+
+
+def test_a_mesh_that_is_auto_is_planned_as_the_search_found_it() -> None:
+    spec = {"mesh": "auto", "batch": {"global": 8}, "inputs": INPUTS, "cluster": "dgx-a100", "devices": 4}
+    found = plan(build(), spec)
+    assert found.mesh.world_size == 4
+    (told,) = [row.what for row in found.diagnostics if row.what.startswith("chosen of")]
+    assert "second: " in told
+    written = {key: found.spec[key] for key in ("mesh", "batch", "recompute", "tensor_parallel", "pipeline")}
+    again = plan(build(), {**spec, **written})
+    assert again.hash() == found.hash()
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "emulate"])

@@ -21,6 +21,7 @@ from planner.frozen_plan import (
     Summary,
 )
 from planner.placement.types import I, Placement, Segment
+from planner.sharding.parts import Part
 
 # The keys of "Plan as JSON" in the public contract; a row may have more.
 CONTRACT = {
@@ -136,7 +137,7 @@ def test_a_missing_file_is_one_plan_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert_expected_inline(
         str(caught.value),
         """\
-cannot read the plan: No such file or directory
+there is no plan file plan.json
   at:  plan.json
   fix: give a saved plan""",
     )
@@ -167,11 +168,13 @@ def test_the_hash_changes_with_any_decision(small_plan: Plan, name: str):
 def test_a_parameter_row_follows_its_placement():
     fused = Placement("V", 0, (Segment(8), Segment(2, False)), padding=0)
     row = ParameterPlan.of(
-        fused, 2, name="qkv", shape=(10, 4), dtype="float32", style="column", stages=(0,), reason="by heads"
+        Part(fused, 2), name="qkv", shape=(10, 4), dtype="float32", style="column", stages=(0,), reason="by heads"
     )
     assert (row.dim, row.segments, row.whole_segments, row.local_shape) == (0, (8, 2), (1,), (6, 4))
     assert row.num_elements == 40
-    whole = ParameterPlan.of(I, 2, name="ln", shape=(4,), dtype="float32", style="replicate", stages=(0,), reason="")
+    whole = ParameterPlan.of(
+        Part(I, 2), name="ln", shape=(4,), dtype="float32", style="replicate", stages=(0,), reason=""
+    )
     assert (whole.dim, whole.segments, whole.local_shape) == (None, (), (4,))
 
 

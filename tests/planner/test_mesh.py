@@ -168,6 +168,14 @@ def test_members_of_a_group_differ_only_in_the_axes_of_its_token(mesh):
 
 @settings(deadline=None)
 @given(meshes())
+def test_a_rank_s_place_among_those_that_share_parameters_is_its_place_in_their_group(mesh):
+    for rank in range(min(mesh.world_size, 64)):
+        assert mesh.place(rank)[mesh.data_axis] == mesh.group_of(mesh.data_axis, rank).index(rank)
+        assert mesh.size(mesh.data_axis) == mesh.dp * mesh.cp
+
+
+@settings(deadline=None)
+@given(meshes())
 def test_both_generators_have_the_same_pp_groups(mesh):
     assert mesh.groups("pp") == mesh.expert_groups("pp")
 

@@ -95,7 +95,7 @@ def _norm_to_the_host(patch: pytest.MonkeyPatch) -> None:
 
     def reading(self: Any, *args: Any, **kwargs: Any) -> StepResult:
         result = step(self, *args, **kwargs)
-        assert len(result.figures.tolist()) == 3
+        assert len(result.figures.tolist()) >= 3
         return result
 
     patch.setattr(DistributedOptimizer, "step", reading)

@@ -104,7 +104,7 @@ def discussed(program: Program, tp: int) -> Iterator[tuple[fx.Node, Option, Opti
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     blocks = find_blocks(program)
     rep = {n.name: blocks.representative.get(n.name, n.name) for n in nodes}
-    _, producers, readers = _edges(program, nodes, rep)
+    _, producers, readers = _edges(program, nodes, rep, {})
     candidates = Candidates([n for n in nodes if rep[n.name] == n.name], tp, producers, readers)
     for node in candidates.nodes:
         if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
@@ -136,11 +136,15 @@ def disturbed(value: Any, grad: bool) -> Any:
     return torch.where(moved.isfinite(), moved, noise)
 
 
-def check_model(model: nn.Module, inputs: dict[str, Tensor], tp: int, seen: set[Any] | None = None) -> list[str]:
-    """What is wrong, a line each (empty: nothing); ``seen`` leaves out what another model had alike."""
+def check_model(model: nn.Module, inputs: dict[str, Tensor], *tps: int, seen: set[Any] | None = None) -> list[str]:
+    """What is wrong under each tp, a line each (empty: nothing); ``seen`` leaves out what another model had alike."""
     torch.manual_seed(0)
     seen = set() if seen is None else seen
     program, values = record(model, inputs)
+    return [line for tp in tps for line in _wrong(program, values, tp, seen)]
+
+
+def _wrong(program: Program, values: dict[str, Any], tp: int, seen: set[Any]) -> list[str]:
     wrong, checked = [], 0
     for node, option, source in discussed(program, tp):
         key = signature(node, option, source, tp)

@@ -134,6 +134,10 @@ class StoreHost:
         self.port = int(os.read(read, 16))
         self._num_cases = 0
 
+    def begin(self, token: str) -> None:
+        """Forks of one process count for themselves: ``token``, in hexadecimal, keeps their cases apart."""
+        self._num_cases = int(token, 16)
+
     def run_ranks(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on ``world_size`` gloo ranks; results in rank order."""
         self._num_cases += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,9 +40,14 @@ def engine_of(
 
 def train(engine: Engine, entry: families.Entry, steps: int = 3) -> Trained:
     """Loss, every gradient and norm of each step, and the parameters after them."""
+    return train_on(engine, [entry.batch(8, step) for step in range(steps)])
+
+
+def train_on(engine: Engine, batches: Sequence[dict[str, Tensor]]) -> Trained:
+    """A step of each batch."""
     found = []
-    for step in range(steps):
-        loss = engine.forward_backward(entry.batch(8, step))
+    for batch in batches:
+        loss = engine.forward_backward(batch)
         found.append((loss, engine.gather_gradients(), engine.optimizer_step().grad_norm))
     return found, engine.gather_parameters()
 

@@ -25,6 +25,7 @@ from planner.placement.types import I
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import LocalParameter
+from planner.sharding.parts import Part
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 
@@ -161,8 +162,7 @@ def build_plan(
     num_stages = pp * vpp
     parameters = [
         ParameterPlan.of(
-            I,
-            1,
+            Part(I),
             name=name,
             shape=tuple(p.shape),
             dtype="float64",
@@ -197,7 +197,7 @@ def _shards(model: Model, mesh: Mesh, spec: Spec) -> Shards:
     num_stages, buffers = mesh.pp * mesh.vpp, []
     for pp_rank in range(mesh.pp):
         held = [p for stage in range(pp_rank, num_stages, mesh.pp) for p in _parameters(model, stage, num_stages)]
-        buffers += buffers_of_rank(pp_rank, held, spec.optimizer, mesh.dp)
+        buffers += buffers_of_rank(pp_rank, held, spec.optimizer, {"dp": mesh.dp})
     return Shards((), (), tuple(buffers), ())
 
 

@@ -15,9 +15,13 @@ from passes.lower import lower
 from passes.ops.dropout import stream_dropout
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
+from planner.mesh import Mesh
 from planner.sharding.buckets import lay_out
+from planner.sharding.buffers import Buffer
 from planner.sharding.shards import Shards
 from runtime import Engine
+from runtime.distributed import opening
+from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import StepError
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.tools.comparison import Found
@@ -42,11 +46,11 @@ def without_each_collective(plan: Any, batches: Batches) -> list[Found]:
 
 
 def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
-    """One run for each parameter whose gradient is summed over tp or over stages at a step's end, without that sum."""
+    """One run for each parameter whose gradient is summed over tp, etp or stages at a step's end, without that sum."""
     found = {}
     for row in plan.parameters:
-        for axis in ("tp", "embedding"):
-            shards, changed = _forget_sum(plan.shards, row.name, axis)
+        for axis in ("tp", "etp", "embedding"):
+            shards, changed = _forget_sum(plan.shards, plan.mesh, row.name, axis)
             if changed:
                 found[f"{row.name} over {axis}"] = gradients_of(
                     dataclasses.replace(plan, shards=shards), batches[0], None
@@ -54,10 +58,23 @@ def without_each_sum_of_a_step(plan: Any, batches: Batches) -> dict[str, Found]:
     return found
 
 
-def _forget_sum(shards: Shards, fqn: str, axis: str) -> tuple[Shards, bool]:
-    """The buffers with one parameter, in a buffer of its own, whose gradient is not summed over ``axis``."""
+def _forget_sum(shards: Shards, mesh: Mesh, fqn: str, axis: str) -> tuple[Shards, bool]:
+    """The buffers of all ranks without that sum, and whether any rank has lost one: all of them run then."""
+    places = [(pp, ep) for pp in range(mesh.pp) for ep in range(mesh.ep)]
+    held = [b.by_name[fqn] for place in places for b in shards.buffers_of_rank(*place) if fqn in b.by_name]
+    elsewhere = shards.elsewhere
+    changed = dataclasses.replace(
+        shards,
+        buffers=_without_sum(shards.buffers, fqn, axis),
+        elsewhere=None if elsewhere is None else lambda pp, ep: _without_sum(elsewhere(pp, ep), fqn, axis),
+    )
+    return changed, any(axis in local.partial_over for local in held)
+
+
+def _without_sum(given: tuple[Buffer, ...], fqn: str, axis: str) -> tuple[Buffer, ...]:
+    """One parameter, in a buffer of its own, is not summed over ``axis``."""
     buffers = []
-    for buffer in shards.buffers:
+    for buffer in given:
         mine = buffer.by_name.get(fqn)
         if mine is None or axis not in mine.partial_over:
             buffers.append(buffer)
@@ -67,9 +84,20 @@ def _forget_sum(shards: Shards, fqn: str, axis: str) -> tuple[Shards, bool]:
         for members in (rest, (partial,)):
             layout = lay_out([(p.fqn, prod(p.shape)) for p in members], buffer.layout.num_ranks)
             buffers += [dataclasses.replace(buffer, parameters=members, layout=layout)] if members else []
-    return dataclasses.replace(shards, buffers=tuple(buffers)), len(buffers) != len(shards.buffers) or any(
-        a is not b for a, b in zip(buffers, shards.buffers, strict=False)
-    )
+    return tuple(buffers)
+
+
+def with_and_without_edp(plan: Any, batches: Batches) -> list[Found]:
+    """Gradients of experts summed over the ranks that hold the same ones, then over none. Of buffers held whole."""
+    found = [gradients_of(plan, batches[0], None)]
+    real = opening._make_expert_groups
+
+    def alone(groups: Groups) -> None:
+        real(groups)
+        groups.edp = None
+
+    opening._make_expert_groups = alone  # this process is a fork, and ends after the job
+    return [*found, gradients_of(plan, batches[0], None)]
 
 
 def dropout_masks(plan: Any, batches: Batches) -> dict[str, tuple[bool, Tensor]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +28,7 @@ from planner.errors import PlanError
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
 from tests.tools.forks import Child, ForkError, StoreHost, in_fork
 
+CALL_SECONDS = 280.0
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
 
 
@@ -47,10 +49,11 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
+        return prod(self.mesh.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
     def __str__(self) -> str:
-        return "-".join([self.model, *(f"{k}{v}" for k, v in self.mesh.items() if k in ("tp", "pp", "dp", "vpp"))])
+        axes = ("tp", "cp", "pp", "dp", "vpp")
+        return "-".join([self.model, *(f"{k}{v}" for k, v in self.mesh.items() if k in axes)])
 
 
 class Lab:
@@ -80,13 +83,17 @@ class Lab:
         """The plan's tables (what it was decided on stays where it is)."""
         return self._ask("plan", case)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(host, *args)`` in a fork of the server: it may plan, and ``host.run_ranks`` forks ranks of it."""
+        return self._ask("call", (function, args))
+
     def close(self) -> None:
         self._connection.close()
         self._process.join(10)
         if self._process.is_alive():
             self._process.terminate()
 
-    def _ask(self, kind: str, case: Case) -> Any:
+    def _ask(self, kind: str, case: Any) -> Any:
         return answer_of(self._connection, kind, case)
 
 
@@ -99,7 +106,7 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-def answer_of(connection: Connection, kind: str, case: Case) -> Any:
+def answer_of(connection: Connection, kind: str, case: Any) -> Any:
     """What the process at the other end says to a question. Raises its error."""
     send(connection, (kind, case))
     answer, error = receive(connection)
@@ -161,7 +168,9 @@ class Benches:
         self.host = StoreHost()
         self.kept: dict[tuple[Any, ...], Bench] = {}
 
-    def ask(self, kind: str, case: Case) -> Any:
+    def ask(self, kind: str, case: Any) -> Any:
+        if kind == "call":
+            return in_fork(_called, self.host, os.urandom(4).hex(), *case, timeout_seconds=CALL_SECONDS)
         key = (case.model, case.micro, str(case.rest.get("precision")), case.rest.get("train"))
         bench = self.kept.pop(key, None) or Bench(self.host, case)
         self.kept[key] = bench  # last: the one used last
@@ -172,6 +181,11 @@ class Benches:
         except EOFError:
             self.kept.pop(key).close()
             raise ForkError("the process of this model has ended") from None
+
+
+def _called(host: StoreHost, token: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    host.begin(token)
+    return function(host, *args)
 
 
 class Bench:
@@ -190,8 +204,36 @@ class Bench:
         self._child.end()
 
 
+class Captures:
+    """In its process, and in forks of it, ``planner.plan`` captures one model for one microbatch once.
+
+    The same capture then serves every mesh: plan() changes the program, so plan in forks.
+    """
+
+    def __init__(self) -> None:
+        import planner.api
+
+        self._original, self._made = planner.api.capture, {}
+        planner.api.capture = self._once  # pyright: ignore[reportPrivateImportUsage]
+
+    def _once(self, model: nn.Module, inputs: Any, **options: Any) -> Any:
+        key = str((options, [(tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]))
+        if key not in self._made:
+            self._made[key] = self._original(model, inputs, **options)
+        return self._made[key]
+
+    def make(self, model: nn.Module, inputs: Any, precision: str | None = None) -> None:
+        """Capture now, before a fork asks for it. An error is left for each fork to meet by itself."""
+        import planner.api
+
+        dtype = None if precision is None else getattr(torch, precision)
+        try:
+            self._once(model, inputs, has_rule=planner.api.has_rule, loss="auto", dtype=dtype)
+        except PlanError:
+            self._made.clear()
+
+
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
-    import planner.api
     from runtime.distributed.fingerprint import fingerprint_of_model
     from tests.models import families
 
@@ -200,22 +242,9 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
     if first.rest.get("train"):
         entry.model.train()
     built = fingerprint_of_model(entry.model)
-    original, captured, truths = planner.api.capture, {}, {}
-
-    def capture_once(model: nn.Module, inputs: Any, **options: Any) -> Any:
-        """The same capture for every mesh: plan() changes the program only in forks of this process."""
-        key = str((options, [tuple(tensor.shape) for tensor in inputs.values()]))
-        if key not in captured:
-            captured[key] = original(model, inputs, **options)
-        return captured[key]
-
-    planner.api.capture = capture_once  # pyright: ignore[reportPrivateImportUsage]
-    warm = {"dtype": None if not first.rest.get("precision") else getattr(torch, first.rest["precision"]["parameters"])}
-    try:
-        inputs = {k: torch.empty((first.micro, *v[0]), dtype=v[1], device="meta") for k, v in entry.inputs.items()}
-        capture_once(entry.model, inputs, has_rule=planner.api.has_rule, loss="auto", **warm)
-    except PlanError:
-        captured.clear()  # each fork meets the error by itself
+    captures, truths = Captures(), {}
+    inputs = {k: torch.empty((first.micro, *v[0]), dtype=v[1], device="meta") for k, v in entry.inputs.items()}
+    captures.make(entry.model, inputs, (first.rest.get("precision") or {}).get("parameters"))
     while True:
         try:
             kind, case = receive(connection)
@@ -255,7 +284,7 @@ def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | N
     if kind == "plan":
         return type(decided).of(decided)
     batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
-    host._num_cases = int(token, 16)
+    host.begin(token)
     results = host.run_ranks(case.world_size, case.job or steps, decided, batches, *case.job_arguments)
     if kind == "run":
         return results

@@ -34,7 +34,7 @@ from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.links import make_links
-from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.optimizer import zero1
 from tests.tools.host_watch import HostWatch, Sight
 
 BACKEND = "cpu:fake,gpu:fake"
@@ -141,6 +141,7 @@ def opened(plan: Plan, rank: int, device: torch.device) -> Iterator[Groups]:
         groups.owns_default, groups.backend = True, BACKEND
         opening._make_axis_groups(groups, ("tp", "dp"))
         tied = sorted({tuple(p.stages) for p in plan.parameters if len(p.stages) > 1})
+        opening._make_expert_groups(groups)
         opening._make_embedding_groups(groups, tied)
         make_links(groups)
     try:
@@ -156,8 +157,7 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
         patch.setattr("runtime.build.differing", lambda *_: [])  # nor to compare weights with
-        indices = DistributedOptimizer._whole_indices
-        patch.setattr(DistributedOptimizer, "_whole_indices", with_values(indices))
+        patch.setattr(zero1, "_whole_indices", with_values(zero1._whole_indices))
         with PretendedMode(allow_non_fake_inputs=True):
             program = lowered(plan, rank, device)
             engine = PretendedEngine(plan, program=program)

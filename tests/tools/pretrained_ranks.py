@@ -15,6 +15,7 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine import Engine
+from tests.tools.forks import StoreHost
 
 VOCABULARY, LENGTH = 42, 6
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -58,8 +59,12 @@ def spec_of(tp: int = 1, pp: int = 1, dp: int = 1, **sections: Any) -> dict[str,
     }
 
 
+PLANNED: dict[str, Plan] = {}  # by directory and layout: what a process planned before its ranks were forked
+
+
 def plan_of(directory: Path, **layout: Any) -> Plan:
-    return plan(load_model(f"hf:{directory}").eval(), Spec.load(spec_of(**layout)))
+    made = PLANNED.get(str((directory, layout)))
+    return made or plan(load_model(f"hf:{directory}").eval(), Spec.load(spec_of(**layout)))
 
 
 def batch() -> dict[str, Tensor]:
@@ -67,9 +72,18 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randint(3, VOCABULARY, (8, LENGTH), generator=generator) for n in ("input_ids", "labels")}
 
 
-def run_cases(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Run (name of a function here, its arguments) one after another in one set of processes."""
-    return [globals()[name](**arguments) for name, arguments in cases]
+def run_cases(host: StoreHost, cases: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
+    """Run (name of a function here, its arguments) one after another on four ranks; per rank a list of results."""
+    results = []
+    for name, arguments in cases:
+        source, layout = arguments.get("source") or arguments["good"], arguments["layout"]
+        PLANNED[str((source, layout))] = plan_of(source, **layout)
+        results.append(host.run_ranks(4, run_case, name, arguments))
+    return [list(of_rank) for of_rank in zip(*results, strict=True)]
+
+
+def run_case(name: str, arguments: dict[str, Any]) -> Any:
+    return globals()[name](**arguments)
 
 
 def step(source: Path, target: Path, layout: dict[str, int]) -> float:

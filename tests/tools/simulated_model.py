@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.lower import lower
 from planner import Plan, plan
+from planner.sharding.parts import Part
 from runtime.weights.shards import shard
+from tests.tools.simulated_mesh import run_step
 from tests.tools.simulated_ranks import assert_typed, on_threads
 
 Batch = dict[str, Tensor]
@@ -52,19 +53,10 @@ def assert_equals_one_process(
     for rank, program in enumerate(programs):
         _fill(program.stages[0], model, tp, rank)
     counts = programs[0].count_module
-    totals = counts(*(batch[n] for n in programs[0].count_inputs)) if counts is not None else ()
+    totals = list(counts(*(batch[n] for n in programs[0].count_inputs))) if counts is not None else []
 
     def run(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-        (stage,) = programs[rank].stages
-        given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
-        *_, loss = stage.module(*given)
-        loss.backward()
-        found = {}
-        for p in stage.parameters:
-            leaf = stage.parameter(p.fqn)
-            found[p.fqn] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        dist.barrier()
-        return loss.detach(), found
+        return run_step(programs[rank], batch, totals)
 
     ran = on_threads(tp, run)
     expected = _loss(built(make), batch)
@@ -87,7 +79,7 @@ def _loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _fill(stage: Any, model: nn.Module, tp: int, rank: int) -> None:
     for local in stage.parameters:
-        value = shard(model.get_parameter(local.fqn).detach(), local.placement, tp, rank).clone()
+        value = shard(model.get_parameter(local.fqn).detach(), Part(local.placement, tp, rank)).clone()
         setattr(stage.module, stage.attributes[local.fqn], nn.Parameter(value, local.requires_grad))
     for fqn in stage.buffers:
         stage.module.register_buffer(stage.attributes[fqn], model.get_buffer(fqn).clone())

@@ -66,9 +66,9 @@ def local_parameters(model):
 
 def optimizer_of(parameters, options, gradients=None, groups=None):
     """An optimizer over the buffers that the planner lays out for these parameters."""
-    group = (groups or {}).get("dp")
-    dp = dist.get_world_size(group) if group is not None else 1
-    planned = buffers_of_rank(0, [local for local, _ in parameters], options, dp, gradients)
+    shared = {axis: (groups or {}).get(axis) for axis in ("dp", "edp")}
+    sizes = {axis: dist.get_world_size(group) if group is not None else 1 for axis, group in shared.items()}
+    planned = buffers_of_rank(0, [local for local, _ in parameters], options, sizes, gradients)
     return DistributedOptimizer(parameters, planned, options, groups=groups)
 
 

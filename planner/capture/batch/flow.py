@@ -11,23 +11,31 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from planner.capture.loss.counts import REDUCTIONS
 from planner.capture.loss.loss_ops import CASTS
-from planner.graph.ops.aten import reduced_dims
+from planner.graph.ops.aten import is_pointwise, reduced_dims
 from planner.graph.program import Program
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 Dims = frozenset[Run]
 SAME = {"contiguous", "clone", "detach", "alias", "dropout", "to", "softmax", "_softmax", "log_softmax", "_log_softmax",
-        "layer_norm", "rms_norm", "cumsum", "slice", "split_with_sizes"}  # fmt: skip
+        "layer_norm", "rms_norm", "cumsum", "slice", "split_with_sizes", "rand_like",
+        "randn_like", "bernoulli"}  # fmt: skip
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
     """Node → dims that may hold the batch; None where that is not known. Microbatches hold two sequences or more."""
+    flow = batch_runs(program, on_batch)
+    return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
+
+
+def batch_runs(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[Run] | None]:
+    """The same, each dim with the distance of two sequences along it, and their number."""
     flow: dict[fx.Node, Dims | None] = {}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
@@ -35,7 +43,7 @@ def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node,
             flow[node] = frozenset({(0, 1, size)} if size else ())
         elif node.op == "call_function":
             flow[node] = _dims_of(node, flow) if node in on_batch else frozenset()
-    return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
+    return flow
 
 
 def _anywhere(node: fx.Node) -> Dims:
@@ -52,7 +60,7 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
         return given[first]
     if name == "cat" and any(dim == _cat_dim(node) for dims in given.values() for dim, *_ in dims):
         return None
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS or name in ("expand", "cat"):
+    if _is_by_element(node.target) or name in ("expand", "cat"):
         return frozenset().union(*(_aligned(dims, n, node) for n, dims in given.items()))
     if name == "reshape":
         return _reshaped(given[first], _shape(first), _shape(node))
@@ -66,6 +74,10 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
     if name in REDUCTIONS and isinstance(node.meta["val"], Tensor):
         return _reduced(node, given[first])
     return None
+
+
+def _is_by_element(target: Any) -> bool:
+    return is_pointwise(target) or torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
 
 
 def _cat_dim(node: fx.Node) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from planner.graph.ops.aten import named, shape_of
+from planner.graph.ops.sequence import local_rows
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 
@@ -66,6 +67,8 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
                 for trace in traces.get(ids, ()):
                     found.setdefault(trace.key, {})[replace(ask, part=trace.region[1:])] = None
             traces[node] = list(_moved(node, traces))
+            if node.target is local_rows:  # of all ranks together
+                traces[node] = [replace(trace, shift=None) for trace in traces.get(node.all_input_nodes[0], ())]
     return {key: tuple(ranges) for key, ranges in found.items()}
 
 

@@ -1,7 +1,8 @@
 """Explicit attention masks that say nothing new: provably causal ones become is_causal, provably full ones go away.
 
-A mask made of constants alone (positions, comparisons) is computed here, once, and looked at. Flash attention then
-needs no mask in memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
+A mask made of constants alone (positions, comparisons) is computed here, once, and looked at; of a large one, what each
+row allows is (mask_rows), and the mask itself only where that cannot be told. Flash attention then needs no mask in
+memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.form import prune
+from planner.capture.canonical.mask_rows import MaskRows
 from planner.graph.constants import Constants
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 
+LARGE = 1 << 22  # elements: from there on, rows are quicker, and take a thousandth of the memory
+
 
 def simplify_masks(program: Program) -> None:
     """Rewrite the attention calls of ``program`` in place; ``program.rewrites`` says which and why."""
     meanings: dict[fx.Node, str] = {}
     constants = Constants(program)
+    rows = MaskRows(constants)
     for node in program.graph.graph.nodes:
         if node.target is not aten.scaled_dot_product_attention.default or len(node.args) < 4:
             continue
@@ -28,7 +33,8 @@ def simplify_masks(program: Program) -> None:
         if not isinstance(mask, fx.Node) or mask not in constants.nodes or (len(node.args) > 5 and node.args[5]):
             continue
         if mask not in meanings:
-            meanings[mask] = _meaning(constants.value(mask))
+            runs = rows.of(mask) if mask.meta["val"].numel() > LARGE else None
+            meanings[mask] = _meaning(constants.value(mask)) if runs is None else runs.meaning()
         if meanings[mask]:
             _replace(node, meanings[mask] == "causal")
             program.rewrites.append((f"the attention mask is {meanings[mask]}", where_of(node)))

@@ -12,7 +12,7 @@ from planner.graph.walks import ancestors, operands, walk
 
 _MOVES = (
     *("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter"),
-    *("select_scatter", "index_put"),
+    *("select_scatter", "index_put", "local_rows"),
 )
 
 
@@ -30,7 +30,7 @@ def ignored_labels(program: Program) -> dict[str, int]:
 
 
 def _name(node: fx.Node) -> str:
-    return getattr(node.target, "_opname", "")
+    return getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
 
 
 def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

@@ -11,6 +11,7 @@ the global batch, of n microbatches:
     mean over the batch       → itself / n     (equal sizes: exact)
     what reads no batch       → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
+    a product of means …      → of all ranks, where they run all microbatches at once (planner.capture.loss.together)
     anything else             → itself / n, and a warning that names the line
     sums of half precision    → in float32     (planner.capture.loss.widen)
 
@@ -53,6 +54,7 @@ from planner.capture.loss.loss_ops import (
     selects,
 )
 from planner.capture.loss.scaling import Scaling
+from planner.capture.loss.together import Together
 from planner.capture.loss.widen import widen
 from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
@@ -72,13 +74,16 @@ LOOPED = 64  # where a graph may hold a loop over its sequences, the second capt
 Recapture = Callable[[int], Program]
 
 
-def share_loss(program: Program, num_microbatches: int, recapture: Recapture | None = None) -> LossTerms:
+def share_loss(
+    program: Program, num_microbatches: int, recapture: Recapture | None = None, *, at_once: bool = False
+) -> LossTerms:
     """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks).
 
+    ``at_once``: each is run by a dp rank of its own, all at the same time.
     ``recapture(k)`` gives the program of k times as many sequences, for a loss that leaves in doubt what counts them.
     """
     terms = LossTerms()
-    rewriter = _Rewriter(program, num_microbatches, terms)
+    rewriter = _Rewriter(program, num_microbatches, terms, at_once)
     if num_microbatches > 1:
         rewriter.find_kinds(recapture)
         rewriter.warn_of_statistics()
@@ -100,11 +105,13 @@ def share_loss(program: Program, num_microbatches: int, recapture: Recapture | N
 class _Rewriter:
     """Owns the kinds of the values, and writes the share."""
 
-    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms) -> None:
+    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms, at_once: bool) -> None:
         self.program, self.total, self.terms = program, num_microbatches, terms
+        self.at_once = at_once and num_microbatches > 1
         self.counts = Counts(program, terms)
         self.graph = program.graph.graph
         self.kinds: dict[fx.Node, Kind] = {}
+        self.together: Together | None = None
         self.single: set[fx.Node] = set()
         self.on_batch: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -274,6 +281,11 @@ class _Rewriter:
         return node if self.total == 1 else self._emit(node, aten.div.Tensor, [node, self.total])
 
     def _inexact(self, node: fx.Node) -> fx.Node:
+        if self.at_once:
+            self.together = self.together or Together(self.kinds, self._emit, self._share)
+            made = self.together.whole(node)
+            if made is not None:
+                return self._average(made)
         self._tell(self.terms.inexact, node)
         return self._average(node)
 

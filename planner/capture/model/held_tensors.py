@@ -41,7 +41,7 @@ class ForeignTensors:
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self._exchange, self._sites = exchange, CallSites(model)
-        self._known: set[int] = set()
+        self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number of one that is gone
         self.is_running = False
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -66,7 +66,7 @@ class ForeignTensors:
                 fix="register it: make it an nn.Parameter attribute of a module, a list of modules an nn.ModuleList; "
                 "or detach it",
             )
-        self._known.add(id(tensor))
+        self._known[id(tensor)] = tensor
 
 
 def held_tensors(

@@ -12,19 +12,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from planner.errors import PlanError, Where
+
+HUGE = 1 << 31  # bytes
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
     """Every parameter registered inside goes to the meta device at once; buffers and plain tensors stay real.
 
-    Storage that a constructor asked for and never wrote costs address space only, so a model of any size builds.
+    Storage that a constructor asked for and never wrote costs address space only; where it asks for more than ``HUGE``
+    bytes at once, as for a stack of experts, that is on meta from the start. So a model of any size builds.
     """
     original = nn.Module.register_parameter
 
@@ -38,9 +44,28 @@ def meta_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = register
     try:
-        yield
+        with _HugeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = original
+
+
+class _HugeOnMeta(TorchFunctionMode):
+    """Factories of tensors that no machine would give memory for at once."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _FACTORIES and given.get("device") is None and _bytes(args, given) > HUGE:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def _bytes(args: tuple[Any, ...], given: dict[str, Any]) -> int:
+    size = given.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+    dtype = given.get("dtype") or torch.get_default_dtype()
+    return prod(n for n in size if isinstance(n, int)) * dtype.itemsize
 
 
 def buffer_value(model: nn.Module, fqn: str) -> Tensor:

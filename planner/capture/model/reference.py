@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import random
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from planner.capture.model.meta_init import meta_parameters
-from planner.errors import PlanError, Where
+from planner.capture.model.hugging_face import hugging_face_model
+from planner.errors import PlanError, Where, first_line
+from planner.files.text import is_directory, is_file, shorten
 from planner.shadow import OUR_PACKAGES
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -39,10 +38,11 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     if reference.startswith("hf:"):
-        return _hugging_face(Path(reference.removeprefix("hf:")), materialize, seed)
+        seed_generators(seed)
+        return hugging_face_model(Path(reference.removeprefix("hf:")), materialize)
     name, colon, attribute = reference.rpartition(":")
     if not colon or not name or not attribute:
-        raise PlanError(f"MODEL {reference!r} is not understood", fix=f"write {FORMS}")
+        raise PlanError(f"MODEL {shorten(reference)!r} is not understood", fix=f"write {FORMS}")
     seed_generators(seed)  # before the import: a file may build its model right there
     source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
     seed_generators(seed)
@@ -59,7 +59,7 @@ def seed_generators(seed: int) -> None:
 def pretrained_directory(reference: str) -> Path | None:
     """The directory of ``hf:DIR`` where it holds weights, of whatever format; None for every other MODEL."""
     directory = Path(reference.removeprefix("hf:"))
-    if not reference.startswith("hf:") or not directory.is_dir():
+    if not reference.startswith("hf:") or not is_directory(directory):
         return None
     return directory if any(next(directory.glob(kind), None) for kind in WEIGHT_FILES) else None
 
@@ -70,12 +70,12 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise _import_error(f"module {name!r}", error, Path.cwd()) from error
+        raise _import_error(f"module {shorten(name)!r}", error, Path.cwd()) from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise PlanError(f"no file {path}", where="MODEL", fix=f"write {FORMS}")
+    if not is_file(path):
+        raise PlanError(f"no file {shorten(path)}", where="MODEL", fix=f"write {FORMS}")
     directory = path.resolve().parent
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
@@ -102,7 +102,7 @@ def _import_error(what: str, error: Exception, directory: Path) -> PlanError:
             fix=f"rename the directory {package!r}, or import it through a parent package",
         )
     return PlanError(
-        f"{what} cannot be imported: {_message(error)}",
+        f"{what} cannot be imported: {first_line(error)}",
         where=_line_of(error),
         fix=f"check the name and the import path; MODEL is {FORMS}",
     )
@@ -116,7 +116,7 @@ def _attribute(source: ModuleType, attribute: str, reference: str) -> Any:
         except AttributeError:
             known = [name for name in vars(source) if not name.startswith("_") and callable(getattr(source, name))]
             raise PlanError(
-                f"MODEL {reference!r}: there is no {attribute!r} in {source.__name__}",
+                f"MODEL {shorten(reference)!r}: there is no {shorten(attribute)!r} in {source.__name__}",
                 where=Where(file=source.__file__ or ""),
                 fix=f"name one of its callables: {', '.join(known[:12]) or 'none is defined'}",
             ) from None
@@ -128,27 +128,23 @@ def _call(build: Any, reference: str) -> nn.Module:
         return build
     if not callable(build):
         raise PlanError(
-            f"MODEL {reference!r} is a {type(build).__name__}, not a callable",
+            f"MODEL {shorten(reference)!r} is a {type(build).__name__}, not a callable",
             fix="name a function that returns a model",
         )
     try:
         model = build()
     except Exception as error:
         raise PlanError(
-            f"MODEL {reference!r} failed when called without arguments: {_message(error)}",
+            f"MODEL {shorten(reference)!r} failed when called without arguments: {first_line(error)}",
             where=_line_of(error),
             fix="name a callable that needs no arguments and returns an nn.Module",
         ) from error
     if not isinstance(model, nn.Module):
         raise PlanError(
-            f"MODEL {reference!r} returned a {type(model).__name__}, not an nn.Module", fix="return the model itself"
+            f"MODEL {shorten(reference)!r} returned a {type(model).__name__}, not an nn.Module",
+            fix="return the model itself",
         )
     return model
-
-
-def _message(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _line_of(error: BaseException) -> Where | None:
@@ -164,60 +160,3 @@ def _line_of(error: BaseException) -> Where | None:
     if not user:
         return None
     return Where(file=user[-1].filename, line=user[-1].lineno or 0, code=user[-1].line or "")
-
-
-def _hugging_face(path: Path, materialize: bool, seed: int) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise PlanError(
-            "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
-        ) from None
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
-    config = _read_config(path)
-    seed_generators(seed)
-    if materialize and path.is_dir() and list(path.glob("*.safetensors")):
-        build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(path)  # noqa: E731
-    else:
-        build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
-    try:
-        if materialize:
-            return build()
-        with meta_parameters():
-            return build()
-    except Exception as error:
-        raise PlanError(
-            f"{path}: the model of this config cannot be built: {_message(error)}", where=Where(file=str(path))
-        ) from error
-
-
-def _read_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise PlanError(f"no file {file}", where="MODEL", fix="name a directory with config.json, or a config.json")
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{file} is not JSON: {error}", where=Where(file=str(file))) from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise PlanError(
-            f"{file} names no model_type",
-            where=Where(file=str(file)),
-            fix="give the config.json of a transformers model",
-        )
-    try:
-        return AutoConfig.from_pretrained(str(file))
-    except Exception as error:
-        raise PlanError(
-            f"{file} is no config that transformers knows: {_message(error)}", where=Where(file=str(file))
-        ) from error
-
-
-def _model_class(transformers: ModuleType, config: Any) -> Any:
-    for name in config.architectures or ():
-        if (found := getattr(transformers, name, None)) is not None:
-            return found
-    return transformers.AutoModelForCausalLM._model_mapping[type(config)]

@@ -83,6 +83,7 @@ class PythonState:
         for holder in self._holders:
             holder.before = holder.read()
             holder.versions = {k: v._version for k, v in holder.before.items() if isinstance(v, Tensor)}
+        self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
 
     def changes(self) -> list[Change]:
         """What is different now."""
@@ -95,13 +96,21 @@ class PythonState:
                     found.append(Change(holder, key, before, after))
         return found
 
-    def restore(self) -> None:
-        """Everything as it was when the picture was taken."""
+    def restore(self, *, with_hooks: bool = True) -> None:
+        """Everything as it was when the picture was taken; hooks that the forward installed since go, if asked."""
+        for table, before in self._hooks if with_hooks else ():
+            for key in [key for key in table if key not in before]:
+                del table[key]
         for holder in self._holders:
             if not all(_same(holder.before.get(k, _MISSING), v) for k, v in holder.read().items()) or len(
                 holder.before
             ) != len(holder.read()):
                 holder.write(holder.before)
+
+
+def _hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """The tables of a module's hooks, by the number of each."""
+    yield from (v for k, v in vars(module).items() if k in _MACHINERY and "_hooks" in k and isinstance(v, dict))
 
 
 def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None]) -> None:

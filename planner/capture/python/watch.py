@@ -101,10 +101,17 @@ class ForwardWatch:
         return id(tensor) in self._constant
 
     @contextmanager
-    def moved_on(self) -> Iterator[None]:
-        """The model as many forwards later."""
+    def as_before(self) -> Iterator[None]:
+        """The model as it was before its first forward."""
         assert self._state is not None
         self._state.restore()
+        yield
+
+    @contextmanager
+    def moved_on(self) -> Iterator[None]:
+        """The model as many forwards later: the hooks that the first has installed stay."""
+        assert self._state is not None
+        self._state.restore(with_hooks=False)
         move_on(self._changes, self._later)
         yield
 

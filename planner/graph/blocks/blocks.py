@@ -48,11 +48,33 @@ class Blocks:
     """The blocks in execution order, and which node of the first block of a kind each node of another one repeats.
 
     ``representative`` maps every node of the graph, placeholders included; what is in no block, and what blocks share
-    (tied parameters, the module applied twice), maps to itself.
+    (tied parameters, the module applied twice), maps to itself. ``times``: how many blocks of the model each one stands
+    for, in a program that has fewer of them; empty: one.
     """
 
     instances: tuple[Block, ...]
     representative: dict[str, str]
+    times: tuple[int, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the model, all that one stands for counted."""
+        return sum(self.times) or len(self.instances)
+
+    def times_of_nodes(self, program: Program) -> dict[str, int]:
+        """Node name → how many nodes of the model it stands for, where that is more than one: what a block holds, and
+        the parameters that it alone reads."""
+        if not self.times:
+            return {}
+        block_of = self.block_of()
+        found = {name: self.times[index] for name, index in block_of.items() if self.times[index] > 1}
+        for node in program.graph.graph.nodes:
+            if node.op == "placeholder":
+                reading = {block_of.get(user.name) for user in node.users}
+                index = reading.pop() if len(reading) == 1 else None
+                if index is not None and self.times[index] > 1:
+                    found[node.name] = self.times[index]
+        return found
 
     @property
     def num_kinds(self) -> int:

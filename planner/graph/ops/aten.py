@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.graph.ops.sequence import causal_attention
+
 aten = torch.ops.aten
 
 # ---- arguments
@@ -111,6 +113,8 @@ def draws(target: Any) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether two calls may give different values."""
+    if node.target is causal_attention:
+        return bool(node.kwargs.get("dropout_p"))
     return draws(node.target) and not _is_dropless_attention(node)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
+from planner.graph.ops.sequence import causal_attention, gathered_attention
 
 # How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.
 # What matters here is the share of the memory-bound ops, a few per cent of a block; a cluster file knows better.
@@ -68,7 +69,10 @@ def _product_after_bias(node: fx.Node) -> int:
 
 
 def _bilinear_attention(node: fx.Node) -> int:
-    query, key, value = (shape_of(arguments(node)[name]) for name in ("query", "key", "value"))
+    given = arguments(node)
+    is_over_cp = node.target in (causal_attention, gathered_attention)
+    operands = node.args[:3] if is_over_cp else [given[n] for n in ("query", "key", "value")]
+    query, key, value = (shape_of(n) for n in operands if isinstance(n, fx.Node))
     batch_heads = math.prod(query[:-2])
     return 2 * batch_heads * query[-2] * key[-2] * (query[-1] + value[-1])
 
@@ -124,5 +128,7 @@ _FLOPS: dict[Any, Callable[[fx.Node], int]] = {
         _convolution,
     ),
     aten.scaled_dot_product_attention: _bilinear_attention,
+    causal_attention: _bilinear_attention,
+    gathered_attention: lambda node: int(node.args[4]) * _bilinear_attention(node),  # pyright: ignore[reportArgumentType]
     aten.einsum: _einsum,
 }

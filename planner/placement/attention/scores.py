@@ -15,6 +15,7 @@ from torch import fx
 
 from planner.graph.ops.flops import node_flops
 from planner.graph.ops.products import is_made_of_weights
+from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.graph.walks import Step, operands, readers, walk
 
 aten = torch.ops.aten
@@ -25,6 +26,7 @@ SOFTMAXES = {
     getattr(aten, "_safe_softmax", aten._softmax).default,
     aten.exp.default,
 }  # exp: a softmax written by hand
+FUSED = {aten.scaled_dot_product_attention.default, causal_attention, gathered_attention}
 _MAX_WALK = 400
 
 
@@ -56,7 +58,7 @@ def has_scores(product: fx.Node) -> bool:
 
 def mixes_values(node: fx.Node) -> bool:
     """Whether a call gives the mixture of values that scores ask for: sdpa, or the product after the softmax."""
-    if getattr(node.target, "_opname", "") == "scaled_dot_product_attention":
+    if node.target in FUSED:
         return True
     if not _multiplies_activations(node):
         return False

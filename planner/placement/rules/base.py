@@ -60,14 +60,21 @@ class Covers:
 class Site:
     """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values.
 
-    ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of.
+    ``tp``: ranks over which its value is typed, those of etp in the experts' domain. ``sizes``: of both axes, where
+    they differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of.
     """
 
     def __init__(
-        self, node: fx.Node, tp: int, candidates: Mapping[str, Iterable[Placement]], vocabulary_multiple: int = 128
+        self,
+        node: fx.Node,
+        tp: int,
+        candidates: Mapping[str, Iterable[Placement]],
+        vocabulary_multiple: int = 128,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.node = node
         self.tp = tp
+        self.sizes = sizes or {"tp": tp, "etp": tp}
         self.vocabulary_multiple = vocabulary_multiple
         self.inputs = tuple(node.all_input_nodes)
         self._candidates = candidates

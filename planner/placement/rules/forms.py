@@ -17,6 +17,7 @@ class Form(Enum):
     PARTIAL = "partial"  # partial sums in, partial sums out
     SUM = "sum of a part"  # over the cut dim: a partial sum
     COLUMN = "column"  # products: a label of the result is cut
+    ROWS = "rows"  # that go to experts, or come back
     ROW = "row"  # … a label that is summed over: a partial sum
     # written sizes and bounds become local
     SIZES = "sizes"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from planner.graph.ops.over_data import over_data
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
 from planner.placement.rules.forms import Form
@@ -29,6 +30,14 @@ def cross_entropy(site: Site) -> Iterator[Option]:
         yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, Form.CLASSES)
 
 
+def summed_over_data(site: Site) -> Iterator[Option]:
+    """Of a value that is the same on all ranks of tp: no other way."""
+    return iter(())
+
+
 # ---- which ops these rules are for, and what they may give beside whole and partial
 
-COVERS = (Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),)
+COVERS = (
+    Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),
+    Covers(summed_over_data, targets=(over_data,), gives=frozenset()),
+)

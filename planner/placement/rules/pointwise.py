@@ -1,12 +1,13 @@
 """Pointwise ops: cut wherever their operands are cut, on the same dim after broadcasting.
 
 y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
-add, sub, neg, ×constant, casts, copies are linear: P in, P out
+add, sub, neg, ×constant, casts, copies, where(mask, x, 0) are linear: P in, P out
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,6 +28,8 @@ UNARY_LINEAR = {
     aten.to.dtype,
     aten.detach.default,
 }
+# where what is masked stands among the arguments
+MASKINGS: dict[Any, int] = {aten.where.ScalarOther: 1, aten.where.ScalarSelf: 2}
 
 
 def pointwise(site: Site) -> Iterator[Option]:
@@ -58,6 +61,8 @@ def _partial(site: Site) -> Iterator[Option]:
         yield site.partial(args[:1])  # pyright: ignore[reportArgumentType]
         if target is aten.mul.Tensor and isinstance(args[1], fx.Node):
             yield site.partial(args[1:2])  # pyright: ignore[reportArgumentType]
+    elif target in MASKINGS and args[3 - MASKINGS[target]] == 0:
+        yield site.partial([args[MASKINGS[target]]])  # pyright: ignore
     elif target in UNARY_LINEAR and not _narrows(site):
         yield site.partial(site.inputs)
 

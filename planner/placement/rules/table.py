@@ -6,7 +6,18 @@ from typing import Any
 
 from planner.graph.ops.aten import is_pointwise
 from planner.graph.ops.own_backward import OwnBackward
-from planner.placement.rules import attention, contraction, convolution, embedding, indexing, layout, loss, reduction
+from planner.placement.rules import (
+    attention,
+    contraction,
+    convolution,
+    embedding,
+    experts,
+    indexing,
+    layout,
+    loss,
+    reduction,
+    sequence,
+)
 from planner.placement.rules.base import Covers, Option, Rule, Site
 from planner.placement.rules.contraction import grouped
 from planner.placement.rules.forms import Form
@@ -15,7 +26,7 @@ from planner.placement.rules.pointwise import pointwise
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 
-FAMILIES = (attention, contraction, convolution, embedding, indexing, layout, loss, reduction)
+FAMILIES = (attention, contraction, convolution, embedding, experts, indexing, layout, loss, reduction, sequence)
 
 
 def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
@@ -55,8 +66,10 @@ def has_rule(target: Any) -> bool:
 
 def options_of(site: Site) -> list[Option]:
     """Every admissible typing of a node, the whole ones first; in a fixed order, none twice."""
-    options = dict.fromkeys(site.uniform())
     rule = rule_of(site.node.target)
+    if rule is not None and site.node.target in experts.BORDERS:
+        return list(rule(site))  # of one type on either side, whatever the others
+    options = dict.fromkeys(site.uniform())
     if rule is not None and site.inputs and site.tp > 1:
         found = [o for o in rule(site) if site.grad(site.node) or o.form is not Form.PARTIAL]
         assert all(o.form in forms_of(rule) for o in found), f"{rule} gave a form that GIVES does not list"

@@ -1,4 +1,4 @@
-"""Products behind an f, as one op: the same numbers, and the sum starts before the weights' gradients."""
+"""Products behind an f or a gather, as one op: the same numbers, exchanges start before the weights' gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ops.axis import AxisHandle
-from passes.ops.collectives import f
-from passes.ops.column_linear import column_linears
+from passes.ops.collectives import f, gather, part
+from passes.ops.column_linear import column_linears, gathered_linears
+from planner.placement.types import Placement, V
 from tests.tools.simulated_ranks import on_threads
 
 
@@ -83,3 +84,43 @@ def test_what_is_frozen_or_not_read_costs_nothing():
     assert axis.counts == {}
     assert first.grad is not None
     assert second.grad is None
+
+
+CUTS = {"behind each other": V(0, 6), "of each sequence": V(0, 4, 2), "of another dim": V(1, 6)}
+
+
+def gathered(cut: Placement, again: bool | None, transposed: bool, rank: int) -> tuple[list[Tensor], AxisHandle, int]:
+    """Outputs, gradients, what was exchanged and the bytes kept beside weights; ``again`` None: gather and products."""
+    axis, kept = AxisHandle("tp", 2, rank), 0
+    whole, weights, biases = operands(True, True, rank)
+    own = part(whole.detach(), cut, 2, rank).clone().requires_grad_()
+    matrices = weights if transposed else [w.detach().t().contiguous().requires_grad_() for w in weights]
+
+    def keep(value: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 0 if any(value is m for m in matrices) else value.numel()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        if again is None:
+            x = gather(own, axis, cut)
+            outputs = tuple(F.linear(x, m.t() if transposed else m, b) for m, b in zip(matrices, biases, strict=True))
+        else:
+            outputs = gathered_linears(own, axis, cut, again, transposed, matrices, list(biases))
+    leaves = [own, *matrices, *(b for b in biases if b is not None)]
+    return [*(o.detach() for o in outputs), *gradients(outputs, leaves)], axis, kept
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_what_is_gathered_again_gives_the_same_numbers_and_is_not_kept(cut, transposed):
+    def run(rank: int) -> list[tuple[list[Tensor], AxisHandle, int]]:
+        return [gathered(cut, again, transposed, rank) for again in (True, False, None)]
+
+    for (again, axis, part_kept), (kept, once, whole_kept), (plain, _, _) in on_threads(2, run):
+        assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
+        torch.testing.assert_close(again, plain, rtol=1e-12, atol=1e-12)
+        assert (part_kept, whole_kept) == (18, 36)
+        exchanged = {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}
+        assert once.counts == exchanged
+        assert axis.counts == {**exchanged, ("all_gather", "backward"): 1}

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from planner.experts.find import find_experts
 from planner.experts.layers import Dispatch, ExpertLayer
 from planner.graph.program import Program
-from tests.models import experts, hugging_face
+from tests.models import experts, hugging_face, selected_rows
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captured import capture
 
@@ -297,6 +297,18 @@ def test_sizes_that_are_equal_or_odd_do_not_confuse(way, num_experts, hidden, wi
         assert (up.dim, up.hidden, up.width, down.dim, down.width, down.hidden) == (0, 1, 2, 0, 1, 2)
 
 
+@pytest.mark.parametrize("way", selected_rows.WAYS, ids=lambda way: way.__name__)
+def test_loops_over_selected_rows_are_branches(way):
+    """Also one that visits experts once for each choice, or that guards what may divide by zero."""
+    found = find_experts(capture(experts.Net(selected_rows.Selecting(way)), experts.batch()))
+    assert found.doubts == ()
+    (only,) = found.layers
+    assert (only.num_experts, only.top_k, only.is_stacked, only.tokens) == (4, 2, False, "layer_norm")
+    styles = [w.style for w in only.weights if len(w.shape) == 2]
+    assert sorted(styles) == ["column", "column", "row"]
+    assert len(only.probs) in (1, 4, 8)
+
+
 # ---- what is none
 
 
@@ -321,14 +333,3 @@ def test_what_is_not_understood_is_told_with_its_line(layer: Callable[[], nn.Mod
     assert [doubt.why for doubt in found.doubts] == [why]
     assert found.doubts[0].where.file.endswith("experts.py")
     assert "topk" in found.doubts[0].where.code
-
-
-@pytest.mark.slow
-def test_no_family_without_experts_has_any():
-    """deepseek-v3 has one layer in two; all others are dense."""
-    counted = {}
-    for name in hugging_face.ZOO:
-        found = find_experts(capture(hugging_face.build(name), hugging_face.batch(name)))
-        assert found.doubts == (), name
-        counted[name] = len(found.layers)
-    assert {name: n for name, n in counted.items() if n} == {name: 1 if name == "deepseek_v3" else 2 for name in LISTED}

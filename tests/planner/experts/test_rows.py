@@ -33,7 +33,7 @@ def rows(layer: Any, **mesh: int) -> list[str]:
 )
 def test_a_layer_of_experts_has_a_row(way: experts.Way, tp: int, dispatch: str, how: str):
     (row,) = rows(experts.Layer(way), tp=tp)
-    assert row == f"4 experts, 2 for a token ({dispatch}): every rank holds {how}; ep is not available yet"
+    assert row == f"4 experts, 2 for a token ({dispatch}): every rank holds {how}"
 
 
 def test_what_is_not_taken_for_experts_has_a_row_with_the_reason():

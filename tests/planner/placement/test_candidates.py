@@ -35,7 +35,7 @@ def candidates_of(program: Program, tp: int = 2, **rest) -> Candidates:
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     blocks = find_blocks(program)
     rep = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
-    _, producers, readers = _edges(program, nodes, rep)
+    _, producers, readers = _edges(program, nodes, rep, {})
     return Candidates([n for n in nodes if rep[n.name] == n.name], tp, producers, readers, **rest)
 
 

@@ -68,11 +68,11 @@ def problem(way: str, tp: int) -> Problem:
     program = capture(Small(WAYS[way]), {"x": torch.empty(2, WIDTH)})
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep, blocks = {n.name: n.name for n in nodes}, find_blocks(program)
-    edges, producers, readers = _edges(program, nodes, rep)
+    edges, producers, readers = _edges(program, nodes, rep, {})
     candidates = Candidates(nodes, tp, producers, readers)
     options = candidates.options[program.loss]
     candidates.options[program.loss] = [o for o in options if o.out.kind == "I"]
-    return Problem(candidates, _costs(program, nodes, rep, blocks), edges)
+    return Problem(candidates, _costs(program, nodes, rep, blocks, {}), edges)
 
 
 def typings(asked: Problem, weights: Weights) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""The command that lists ops without a rule: nothing that carries a gradient, over the whole zoo."""
+"""The command that lists ops without a rule."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.report.coverage import Coverage, captured, main
-from tests.models.hugging_face import ZOO, batch, build, write_configs
+from tests.models.hugging_face import write_configs
 from tests.tools.captured import capture
 
 pytest.importorskip("transformers")
-
-
-@pytest.mark.slow
-def test_every_op_with_a_gradient_in_the_zoo_has_a_rule():
-    coverage = Coverage()
-    for name in ZOO:
-        coverage.add(capture(build(name), batch(name)))
-    assert not coverage.missing, str(coverage)
-    assert coverage.num_ops > 5000
 
 
 def test_the_command_reads_configs(tmp_path, capsys):
@@ -49,7 +40,7 @@ def test_an_op_without_a_rule_is_listed_with_its_line():
 
 def test_a_model_that_is_not_there_is_an_error_and_exit_1(capsys):
     assert main(["hf:no-such-directory"]) == 1
-    assert "no file" in capsys.readouterr().err
+    assert "there is no config file" in capsys.readouterr().err
 
 
 def test_a_spec_gives_the_inputs():

@@ -15,11 +15,12 @@ from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec
 
 CUT = V(0, 16)
-NORM = ("all_reduce", "world", 16)
+NORM = ("all_reduce", "world", 8 * (3 + 2 * 2))  # norm, loss, who is asked to stop, and two figures of each of 2 ranks
+NORM_OF_4 = ("all_reduce", "world", 8 * (3 + 2 * 4))
 
 
 def buffers(zero: Literal[0, 1], dp: int, *held: LocalParameter, gradients: str | None = None) -> tuple[Buffer, ...]:
-    return buffers_of_rank(0, held, OptimizerSpec(zero=zero, alignment="none"), dp, gradients)
+    return buffers_of_rank(0, held, OptimizerSpec(zero=zero, alignment="none"), {"dp": dp}, gradients)
 
 
 def weight(name: str = "w", placement: Placement = CUT, dtype: torch.dtype = torch.float32, **rest):
@@ -57,7 +58,7 @@ def test_partial_gradients_are_summed_over_tp_after_dp_a_shard_on_each_rank():
         ("reduce_scatter", "dp", 64 * 4),
         ("all_reduce", "tp", 32 * 4),
         ("all_gather", "dp", 64 * 4),
-        NORM,
+        NORM_OF_4,
     ]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planner import Plan, plan
 from planner.placement.types import I, Placement, Segment
 from planner.sharding.parameters import LocalParameter, ParameterPlan, parameters_of_rank
+from planner.sharding.parts import Part
 from tests.models.plannable import build, spec_of
 
 ROW = {"name": "w", "dtype": "float32", "style": "column", "stages": (0,), "reason": "", "origin": "solver"}
@@ -37,10 +38,10 @@ def cuts(draw: st.DrawFn, padding: bool = True) -> tuple[Placement, tuple[int, .
 @given(cuts())
 def test_the_cut_of_a_row_is_the_cut_that_it_was_made_of(given_cut):
     placement, shape, tp = given_cut
-    row = ParameterPlan.of(placement, tp, shape=shape, **ROW)
+    row = ParameterPlan.of(Part(placement, tp), shape=shape, **ROW)
     assert row.placement == placement
     assert row.local_shape == row.placement.local_shape(shape, tp)
-    assert ParameterPlan.of(I, tp, shape=shape, **ROW).placement == I
+    assert ParameterPlan.of(Part(I, tp), shape=shape, **ROW).placement == I
 
 
 @given(cuts(padding=False), st.data())
@@ -62,7 +63,7 @@ def planned(model: str, **mesh: int) -> Plan:
 
 def held_by(made: Plan, pp_rank: int, tp_rank: int = 0) -> list[LocalParameter]:
     assert made.decisions is not None
-    return list(parameters_of_rank(made.decisions, pp_rank, tp_rank))
+    return list(parameters_of_rank(made.decisions, pp_rank, made.mesh.place(made.mesh.rank_of(pp=pp_rank, tp=tp_rank))))
 
 
 MESHES = [("gpt", {"tp": 2, "pp": 2}), ("llama, one key head", {"tp": 2}), ("fused, one key head", {"tp": 2, "pp": 2})]

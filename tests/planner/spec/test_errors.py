@@ -70,7 +70,7 @@ optimizer.lr must be a number, not the string 'high'
         ({"mesh": [2, 2]}, r"mesh must be a mapping or auto, not the list \[2, 2\]"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a number, not nan"),
         ({"optimizer": {"betas": 0.9}}, "optimizer.betas must be a list, not 0.9"),
-        ({"tensor_parallel": {"sequence_parallel": 1}}, "sequence_parallel must be true or false, not 1"),
+        ({"tensor_parallel": {"sequence_parallel": 1}}, "sequence_parallel must be true or false or auto, not 1"),
         ({"tensor_parallel": {"overrides": {3: "row"}}}, "the key 3 must be a name"),
         ({"pipeline": {"split": "even"}}, r"pipeline.split: `e` is no layer, at character 1\n    even\n    \^\n"),
         ({"pipeline": {"split": 6}}, "pipeline.split must be a list or auto, not 6"),
@@ -359,6 +359,13 @@ invalid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'
     )
 
 
+def exploding(innermost: str, around: str) -> str:
+    """Twenty anchors, each of nine times the one before it."""
+    lines = [f"a0: &a0 {innermost}"]
+    lines += [f"a{n}: &a{n} {around.format(', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, 20)]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("text", "what", "line"),
     [
@@ -368,13 +375,34 @@ invalid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'
         ("mesh: !!python/object:os.system {}\n", "the tag .* has no meaning here", 1),
         ("mesh: {tp: 2}\n---\nbatch: 3\n", "expected a single document", 2),
         ("- mesh\n", "the spec must be a mapping", 1),
+        ("mesh: {tp: 2}\nseed: " + "9" * 400 + "\n", "the number 9+…9+ is too large", 2),
+        ("mesh: {tp: 2}\nseed: " + "9" * 20_000 + "\n", "the number 9+…9+ is too large", 2),
+        ("optimizer: {lr: 1e999}\n", "the number 1e999 is too large", 1),
+        ("mesh: 2024-13-45\n", "mesh must be a mapping or auto, not the string '2024-13-45'", 1),
+        ("mesh: {tp: 012}\n", "mesh.tp must be a whole number or auto, not the string '012'", 1),
+        ("mesh: {tp: !!int foo}\n", "`foo` is no int, as its tag says", 1),
+        ("mesh: {tp: !!bool foo}\n", "`foo` is no bool, as its tag says", 1),
+        ("mesh: {tp: !!timestamp 2024-01-01}\n", "the tag .* has no meaning here", 1),
+        ("mesh: !!binary =\n", "the tag .* has no meaning here", 1),
+        ("mesh: " + "[" * 900 + "\n", "nested more than 32 deep", 1),
+        ("mesh:\n" + "- " * 900 + "1\n", "nested more than 32 deep", 2),
+        ('loss: "\\ud800"\n', "half a character", 1),
+        ('loss: "\\UFFFFFFFF"\n', "invalid YAML: .*too large", None),
+        ("%YAML 1." + "9" * 5000 + "\n---\nmesh: 1\n", "invalid YAML: Exceeds the limit", None),
+        ("mesh: &m {<<: *m}\n", "an alias refers to what contains it", 1),
+        ("mesh: {<<: 3}\n", "`<<` merges mappings, not this", 1),
+        (exploding("[1, 2]", "[{}]"), "aliases repeat too much: the file explodes", None),
+        (exploding("{}", "{{<<: [{}]}}"), "aliases repeat too much: the file explodes", None),
+        ("#" * (256 * 1024 + 1), "the spec .*spec.yaml is larger than 256 KiB", None),
         ("hello", "the spec must be a mapping", 1),
     ],
+    ids=lambda value: value[:24] if isinstance(value, str) else None,
 )
 def test_what_yaml_allows_or_forbids_ends_in_one_error(tmp_path, text, what, line):
     with pytest.raises(SpecError, match=what) as caught:
         load(tmp_path, text)
-    assert str(caught.value.where) == f"spec.yaml:{line}"
+    assert line is None or str(caught.value.where) == f"spec.yaml:{line}"
+    assert len(str(caught.value)) < 1000
 
 
 def test_files_that_cannot_be_read_are_one_error(tmp_path, monkeypatch):
@@ -394,3 +422,39 @@ there is no spec file none.yaml
     )
     with pytest.raises(SpecError, match="a spec cannot be of type int"):
         Spec.load(5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"mesh": {"tp": 10**30}}, "mesh.tp is 1000000000000000000000000000000, it must be .* at most 1099511627776"),
+        ({"mesh": {"tp": 10**5000}}, "mesh.tp is a number of 16610 bits, it must be"),
+        ({"mesh": {"tp": 2_000_000}}, "tp is more than 1048576, the most ranks"),
+        ({"mesh": {"tp": 1 << 19, "dp": 4}}, "world size is more than 1048576"),
+        ({"mesh": {"tp": [10**5000]}}, r"must be a whole number or auto, not the list \[a number of"),
+        ({"inputs": {"x": {"shape": [1] * 17, "dtype": "int64"}}}, "inputs.x.shape has 17 entries, it may have 16"),
+        ({"inputs": {"x": {"shape": [1 << 39], "dtype": "int64"}}}, "a global batch of 4.4e.12 elements, more than"),
+        (
+            {"tensor_parallel": {"overrides": {f"{n}": "row" for n in range(1001)}}},
+            "has 1001 entries, it may have 1000",
+        ),
+        ({"inputs": {f"{n}": {"like": f"{n - 1}"} for n in range(129)}}, "inputs has 129 entries, it may have 128"),
+        ({"pipeline": {"split": [10**13, 1]}}, "pipeline.split.0 is 10000000000000, it must be"),
+        ({"pipeline": {"split": "E" + "(" * 101}}, "more than 100 brackets in brackets"),
+        ({"cuda_graphs": {"scope": ["attn"] * 99}}, "has 99 entries, it may have 12"),
+        ({"optimizer": {"lr": "x" * 5000}}, "optimizer.lr must be a number, not the string 'x+…x+'"),
+        ({"x" * 5000: 1}, "unknown key 'x+…x+'"),
+        ({"optimizer": {"bucket_size": -(10**400)}}, "optimizer.bucket_size is a number of"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value))[:9],
+)
+def test_sizes_that_no_machine_has_are_refused_in_few_words(keys, what):
+    with pytest.raises(SpecError, match=what) as caught:
+        Spec.load({**MINIMAL, **keys})
+    assert len(str(caught.value)) < 1000
+
+
+def test_of_very_many_errors_the_first_are_shown():
+    words = dict_error(**{f"key_{n}": n for n in range(5000)}).splitlines()
+    assert len(words) == 1 + 20 * 3 + 1
+    assert words[-1] == "and 80 more"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from planner.cli import app
 from planner.errors import SpecError
+from planner.spec.fields import LARGEST_SIZE
 from planner.spec.lines import read_yaml
 from planner.spec.schema import json_schema
 from planner.spec.spec import Spec
@@ -50,7 +51,8 @@ def complaints(value: Any, node: dict[str, Any], path: str = "") -> Iterator[str
         yield f"{path}: {value} is not of this form"
     elif isinstance(value, (int, float)):
         too_small = value < node.get("minimum", value) or not value > node.get("exclusiveMinimum", value - 1)
-        if too_small or not value < node.get("exclusiveMaximum", value + 1):
+        too_large = value > node.get("maximum", value)
+        if too_small or too_large or not value < node.get("exclusiveMaximum", value + 1):
             yield f"{path}: {value} is out of range"
 
 
@@ -140,9 +142,11 @@ def test_the_schema_at_a_glance():
   "precision",
   "cuda_graphs",
   "recompute",
+  "dropout",
   "initial_weights",
   "seed",
   "cluster",
+  "devices",
   "initialization"
  ],
  "required": [
@@ -176,8 +180,9 @@ def test_a_key_tells_its_type_range_default_and_meaning():
     }
     assert optimizer["betas"]["prefixItems"] == [{"type": "number", "minimum": 0, "exclusiveMaximum": 1}] * 2
     assert optimizer["alignment"]["enum"] == ["nccl", "none"]
+    integer = {"type": "integer", "minimum": 1, "maximum": LARGEST_SIZE}
     size, auto, null = mesh["etp"]["anyOf"]
-    assert (size, auto["const"], null) == ({"type": "integer", "minimum": 1}, "auto", {"type": "null"})
+    assert (size, auto["const"], null) == (integer, "auto", {"type": "null"})
 
 
 def test_the_command_writes_the_schema(tmp_path):

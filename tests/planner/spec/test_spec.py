@@ -34,7 +34,16 @@ def test_the_reference_spec_names_every_key_with_its_default():
     short = Spec.load({"mesh": {}, "batch": given["batch"], "inputs": given["inputs"]})
     assert spec == short
     assert list(Spec.model_fields) == list(given)
-    for section in set(given) - {"inputs", "loss", "recompute", "initial_weights", "seed", "cluster"}:
+    for section in set(given) - {
+        "inputs",
+        "loss",
+        "recompute",
+        "dropout",
+        "initial_weights",
+        "seed",
+        "cluster",
+        "devices",
+    }:
         assert given[section].keys() == spec.to_dict()[section].keys()
 
 
@@ -53,7 +62,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
     assert yaml.safe_load("1e-8") == "1e-8"  # PyYAML's own loader is as it was
 
 
-@pytest.mark.parametrize(("mesh", "etp"), [("tp: 4", 4), ("tp: 4, etp: 1", 1), ("tp: auto, pp: 2", "auto")])
+@pytest.mark.parametrize(("mesh", "etp"), [("tp: 4", 4), ("tp: 4, etp: 1", 1), ("tp: auto, pp: 2", None)])
 def test_etp_left_out_is_tp(tmp_path, mesh, etp):
     text = f"mesh: {{{mesh}}}\nbatch: {{global: 16, micro: 2}}\n"
     spec = load(tmp_path, text)
@@ -78,10 +87,19 @@ def test_a_cluster_file_that_is_not_there_is_an_error_at_its_line(tmp_path):
     assert message[0].startswith("cluster: there is no file no-such-file.yaml (looked in . and ")
     assert message[1:] == [
         "  at:  spec.yaml:3",
-        "  fix: name a YAML file that describes the machines, or remove the key",
+        "  fix: name a YAML file that describes the machines, or one that is shipped: "
+        "cpu-local, dgx-2h, dgx-a100, dgx-h100, h200",
     ]
     with pytest.raises(SpecError, match=r"there is no file no-such-file\.yaml"):
         Spec.load({**MINIMAL, "cluster": "no-such-file.yaml"})
+
+
+def test_a_shipped_cluster_keeps_the_name_that_is_true_on_any_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path, TWO_LINES + "cluster: dgx-h100").cluster == "dgx-h100"
+    assert load(tmp_path, TWO_LINES + "cluster: specs/clusters/h200.yaml").cluster == "specs/clusters/h200.yaml"
+    (tmp_path / "dgx-h100").write_text("own: 1\n")  # a file here comes first
+    assert load(tmp_path, TWO_LINES + "cluster: dgx-h100").cluster == "dgx-h100"
 
 
 @pytest.mark.parametrize(("content", "line"), [("gpu: [1\nb: 2\n", 2), ("- 1\n", 1), ("a: 1\na: 2\n", 2)])
@@ -121,8 +139,43 @@ def test_auto_stands_for_the_mesh_or_for_one_axis():
     spec = Spec.load({**MINIMAL, "mesh": {"tp": "auto", "dp": "auto"}})
     assert spec.mesh.has_auto
     assert (spec.mesh.tp, spec.mesh.pp) == ("auto", 1)
+    assert spec.recompute == "none"
     with pytest.raises(SpecError, match="number of microbatches is not known"):
         _ = spec.num_microbatches
+
+
+def test_with_an_auto_mesh_all_that_the_spec_does_not_write_is_left_to_the_search():
+    batch = {"global": 16}
+    spec = Spec.load({"mesh": "auto", "batch": batch, "pipeline": {"schedule": "gpipe"}})
+    assert (spec.batch.micro, spec.recompute, spec.tensor_parallel.sequence_parallel) == ("auto", "auto", "auto")
+    assert (spec.pipeline.schedule, spec.mesh.order) == ("gpipe", "auto")
+    assert Spec.load(spec.to_dict()) == spec
+    part = Spec.load({"mesh": {"tp": "auto"}, "batch": batch})
+    assert (part.batch.micro, part.mesh.dp, part.recompute, part.pipeline.schedule) == ("auto", "auto", "none", "1f1b")
+    with pytest.raises(SpecError, match=r"batch.micro is missing"):
+        Spec.load({"mesh": {"tp": 2}, "batch": batch})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"batch": {"global": 16, "micro": "auto"}},
+        {"recompute": "auto"},
+        {"tensor_parallel": {"sequence_parallel": "auto"}},
+        {"pipeline": {"schedule": "auto"}},
+        {"mesh": {"tp": 2, "order": "auto"}},
+    ],
+    ids=str,
+)
+def test_auto_without_an_axis_that_is_auto_is_refused(keys):
+    with pytest.raises(SpecError, match="is auto, but no axis of the mesh is"):
+        Spec.load({**MINIMAL, **keys})
+
+
+def test_devices_are_those_of_the_mesh_where_it_is_given():
+    assert Spec.load({**MINIMAL, "mesh": {"tp": 2}, "devices": 2}).devices == 2
+    with pytest.raises(SpecError, match="devices = 8, but the mesh has 2 ranks"):
+        Spec.load({**MINIMAL, "mesh": {"tp": 2}, "devices": 8})
 
 
 def test_null_clipping_means_none_and_python_none_means_the_word_none():

@@ -13,15 +13,13 @@ import torch
 from planner import plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
-from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools import pretrained_ranks as ranks
+from tests.tools.checkpoints import assert_same, cut_short
+from tests.tools.laboratory import session_lab
 
 pytest.importorskip("transformers")
-
-
-from tests.tools.checkpoints import assert_same, cut_short
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "bert"])
@@ -55,7 +53,7 @@ STEPS = ("llama", "gpt2", "bert", "t5")
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory) -> tuple[Path, list[list[Any]]]:
-    """All cases of four ranks in one launch: per rank a list of results."""
+    """All cases of four ranks: per rank a list of results."""
     at = tmp_path_factory.mktemp("models")
     for family in STEPS:
         ranks.save_random(family, at / family)
@@ -72,11 +70,11 @@ def four_ranks(tmp_path_factory) -> tuple[Path, list[list[Any]]]:
         ("load_on_one_rank_broken", {"good": at / "llama", "broken": at / "broken", "layout": tp2_pp2}),
         ("save_where_it_cannot", {"source": at / "llama", "target": at / "file", "layout": tp2_pp2}),
     ]
-    return at, launch(ranks.run_cases, 4, cases, timeout_seconds=550)
+    return at, session_lab().call(ranks.run_cases, cases)
 
 
 def on_four_ranks(test: Any) -> Any:
-    """Slow: the first of these tests waits for four processes that plan nine times."""
+    """Slow: the first of these tests waits for nine cases on four processes."""
     return pytest.mark.slow(pytest.mark.timeout(600)(test))
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from runtime.distributed.launch import launch
+from runtime import Engine
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.in_place import all_gather
-from tests.tools.graphed_runs import Trained, differences, engine_of, figures, planned, train
+from tests.tools.graphed_ranks import STEPS, differ, on_ranks
+from tests.tools.graphed_runs import Trained, differences, train_on
+from tests.tools.laboratory import Case, Lab
 
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 SEQUENCE = {"tensor_parallel": {"sequence_parallel": True}}
@@ -20,40 +22,31 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, {"pipeline": {"schedule": "gpipe"}}),
     ({"tp": 2, "dp": 2}, SEQUENCE | {"optimizer": {"bucket_size": 5000}}),
     ({"tp": 2, "pp": 2, "vpp": 2}, INTERLEAVED | SEQUENCE),
+    ({"cp": 2, "tp": 2}, {}),
+    ({"cp": 2, "pp": 2}, {}),
 ]
 # (layout, scopes): what differs between families is in the regions, what differs between layouts is around them
 CASES = {
-    "gpt2-dropout": [(i, [["attn"], [], ["full_iteration"]]) for i in range(4)],
-    "llama": [(0, [["attn", "mlp"]]), (3, [["mlp"], ["full_iteration"]])],
+    "gpt2-dropout": [*((i, [["attn"], [], ["full_iteration"]]) for i in range(4)), (5, [["attn"]])],
+    "llama": [(0, [["attn", "mlp"]]), (3, [["mlp"], ["full_iteration"]]), (4, [["attn", "mlp"], ["full_iteration"]])],
     "t5": [(0, [[], ["full_iteration"]])],
 }
 
 
-def train_layouts(name: str) -> list[list[str]]:
-    """On this rank, for each layout, where its graphs differ from the same layout without."""
-    found = []
-    for layout, scopes in CASES[name]:
-        mesh, sections = LAYOUTS[layout]
-        with (made := engine_of(name, None, mesh=mesh, **sections))[0] as engine:
-            eager = train(engine, made[1], 2)
-        for scope in scopes:
-            if name == "t5":  # without regions, linears of both blocks that read the encoder are one op: its own order
-                with (made := engine_of(name, scope, captures=False, mesh=mesh, **sections))[0] as engine:
-                    eager = train(engine, made[1], 2)
-            with (made := engine_of(name, scope, mesh=mesh, **sections))[0] as engine:
-                found.append(differences(eager, train(engine, made[1], 2)))
-                assert figures(engine) == planned(engine, steps=2)
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_layouts_with_graphs_give_what_they_give_without(name):
-    for found in launch(train_layouts, 4, name, timeout_seconds=280):
-        assert found == [[] for _, scopes in CASES[name] for _ in scopes]
+@pytest.mark.parametrize(
+    ("name", "layout", "scopes"), [(name, *case) for name, cases in CASES.items() for case in cases]
+)
+def test_layouts_with_graphs_give_what_they_give_without(lab: Lab, name, layout, scopes):
+    mesh, sections = LAYOUTS[layout]
+    eager = on_ranks(lab, name, None, mesh=mesh, **sections)
+    for scope in scopes:
+        if name == "t5":  # without regions, linears of both blocks that read the encoder are one op: its own order
+            eager = on_ranks(lab, name, scope, captures=False, mesh=mesh, **sections)
+        assert differ(eager, on_ranks(lab, name, scope, mesh=mesh, **sections)) == [[]] * 4, scope
 
 
-def train_behind_late_gathers(scope: list[str] | None, hooks: bool) -> Trained:
+def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
     """Two steps on two dp ranks; updated parameters are gathered when somebody waits for them, and not before."""
 
     def start_parameter_gather(self: GradientBuffers) -> None:
@@ -61,23 +54,29 @@ def train_behind_late_gathers(scope: list[str] | None, hooks: bool) -> Trained:
             waiting = SimpleNamespace(wait=partial(all_gather, bucket.parameters, bucket.own_parameters, group=group))
             self._gathers[place[0], place[1]] = waiting
 
-    sections: dict[str, Any] = {"mesh": {"dp": 2}, "optimizer": {"bucket_size": 5000}}
-    with (made := engine_of("gpt2", scope, **sections))[0] as engine, pytest.MonkeyPatch.context() as patch:
-        group = engine.optimizer.buffers.data_parallel.group
+    with Engine(plan, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+        if engine.graphs is not None:
+            engine.capture_graphs()
+        group = engine.groups.dp
         patch.setattr(GradientBuffers, "start_parameter_gather", start_parameter_gather)
         assert engine.program.gate is not None
         if not hooks:
             engine.program.gate.wait = None
-        return train(engine, made[1], 2)
+        return train_on(engine, batches[:STEPS])
 
 
 @pytest.mark.slow
-def test_parameters_are_waited_for_before_a_replay_reads_them():
-    runs = [launch(train_behind_late_gathers, 2, *given, timeout_seconds=120) for given in LATE]
-    eager, graphed, in_one, without_hooks = (run[0] for run in runs)
+def test_parameters_are_waited_for_before_a_replay_reads_them(lab: Lab):
+    eager, graphed, in_one, without_hooks = (late(lab, *given)[0] for given in LATE)
     assert differences(eager, graphed) == []
     assert differences(eager, in_one) == []
     assert differences(eager, without_hooks)
+
+
+def late(lab: Lab, scope: list[str] | None, hooks: bool) -> list[Trained]:
+    graphs = {} if scope is None else {"cuda_graphs": {"impl": "emulate", "scope": scope}}
+    rest = {"train": False, "optimizer": {"bucket_size": 5000}, **graphs}
+    return lab.run(Case("gpt2", {"dp": 2}, rest, job=train_behind_late_gathers, job_arguments=(hooks,)))
 
 
 LATE: list[tuple[list[str] | None, bool]] = [

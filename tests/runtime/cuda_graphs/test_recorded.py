@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from passes.ops.axis import AxisHandle
+from passes.ops.experts import splits_of
 from passes.ops.random_state import Draw, RandomState
 from runtime.cuda_graphs.pool import Pool, storage_of
 from runtime.cuda_graphs.recorded import CaptureError, RecordedGraph
@@ -66,6 +68,7 @@ BODIES: dict[str, Body] = {
     "indices": lambda x: x[torch.tensor([2, 0, 0])],
     "indices that are computed": lambda x: x[x.argsort(0)[:, 0]],
     "numbers that are written": lambda x: torch.zeros_like(x).index_put_((torch.tensor([1]),), x[0]),
+    "numbers as one-hot rows": lambda x: torch.ops.aten.one_hot.default(x.argmax(0), 5) * x.sum(),
     "a choice by a mask": lambda x: torch.where(x > 0, x, -2 * x),
     "a fill by a mask": lambda x: x.clone().index_put_((x > 0,), x.sum()),
     "a gradient": lambda x: _gradient(x),
@@ -149,8 +152,13 @@ REFUSED: dict[str, Body] = {
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
     "a mask that is written": lambda x: x.clone().index_put_((x[:, 0] > 0,), x[0]),
+    "as many one-hot columns as needed": lambda x: torch.ops.aten.one_hot.default(x.argmax(0)),
     "unique": lambda x: x.unique(),
     "masked_select": lambda x: x.masked_select(x > 0),
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.numpy(),
+    "to the host": lambda x: x.cpu(),
+    "rows of each expert": lambda x: splits_of((x > 0).sum(0), AxisHandle("ep", 1, 0)),
 }
 
 

@@ -21,10 +21,10 @@ from planner.pipeline.schedule import Action, build_schedule
 from runtime import Engine, build
 from runtime.cuda_graphs import te_random
 from runtime.cuda_graphs import transformer_engine as backend
-from runtime.cuda_graphs.recorded import CaptureError
 from runtime.cuda_graphs.te_arguments import numbered, sample_index
 from runtime.cuda_graphs.te_modules import RegionModule
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
+from runtime.distributed.faults.failure import StepError
 from runtime.distributed.launch import launch
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
@@ -309,7 +309,7 @@ def test_a_generator_that_its_tracker_does_not_hold_draws_in_no_graph(te_device,
     tracker = sys.modules[te_random.DISTRIBUTED].CudaRNGStatesTracker
     monkeypatch.setattr(tracker, "set_states", lambda self, states: None)
     engine, entry = graphed(te_device, "gpt2-dropout", ["attn"])
-    with pytest.raises(CaptureError, match="not registered"), engine:
+    with pytest.raises(StepError, match="not registered"), engine:
         engine.train_step(entry.batch(8, 0))
 
 

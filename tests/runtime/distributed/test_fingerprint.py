@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ def random(size: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.sampled_from(DTYPES), st.data())
 def test_one_changed_element_changes_it(size, dtype, data):
     tensor = random(size, dtype)

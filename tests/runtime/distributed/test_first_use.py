@@ -12,7 +12,7 @@ import torch.distributed as dist
 from planner.mesh import Mesh
 from planner.pipeline.links import links
 from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
-from runtime.distributed.groups import Groups
+from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.launch import launch
 from runtime.distributed.links import LINK_CTAS, link_options, make_links
 from runtime.distributed.opening import open_groups
@@ -26,7 +26,11 @@ MESHES = {
     "pp3-vpp2-dp2": (Mesh(pp=3, vpp=2, dp=2), [(0, 5), (1, 4)]),
     "tp2-pp2-dp2": (Mesh(tp=2, pp=2, dp=2), [(0, 1)]),
     "tp2-cp2-pp2": (Mesh(tp=2, cp=2, pp=2), []),
+    "cp2-dp2-pp2": (Mesh(cp=2, dp=2, pp=2), [(0, 1)]),
     "tp4-pp4-dp2": (Mesh(tp=4, pp=4, dp=2), [(0, 3)]),
+    "tp2-pp2-dp2-ep2": (Mesh(tp=2, pp=2, dp=2, ep=2), [(0, 1)]),
+    "tp2-pp2-dp2-ep2-etp1": (Mesh(tp=2, pp=2, dp=2, ep=2, etp=1), [(0, 1)]),
+    "dp4-etp2-ep2": (Mesh(dp=4, etp=2, ep=2), []),
     "tp2-pp2-dp3-pp first": (Mesh(tp=2, pp=2, dp=3, order="pp-tp-cp-ep-dp"), [(0, 1)]),
 }
 
@@ -34,7 +38,11 @@ MESHES = {
 def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRules) -> Groups:
     """As ``open_groups`` makes them where the device speaks NCCL: links, and no group of pp."""
     groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
-    for axis, lines in (("world", [range(mesh.world_size)]), ("tp", mesh.groups("tp")), ("dp", mesh.groups("dp"))):
+    dense = {axis: mesh.groups(axis) for axis in dense_axes(mesh) if axis != "pp"}
+    for axis, lines in {"world": [list(range(mesh.world_size))], **dense}.items():
+        made = [rules.new_group(line) for line in lines if len(line) > 1]
+        setattr(groups, axis.replace("-", "_"), next(filter(None, made), None))
+    for axis, lines in expert_axes(mesh).items():
         made = [rules.new_group(line) for line in lines if len(line) > 1]
         setattr(groups, axis, next(filter(None, made), None))
     for stages in tied:

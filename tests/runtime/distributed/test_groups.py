@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
+from tests.tools.paths import ROOT
 
 
 def members(group) -> list[int]:
@@ -24,7 +29,8 @@ def open_mesh(sizes: dict, tied: list[tuple[int, ...]]) -> Groups:
 
 def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
     groups = open_mesh(sizes, tied)
-    found = {axis: members(getattr(groups, axis)) for axis in ("tp", "dp", "pp", "world")}
+    found = {axis: members(groups.over(axis)) for axis in ("tp", "cp", "dp", "dp-cp", "pp", "world")}
+    found["name"] = groups.faults.activity.name
     found["embedding"] = {stages: members(group) for stages, group in groups.embedding.items()}
     found["next"] = groups.rank_of_stage(groups.pp_rank + 1)
     groups.close()
@@ -44,6 +50,15 @@ def test_groups_of_tp2_pp2_dp2():
 
 
 @pytest.mark.slow
+def test_with_a_cp_gradients_have_a_group_of_their_own_over_dp_and_cp():
+    found = launch(groups_of_rank, 4, {"cp": 2, "dp": 2}, [], timeout_seconds=100)
+    assert [r["cp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [r["dp-cp"] for r in found] == [[0, 1, 2, 3]] * 4
+    assert [r["name"] for r in found][1] == "rank 1 (tp 0 · cp 1 · pp 0 · dp 0)"
+
+
+@pytest.mark.slow
 def test_an_embedding_group_holds_only_the_stages_of_its_parameter():
     found = launch(groups_of_rank, 4, {"pp": 4}, [(0, 3), (1, 2, 3)], timeout_seconds=100)
     assert [r["embedding"] for r in found] == [
@@ -52,6 +67,36 @@ def test_an_embedding_group_holds_only_the_stages_of_its_parameter():
         {(0, 3): [], (1, 2, 3): [1, 2, 3]},
         {(0, 3): [0, 3], (1, 2, 3): [1, 2, 3]},
     ]
+
+
+FOLDED = [
+    case
+    for case in json.loads((ROOT / "tests/oracles/rank_groups.json").read_text())["layouts"]
+    if case["rank_offset"] == 0 and case["world_size"] <= 16 and (case["ep"] > 1 or case["etp_effective"] != case["tp"])
+]
+
+
+@pytest.mark.parametrize("case", FOLDED, ids=lambda case: str(case["id"]))
+def test_groups_of_experts_equal_the_oracle(case):
+    """With nobody at their other ends: a group's members are known to each rank alone."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sizes = {name: case[name] for name in ("tp", "pp", "cp", "ep", "etp", "order")}
+    mesh = Mesh.from_world_size(case["world_size"], **sizes)
+    for rank in (0, mesh.world_size // 2 - 1, mesh.world_size - 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+        try:
+            groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="fake")
+            opening._make_axis_groups(groups, ("tp", "dp"))
+            opening._make_expert_groups(groups)
+            for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
+                (expected,) = [line for line in case["expert"][token] if rank in line]
+                assert members(getattr(groups, axis)) == (expected if len(expected) > 1 else [])
+            alike = {axis: case["expert"][axis] == case["dense"][axis] for axis in ("tp", "dp")}
+            assert (groups.etp is groups.tp) == (alike["tp"] or mesh.tp == mesh.etp == 1)
+            assert (groups.edp is groups.dp) == (alike["dp"] or mesh.dp == mesh.edp == 1)
+        finally:
+            dist.destroy_process_group()
 
 
 def test_one_rank_alone_has_no_group():

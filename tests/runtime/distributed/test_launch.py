@@ -60,7 +60,7 @@ def fail_in_a_collective() -> None:
 
 
 def test_the_first_cause_is_shown_not_the_peers_that_lost_it():
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.*\n)*ValueError: the first cause"):
+    with pytest.raises(RankError, match=r"^rank 1: ValueError: the first cause\n  at:  test_launch.py:"):
         launch(fail_in_a_collective, 2, timeout_seconds=60)
 
 
@@ -71,7 +71,7 @@ def die_on_rank_1() -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal():
-    with pytest.raises(RankError, match="rank 1 of 2 failed:\nended without a result, exit code -9"):
+    with pytest.raises(RankError, match=r"^rank 1: killed by SIGKILL$"):
         launch(die_on_rank_1, 2, timeout_seconds=60)
 
 
@@ -81,7 +81,7 @@ def test_ranks_that_take_too_long_are_ended():
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
-    with pytest.raises(RankError, match="rank 0 of 1 failed"):
+    with pytest.raises(RankError, match=r"^rank 0: .*pickle"):
         launch(make_a_lambda, 1, timeout_seconds=60)
 
 

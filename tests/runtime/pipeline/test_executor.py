@@ -141,7 +141,7 @@ def test_an_error_names_rank_stage_step_microbatch_and_action():
     with pytest.raises(StepError) as caught:
         executor(Head(), Broken()).run(step_of())
     assert str(caught.value).startswith(
-        "rank 0 {'tp': 0, 'cp': 0, 'dp': 0, 'pp': 0}, stage 1, step 7, microbatch 0, forward (F0.1): RuntimeError: "
+        "rank 0 (tp 0 · pp 0 · dp 0), stage 1, step 7, microbatch 0, forward (F0.1): RuntimeError: "
     )
 
 

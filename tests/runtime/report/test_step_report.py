@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
+from runtime.report.progress import format_row
+from runtime.report.step_report import PlanWarning, StepClock, StepReport, StepRow, warn_of
 
 SPEC = {
     "mesh": {"tp": 1},
@@ -74,3 +76,24 @@ def test_the_figures_of_a_step_are_read_when_asked_for_and_travel_read():
 
 def test_a_step_without_a_batch_tells_no_speed():
     assert StepReport(torch.zeros(3), 0.1).tokens_per_s == 0.0
+
+
+def test_the_tokens_of_each_expert_by_layer_and_how_uneven_they_are():
+    figures = torch.tensor([2.0, 0.0, 0.5, 4, 4, 4, 4, 6, 0, 1, 1, 0, 0], dtype=torch.float64)
+    report = StepReport(figures, 0.1, layers=[("blocks.0", 4), ("blocks.1", 4), ("blocks.1", 2)])
+    assert report.expert_tokens == {"blocks.0": [4] * 4, "blocks.1": [6, 0, 1, 1], "blocks.1 #2": [0, 0]}
+    assert report.imbalance == 3.0
+    assert pickle.loads(pickle.dumps(report)).expert_tokens == report.expert_tokens
+    assert (report.dropped_share, report.drops) == (0.0, False)
+    alone = StepReport(figures[:3], 0.1)
+    assert (alone.expert_tokens, alone.imbalance, alone.dropped_share) == ({}, 1.0, None)
+
+
+@pytest.mark.parametrize(("drops", "share"), [(True, 0.125), (None, None)])
+def test_the_share_of_choices_that_found_no_slot(drops, share):
+    figures = torch.tensor([2.0, 0.0, 0.5, 4, 4, 6, 2, 2, 0], dtype=torch.float64)
+    report = StepReport(figures, 0.1, layers=[("blocks.0", 2), ("blocks.1", 2)], dropping=1, drops=drops)
+    assert (report.dropped_share, report.stop_requested) == (share, False)
+    assert pickle.loads(pickle.dumps(report)).dropped_share == share
+    row = StepRow(1, 0.5, 2.0, 0.1, 9.0, imbalance=1.5, dropped=share)
+    assert format_row(row).endswith("experts 1.50×  dropped 12.5 %" if share else "experts 1.50×")

@@ -51,7 +51,9 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "at_least"), [({"tp": 2}, 10), ({"tp": 2, "pp": 2}, 10)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "at_least"), [({"tp": 2}, 10), ({"tp": 2, "pp": 2}, 10), ({"cp": 2}, 2), ({"cp": 2, "pp": 2}, 2)], ids=str
+)
 def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
     found = launch(run_each_mutant, 2 * mesh.get("pp", 1), mesh, timeout_seconds=250)[0]
     assert len(found) > at_least

@@ -12,6 +12,7 @@ from planner.errors import PlanError
 from planner.graph.roles import parameter_roles
 from planner.placement.types import I, Placement, R, Segment, V
 from planner.sharding.parameters import LocalParameter
+from planner.sharding.parts import Part
 from runtime.weights.gather import assemble
 from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights, ModelWeights
@@ -34,31 +35,32 @@ def cuts(draw):
 def test_assembled_shards_are_the_full_tensor(cut):
     tp, placement, shape = cut
     full = torch.randn(shape)
-    shards = [shard(full, placement, tp, rank) for rank in range(tp)]
+    parts = [Part(placement, tp, rank) for rank in range(tp)]
+    shards = [shard(full, part) for part in parts]
     assert {tuple(s.shape) for s in shards} == {placement.local_shape(shape, tp)}
-    assert torch.equal(assemble(shards, placement, shape), full)
+    assert torch.equal(assemble(parts, shards, shape), full)
 
 
 @pytest.mark.parametrize("placement", [I, R], ids=str)
 def test_a_whole_parameter_is_the_same_on_every_rank(placement):
     full = torch.randn(3, 2)
-    assert all(torch.equal(shard(full, placement, 4, rank), full) for rank in range(4))
-    assert torch.equal(assemble([full], placement, (3, 2)), full)
+    assert all(torch.equal(shard(full, Part(placement, 4, rank)), full) for rank in range(4))
+    assert torch.equal(assemble([Part(placement)], [full], (3, 2)), full)
 
 
 def test_a_fused_weight_is_cut_in_each_segment():
     full = torch.arange(12)
-    assert shard(full, V(0, 4, 4, 4), 2, 1).tolist() == [2, 3, 6, 7, 10, 11]
+    assert shard(full, Part(V(0, 4, 4, 4), 2, 1)).tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_padding_holds_zeros():
-    assert shard(torch.ones(3), V(0, 3, padding=5), 2, 0).tolist() == [1, 1, 1, 0]
-    assert shard(torch.ones(3), V(0, 3, padding=5), 2, 1).tolist() == [0, 0, 0, 0]
+    assert shard(torch.ones(3), Part(V(0, 3, padding=5), 2, 0)).tolist() == [1, 1, 1, 0]
+    assert shard(torch.ones(3), Part(V(0, 3, padding=5), 2, 1)).tolist() == [0, 0, 0, 0]
 
 
 def test_the_gathered_tensor_does_not_alias_the_shard():
     full = torch.ones(3)
-    assemble([full], I, (3,)).zero_()
+    assemble([Part(I)], [full], (3,)).zero_()
     assert full.tolist() == [1, 1, 1]
 
 
@@ -130,5 +132,6 @@ def test_a_fresh_shard_is_the_part_of_the_whole_fresh_tensor(cut, tp_rank):
         source = InitialWeights(nn.Linear(1, 1), {}, seed=1, std=1.0, residual_scale=True)
     rank = tp_rank % tp
     parameter = LocalParameter("weight", placement.local_shape(shape, tp), torch.float32, placement, shape)
-    expected = shard(source.parameter("weight", shape, torch.float32), placement, tp, rank)
-    assert torch.equal(fresh_shard(source, parameter, tp, rank), expected)
+    part = Part(placement, tp, rank)
+    expected = shard(source.parameter("weight", shape, torch.float32), part)
+    assert torch.equal(fresh_shard(source, parameter, part), expected)

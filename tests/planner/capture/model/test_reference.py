@@ -112,7 +112,7 @@ def test_weights_of_a_model_are_those_beside_its_config(config, tmp_path):
         ("torch.nn:Linear", "failed when called without arguments"),
         ("torch:pi", "is a float, not a callable"),
         ("builtins:list", "returned a list, not an nn.Module"),
-        ("hf:no_such_directory", "no file no_such_directory"),
+        ("hf:no_such_directory", "there is no config file no_such_directory"),
     ],
 )
 def test_bad_reference_gets_one_clear_error(reference, words):
@@ -123,7 +123,7 @@ def test_bad_reference_gets_one_clear_error(reference, words):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "the config is damaged or cut short"),
         ("[]", "names no model_type"),
         ({"model_type": "no_such_type"}, "no config that transformers"),
     ],
@@ -169,3 +169,38 @@ def build():
 """)
     first, again, other = (load_model(f"{path}:build", seed=seed).weight.item() for seed in (1, 1, 2))
     assert first == again != other
+
+
+CODE = "import pathlib\npathlib.Path({mark!r}).write_text('ran')\n"
+
+
+@pytest.mark.parametrize("kind", ["of_its_own", "llama"])
+def test_code_beside_a_config_is_not_run_and_not_asked_about(config, kind, monkeypatch, capfd):
+    """A type that transformers has is built by its own class; any other is refused."""
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("asked"))
+    monkeypatch.setattr("socket.socket.connect", lambda *place: pytest.fail("looked into the network"))
+    own = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "someone/elsewhere--code.Model"}
+    content = {**LLAMA, "architectures": ["LlamaForCausalLM"], "model_type": kind, "auto_map": own}
+    file = config(content)
+    mark = file.parent / "mark"
+    (file.parent / "code.py").write_text(CODE.format(mark=str(mark)))
+    if kind == "llama":
+        assert type(load_model(f"hf:{file.parent}")).__name__ == "LlamaForCausalLM"
+    else:
+        with pytest.raises(PlanError, match=r"lies beside the config .auto_map.; such code is not run"):
+            load_model(f"hf:{file.parent}")
+    assert not mark.exists()
+
+
+def test_a_config_whose_numbers_are_absurd_is_one_error(config):
+    from planner.capture.model import hugging_face
+
+    for changed in ({"hidden_size": 10**18}, {"vocab_size": "many"}, {"hidden_size": [1]}):
+        with pytest.raises(PlanError, match=r"cannot be built|no config that transformers"):
+            load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM'], **changed})}")
+    before, hugging_face._MOST_MODULES = hugging_face._MOST_MODULES, 100
+    try:
+        with pytest.raises(PlanError, match="more than 100 modules"):
+            load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM'], 'num_hidden_layers': 10**9})}")
+    finally:
+        hugging_face._MOST_MODULES = before

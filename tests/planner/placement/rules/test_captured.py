@@ -17,6 +17,4 @@ SEEN: set[Any] = set()  # what one family had, another need not show again
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
 def test_every_admitted_typing_of_every_op_is_right(name):
-    model, inputs = build(name), batch(name)
-    for tp in (2, 4):
-        assert not check_model(model, inputs, tp, SEEN)
+    assert not check_model(build(name), batch(name), 2, 4, seen=SEEN)

@@ -102,7 +102,7 @@ def test_where_and_masked_fill(data):
     elif form == 2:
         check_options(data, op_of(aten.where.ScalarOther, (mask, a, 0.0)))
     else:
-        check_options(data, op_of(aten.where.ScalarSelf, (mask, 1.0, b)))
+        check_options(data, op_of(aten.where.ScalarSelf, (mask, data.draw(st.sampled_from([0.0, 1.0])), b)))
 
 
 REDUCTIONS = [

@@ -1,6 +1,8 @@
 """The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
 
     tp   what a change of type costs (sharding.type_changes), and the scalars of a loss, softmax or norm over ranks
+    ep   rows on their way to experts and back (rows_of_experts); etp: the same, and changes of type among experts
+    cp   keys and values gathered along the sequence, and sums over it (planner.exchanges.sequence)
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
 ``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
@@ -9,16 +11,22 @@ reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil, prod
 
 import torch
 from torch import fx
 
 from planner.decisions import Decisions
+from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange
+from planner.exchanges.sequence import sequence_exchanges, sequence_rows
+from planner.experts.domain import in_domain, is_here, share_of_rows
+from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reduction import EXCHANGES, SOFTMAX
+from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange
@@ -26,35 +34,89 @@ from planner.sharding.type_changes import TypeChange
 aten = torch.ops.aten
 
 
-def collective_rows(decisions: Decisions, shards: Shards, places: Places) -> tuple[CollectivePlan, ...]:
+def collective_rows(
+    decisions: Decisions, shards: Shards, places: Places, recomputed: Sequence[Piece] = ()
+) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
-    losses, others = parallel_losses(decisions), _over_ranks(decisions)
+    losses, others, moved = parallel_losses(decisions), _over_ranks(decisions), exchanges_of(decisions)
+    of_sequence = sequence_exchanges(decisions)
     rows: list[CollectivePlan] = []
+    over_ranks = decisions.program.graph.graph.find_nodes(op="call_function", target=over_data)
     for stage in range(decisions.stages.num_stages):
         rows += _boundary_rows(decisions, shards, places, stage - 1, stage)
         for change in shards.changes[stage]:
-            rows += _change_rows(decisions, change, places)
+            if not is_here(decisions.program.node(change.value), decisions.mesh, 0):
+                continue  # ranks of other experts do the same with theirs
+            rows += change_rows(decisions, change, places)
         for loss in losses:
             if decisions.stages.runs_on(loss.name, stage):
                 rows += _loss_rows(loss, stage, places)
+        for node in moved:
+            if decisions.stages.runs_on(node.name, stage):
+                rows += exchange_rows(decisions, node, stage, places)
+        for node in of_sequence:
+            if decisions.stages.runs_on(node.name, stage):
+                rows += sequence_rows(decisions, node, stage, places)
+        for node in over_ranks:
+            if decisions.stages.runs_on(node.name, stage):
+                rows += _data_rows(decisions, node, stage, places)
         for node in others:
             if decisions.stages.runs_on(node.name, stage):
                 rows += _statistics_rows(decisions, node, stage, places)
+        for piece in recomputed:
+            if piece.stage == stage:
+                rows += _again_rows(decisions, piece, places)
         rows += _boundary_rows(decisions, shards, places, stage, stage)
     return tuple(rows)
 
 
-def _change_rows(decisions: Decisions, change: TypeChange, places: Places) -> Iterator[CollectivePlan]:
+def rows_of_call(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    """What the call of ``node`` itself exchanges on ``stage``, in both directions."""
+    form = decisions.placements.options[node.name].form if node.name in decisions.placements.options else None
+    if node.target is aten.cross_entropy_loss.default and form is Form.CLASSES:
+        yield from _loss_rows(node, stage, places)
+    elif is_exchange(node):
+        yield from exchange_rows(decisions, node, stage, places)
+    elif any(exchange.node == node.name for exchange in decisions.context.exchanges):
+        yield from sequence_rows(decisions, node, stage, places)
+    elif node.target is over_data:
+        yield from _data_rows(decisions, node, stage, places)
+    elif form is Form.OVER_RANKS:
+        yield from _statistics_rows(decisions, node, stage, places)
+
+
+def _again_rows(decisions: Decisions, piece: Piece, places: Places) -> Iterator[CollectivePlan]:
+    """What a rerun exchanges: as in the forward, in the backward."""
+    for call in piece.again:
+        rows: Iterator[CollectivePlan] = iter(())
+        if call.changed is not None:
+            rows = change_rows(decisions, call.changed, places)
+        elif decisions.placements.options[call.name].form is Form.OVER_RANKS:
+            rows = _statistics_rows(decisions, decisions.program.node(call.name), piece.stage, places)
+        yield from (replace(row, phase="backward", again=True) for row in rows if row.phase == "forward")
+
+
+def change_rows(decisions: Decisions, change: TypeChange, places: Places) -> Iterator[CollectivePlan]:
     node = decisions.program.node(change.value)
     reader = change.readers[0]
     at = decisions.program.node(reader) if reader not in ("send", "loss") else node
     place = at if change.how.name in ("f", "gather") else node
-    size = _bytes(tuple(node.meta["val"].shape), node)
-    for phase, kind in (("forward", change.how.forward), ("backward", change.how.backward)):
+    shape = in_domain(node, tuple(node.meta["val"].shape), decisions.mesh)
+    size = ceil(_bytes(shape, node) * share_of_rows(node, decisions.mesh))
+    for phase, kind in (("forward", change.how.forward), *(("backward", kind) for kind in change.backward)):
         if kind:
             yield CollectivePlan(
-                kind, "tp", phase, places.text(place), size, 1, "microbatch", change.stage, places.block(place)
+                kind, change.axis, phase, places.text(place), size, 1, "microbatch", change.stage, places.block(place)
             )
+
+
+def _data_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    """A part of the loss that is no sum over the batch, and its gradient, over the ranks of the other microbatches."""
+    size = _bytes(tuple(node.meta["val"].shape), node)
+    for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
+        yield CollectivePlan(
+            "all_reduce", decisions.mesh.data_axis, phase, places.text(node), size, 1, "microbatch", stage
+        )
 
 
 def parallel_losses(decisions: Decisions) -> list[fx.Node]:

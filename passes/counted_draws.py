@@ -1,0 +1,85 @@
+"""Draws that the plan has named become numbers of their elements: the same for every layout.
+
+    dropout(x, p)   →   counted_dropout(x, p, random, place)
+
+``place`` says which elements of the whole value this rank has: of tp its slices, of cp its chunks of each sequence.
+
+Needs:   ops of this rank's sizes (passes.localize).
+Leaves:  of what the plan has named, nothing that draws from a stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.base import LowerContext
+from passes.ops.counted import (
+    Place,
+    Ranges,
+    counted_bernoulli,
+    counted_dropout,
+    counted_normal,
+    counted_uniform,
+)
+from planner.context import zigzag
+from planner.draws.places import BERNOULLI, KINDS, UNIFORM, Draw
+from planner.graph.ops.aten import aten, named
+from planner.placement.types import Placement
+
+
+def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
+    """The call that takes the place of ``node``, of a stage; None where the plan has no names for its numbers."""
+    draw: Draw | None = node.meta.get("draw")
+    if draw is None:
+        return None
+    place = place_of(draw, node, context)
+    given = named(node)
+    graph = node.graph
+    if node.target is aten.dropout.default:
+        return graph.call_function(counted_dropout, (node.args[0], node.args[1], random, place))
+    kind = KINDS[node.target]
+    like: Any = given.get("self", given.get("input"))
+    if kind == BERNOULLI:
+        return graph.call_function(counted_bernoulli, (given.get("p", like), random, place, like))
+    value = node.meta["val"]
+    function = counted_uniform if kind == UNIFORM else counted_normal
+    return graph.call_function(function, (random, place, value.dtype, torch.device(context.device)))
+
+
+def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
+    """Which elements of the whole microbatch this rank has."""
+    ranges: list[Ranges] = [((0, size),) for size in draw.shape]
+    if draw.cut is not None:
+        cp = context.axes["cp"]
+        ranges[draw.cut.dim] = _chunks(draw.cut, cp.size, cp.rank)
+    placement: Placement = node.meta["placement"]
+    if placement.is_sharded:
+        axis = context.axis_of(node)
+        held = placement.slices(axis.size, axis.rank)
+        ranges[placement.dim] = _of(ranges[placement.dim], held)
+    return Place(draw.site, draw.shape, tuple(ranges), draw.batch, draw.by_sample)
+
+
+def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
+    """The chunks of each of the sequences that stand behind each other in a dim."""
+    found, start = [], 0
+    for segment in cut.segments:
+        found += [(start + a, start + b) for a, b in zigzag.rows(segment.size, cp, rank)]
+        start += segment.size
+    return tuple(found)
+
+
+def _of(whole: Ranges, parts: Ranges) -> Ranges:
+    """``parts``, in their order, of what stands behind each other in ``whole``."""
+    found = []
+    for a, b in parts:
+        start = 0
+        for first, end in whole:
+            low, high = max(a, start), min(b, start + end - first)
+            if low < high:
+                found.append((first + low - start, first + high - start))
+            start += end - first
+    return tuple(found)

@@ -1,0 +1,89 @@
+"""Rows really leave for experts: what stands for it in the captured graph becomes calls on the axes' handles.
+
+    meet(counts, n)            what ranks tell each other of their routing, once a layer        (passes.ops.meeting)
+    dispatch, give_back        all-to-all over ep, and over etp to all who hold a part
+    send_slots, return_slots   the same of parts of one size                             (passes.ops.slots)
+    over_data                  an all-reduce over dp, and of the gradient               (passes.ops.collectives)
+    ends_of, ids_of, part      of the experts of this rank
+
+Needs:   rows typed R before they are sent, P where they come back.
+Leaves:  no call of planner.experts.exchange but the counting of choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from passes.base import LowerContext, StageGraph
+from passes.insert_collectives import axis_node
+from passes.ops import meeting, slots
+from passes.ops.collectives import g_f
+from planner.experts import exchange
+from planner.experts.domain import domain_of
+from planner.graph.ops.over_data import over_data
+
+BECOMES: dict[Any, Callable[..., Any]] = {
+    exchange.meet: meeting.meet,
+    exchange.dispatch: meeting.dispatch,
+    exchange.give_back: meeting.give_back,
+    exchange.ends_of: meeting.ends_of,
+    exchange.ids_of: meeting.ids_of,
+    exchange.grouped_mm: meeting.grouped_mm,
+    exchange.part: meeting.part,
+    exchange.join: meeting.join,
+    exchange.send_slots: slots.send_slots,
+    exchange.return_slots: slots.return_slots,
+    exchange.slots_of: slots.slots_of,
+}
+
+
+def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
+    """In place: arguments stay but for the handles that a meeting needs."""
+    for node in stage.graph.find_nodes(op="call_function", target=over_data):
+        node.target, node.args = g_f, (node.args[0], axis_node(stage, context.data))
+    for node in list(stage.graph.nodes):
+        if node.op == "call_function" and node.target in BECOMES:
+            if node.target is exchange.meet:
+                _hand_axes(stage, context, node)
+                node.args = (*node.args, _load_node(stage, context), _layer_of(context, node))
+            if node.target in (exchange.part, exchange.slots_of):
+                node.update_arg(2, _number_here(context, node))
+            if node.target is exchange.send_slots:
+                node.args = (*node.args, *(None,)[len(node.args) - 3 :])
+                _hand_axes(stage, context, node)
+                node.args = (*node.args, _load_node(stage, context), _layer_of(context, node))
+            if node.target is exchange.return_slots:
+                _hand_axes(stage, context, node)
+                node.args = (*node.args, node.meta["val"].shape[node.args[2]])
+            node.target = BECOMES[node.target]
+
+
+def _number_here(context: LowerContext, node: fx.Node) -> int:
+    """The number of an expert among those of this rank."""
+    domain = domain_of(node)
+    assert domain is not None
+    return domain.number % (domain.num_experts // context.axes["ep"].size)
+
+
+def _hand_axes(stage: StageGraph, context: LowerContext, node: fx.Node) -> None:
+    handles = [axis_node(stage, axis) for axis in (context.tp, context.axes["ep"], context.axes["etp"])]
+    node.args = (*node.args, *handles)
+
+
+def _load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
+    """The node that hands over where rows are noted; made once."""
+    for node in stage.graph.find_nodes(op="get_attr", target="load"):
+        return node
+    stage.root.load = context.load  # pyright: ignore[reportArgumentType]
+    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
+        return stage.graph.create_node("get_attr", "load")
+
+
+def _layer_of(context: LowerContext, node: fx.Node) -> int:
+    """The number of the layer of experts that meets, or sends slots: by its choices, or its calls."""
+    origin, layers = context.decisions.program.node(node.meta["origin"]), context.decisions.experts.layers
+    chosen = tuple(n.name for n in origin.all_input_nodes[0].all_input_nodes)
+    return next(i for i, layer in enumerate(layers) if origin.name in layer.sent or layer.chosen == chosen)

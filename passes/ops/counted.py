@@ -1,0 +1,109 @@
+"""Random numbers that are named, not drawn: every layout, replay and rerun finds the same for the same element.
+
+    number = mix(mix(key(seed, site) + step · G₁ + sample · G₂) + element · G)        64 bits
+    mix(z) = z ⊕ z≫30, · M₁, ⊕ ≫27, · M₂, ⊕ ≫31                                      the finalizer of SplitMix64
+
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", variant 13 of the constants.) ``element``
+counts what one sequence has of the whole value, ``sample`` the sequences of the global batch. int64 wraps around, so
+the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import torch
+
+from passes.ops.dropout import scaled_dropout
+from passes.ops.random_state import RandomState
+
+Tensor = torch.Tensor
+Ranges = tuple[tuple[int, int], ...]
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+STEP, SAMPLE = _signed(0xD1B54A32D192ED03), _signed(0xABC98388FB8FAC03)
+FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+class Place(NamedTuple):
+    """Which elements a rank has of a value of ``shape`` (a whole microbatch): of each dim ``ranges``, in its order.
+
+    ``batch``: (dim, step, number) of the sequences; ``by_sample``: whether sequences have numbers of their own.
+    """
+
+    site: int
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    batch: tuple[int, int, int] | None
+    by_sample: bool
+
+
+def counted_dropout(x: Tensor, p: float, random: RandomState, place: Place) -> Tensor:
+    """x with each element zeroed with probability p and the rest scaled by 1/(1 − p); x itself in an evaluation."""
+    if not random.training:
+        return x
+    keep = _shifted(numbers(random, place, x.device), 11) >= int(p * (1 << 53))
+    return scaled_dropout(x, keep.expand(x.shape), p)
+
+
+def counted_bernoulli(p: float | Tensor, random: RandomState, place: Place, like: Tensor) -> Tensor:
+    """Ones with probability ``p``, in the dtype of ``like``."""
+    drawn = counted_uniform(random, place, torch.float64, like.device)
+    return (drawn < p).to(like.dtype)
+
+
+def counted_uniform(random: RandomState, place: Place, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In [0, 1): as many bits as the dtype holds."""
+    bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+    return (_shifted(numbers(random, place, device), 64 - bits).to(torch.float64) * 2.0**-bits).to(dtype)
+
+
+def counted_normal(random: RandomState, place: Place, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Box and Muller: √(−2 ln u) cos 2πv of two uniform numbers, computed in float64."""
+    first = numbers(random, place, device)
+    u, v = ((_shifted(z, 11).to(torch.float64) + 0.5) * 2.0**-53 for z in (first, mix(first + GOLDEN)))
+    return ((-2.0 * u.log()).sqrt() * (2.0 * math.pi * v).cos()).to(dtype)
+
+
+def numbers(random: RandomState, place: Place, device: torch.device) -> Tensor:
+    """64 bits for each element that a rank has of a value."""
+    step, microbatch = random.counter(device)
+    digest = hashlib.blake2b(f"{random.seed}/{place.site}".encode(), digest_size=8).digest()
+    key = step * STEP + int.from_bytes(digest, "little", signed=True)
+    sample, element = _names(place, microbatch, device)
+    return mix(mix(key + sample * SAMPLE) + element * GOLDEN)
+
+
+def mix(z: Tensor) -> Tensor:
+    """A one-to-one function of 64 bits of which every bit depends on every other."""
+    z = (z ^ _shifted(z, 30)) * FIRST
+    z = (z ^ _shifted(z, 27)) * SECOND
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _names(place: Place, microbatch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sample and element of each place, in shapes that together make that of the value."""
+    dim, step, number = place.batch or (-1, 1, 1)
+    sizes = [n // number if d == dim else n for d, n in enumerate(place.shape)]
+    sample = microbatch * number if place.by_sample else microbatch * 0
+    element = torch.zeros([1] * len(sizes), dtype=torch.int64, device=device)
+    for d, ranges in enumerate(place.ranges):
+        at = torch.cat([torch.arange(a, b, device=device) for a, b in ranges])
+        at = at.reshape([-1 if i == d else 1 for i in range(len(sizes))])
+        if d == dim:
+            sample = sample + at // step % number
+            at = at // (step * number) * step + at % step
+        element = element + at * math.prod(sizes[d + 1 :])
+    return sample, element

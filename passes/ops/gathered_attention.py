@@ -1,0 +1,169 @@
+"""Attention of one cp rank's tokens, by flash kernels or not, to keys of all ranks.
+
+Causal, in parts, each without a mask:
+
+    chunk c      keys before the chunk: all of them;  its own keys: causal, a square
+    merged       lse = log(e^lse₁ + e^lse₂),  y = y₁ e^(lse₁ − lse) + y₂ e^(lse₂ − lse)
+
+The backward of each part with the merged y and lse is its addend to the gradient (Dao 2023, FlashAttention-2; Liu et
+al. 2023, ring attention).
+
+``gathered_attention`` gets this rank's keys and values, gathers them, and gathers them again in the backward: no rank
+keeps those of the whole sequence. Without a kernel that tells log-sum-exps, the backward attends again, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from passes.ops.axis import AxisHandle, widened
+from passes.ops.context import gathered, scattered_sum
+from passes.ops.flash import Result, flash, flash_backward, takes
+from planner.context import zigzag
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    axis: AxisHandle,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """q [b, h, s/cp, d], k and v [b, g, t/cp, d] of this rank → [b, h, s/cp, d]; ``mask`` [.., s/cp, t], no gradient.
+
+    ``is_causal``: there is no mask, and s = t.
+    """
+    function = _InParts if takes(q, k, v, mask) else _Again
+    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa)
+
+
+def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: float | None) -> Tensor:
+    """Causal attention, by flash kernels, to keys and values that are gathered: k and v [b, g, s, d]."""
+    return _InParts.apply(q, k, v, None, axis, scale, True, False, False)
+
+
+def masked_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """The same by plain attention: a mask for each chunk, of its rows and the keys that they may see."""
+    found = []
+    for rows, (start, end) in zip(q.chunk(2, 2), zigzag.rows(k.shape[2], axis.size, axis.rank), strict=True):
+        keys = torch.arange(end, device=q.device)
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        operands = (rows, k.narrow(2, 0, end), v.narrow(2, 0, end), keys[start:].view(-1, 1) >= keys)
+        found.append(F.scaled_dot_product_attention(*operands, **options))
+    return torch.cat(found, 2)
+
+
+class _Part(NamedTuple):
+    """Rows ``rows`` of a rank's queries against ``keys`` of the whole sequence."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool = False
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        return x[:, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[:, :, self.keys]
+
+
+def _parts(size: int, axis: AxisHandle, is_causal: bool) -> Iterator[list[_Part]]:
+    """Of each of a rank's two chunks its parts; where it is not causal, one of all."""
+    if not is_causal:
+        yield [_Part(slice(None), slice(None))]
+        return
+    first = 0
+    for start, end in zigzag.rows(size, axis.size, axis.rank):
+        rows = slice(first, first + end - start)
+        own = _Part(rows, slice(start, end), True)
+        yield [_Part(rows, slice(0, start)), own] if start else [own]
+        first = rows.stop
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
+        ctx.axis = axis
+        ctx.scale, ctx.is_causal, ctx.gathers, _ = options
+        whole_k, whole_v = (gathered(t, 2, axis, "forward") if ctx.gathers else t for t in (k, v))
+        found = []
+        for parts in _parts(whole_k.shape[2], axis, ctx.is_causal):
+            operands = ((p.of_rows(q), p.of_keys(whole_k), p.of_keys(whole_v), mask, p.is_causal) for p in parts)
+            found.append(_merged([flash(*given, ctx.scale) for given in operands]))
+        out, lse = _joined(found)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if ctx.gathers:
+            k, v = (gathered(t, 2, ctx.axis, "backward") for t in (k, v))
+        of_q, of_k, of_v = torch.zeros_like(widened(q)), torch.zeros_like(widened(k)), torch.zeros_like(widened(v))
+        for part in (part for parts in _parts(k.shape[2], ctx.axis, ctx.is_causal) for part in parts):
+            rows, keys = part.of_rows, part.of_keys
+            given = (rows(grads[0]), rows(q), rows(out), rows(lse), keys(k), keys(v), mask)
+            addends = flash_backward(*given, part.is_causal, ctx.scale)
+            for total, addend in zip((rows(of_q), keys(of_k), keys(of_v)), addends, strict=True):
+                total += addend
+        of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+        if ctx.gathers:
+            of_k, of_v = (scattered_sum(t, 2, ctx.axis, "backward") for t in (of_k, of_v))
+        return of_q, of_k, of_v, None, None, None, None, None, None
+
+
+class _Again(torch.autograd.Function):
+    """Attention whose backward gathers and attends a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
+        ctx.axis, ctx.options = axis, options
+        ctx.save_for_backward(q, k, v, mask)
+        return _plain(q, gathered(k, 2, axis, "forward"), gathered(v, 2, axis, "forward"), mask, axis, *options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, mask = ctx.saved_tensors
+        leaves = [q.detach(), *(gathered(t, 2, ctx.axis, "backward") for t in (k, v))]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        with torch.enable_grad():
+            out = _plain(leaves[0], leaves[1], leaves[2], mask, ctx.axis, *ctx.options)
+        of_q, *others = torch.autograd.grad(out, leaves, grads[0])
+        of_k, of_v = (scattered_sum(t, 2, ctx.axis, "backward") for t in others)
+        return of_q, of_k, of_v, None, None, None, None, None, None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Tensor:
+    scale, is_causal, _, gqa = options
+    if is_causal:
+        return masked_causal_attention(q, k, v, axis, 0.0, scale, gqa)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+
+
+def _joined(chunks: list[Result]) -> Result:
+    """The rows of all chunks, in memory [b, s, h, d]: whoever brings the heads of a token together copies nothing."""
+    if len(chunks) == 1:
+        return chunks[0]
+    rows = torch.cat([chunk.out.transpose(1, 2) for chunk in chunks], 1)
+    return Result(rows.transpose(1, 2), torch.cat([chunk.lse for chunk in chunks], 2))
+
+
+def _merged(parts: list[Result]) -> Result:
+    """Attention to all keys, from that to each part of them; sums in no less than float32."""
+    (out, lse), *rest = parts
+    dtype = out.dtype
+    for other, other_lse in rest:
+        total = torch.logaddexp(lse, other_lse)
+        out = out * (lse - total).exp().unsqueeze(-1) + other * (other_lse - total).exp().unsqueeze(-1)
+        lse = total
+    return Result(out.to(dtype), lse)

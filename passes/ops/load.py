@@ -1,0 +1,47 @@
+"""How many tokens chose each expert in a step, and how many of them were dropped: noted where ranks meet or slots are
+sent, summed with the figures of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class ExpertLoad:
+    """Owns ``figures`` of one rank's microbatches, on its device: how many tokens chose each expert of each layer
+    (``sizes``: experts of each), then how many were dropped, of each layer that has a limit (``limits``: slots of each
+    expert; 0: none are dropped, or it is not known how many).
+
+    Nothing counts but what is noted in a step: ``begin`` to ``end``. A CUDA graph notes in the memory that was there at
+    its capture, so that stays.
+    """
+
+    def __init__(self, sizes: Sequence[int], limits: Sequence[int] = ()) -> None:
+        self.sizes, self.limits = tuple(sizes), tuple(limits)
+        self.figures: Tensor | None = None
+        self._counts: Tensor | None = None  # 1 in a step, else 0
+
+    def begin(self, device: torch.device) -> None:
+        if self.figures is None:
+            size = sum(self.sizes) + sum(limit > 0 for limit in self.limits)
+            self.figures = torch.zeros(size, dtype=torch.float64, device=device)
+            self._counts = torch.ones((), dtype=torch.float64, device=device)
+        self.figures.zero_()
+        self._counts.fill_(1)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def end(self) -> None:
+        if self._counts is not None:
+            self._counts.zero_()
+
+    def note(self, layer: int, counts: Tensor) -> None:
+        """``counts`` [.., experts]: of the rows that a layer routes in one microbatch, of each group that has slots."""
+        if self.figures is None or self._counts is None:
+            return
+        start, limit = sum(self.sizes[:layer]), self.limits[layer] if self.limits else 0
+        self.figures[start : start + self.sizes[layer]] += counts.view(-1, self.sizes[layer]).sum(0) * self._counts
+        if limit:
+            place = sum(self.sizes) + sum(n > 0 for n in self.limits[:layer])
+            self.figures[place] += (counts - limit).clamp(min=0).sum() * self._counts

@@ -1,0 +1,293 @@
+"""Values of a block that are let go after its forward, and computed again where its backward reads the first of them.
+
+    begin_block(c); …; watch_inside(c, k, [x]); y = op(x); unwatch_inside(c); …; end_block(c, [dropped], [sources])
+
+What autograd saves in between is handed to it in a holder. At the end a holder whose memory is that of a dropped value
+lets it go and remembers where it lay; so does one of what op ``k`` saved of its own insides. The rerun is a graph: from
+sources (inputs, weights, what is kept) to the dropped values, with the random streams of that microbatch; of an
+op with insides it takes what the same op saves again. Autograd's own graph is untouched: gradients are the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
+
+
+class BlockCall:
+    """One block of a stage: ``module(rerun, *sources)`` gives the dropped values again, and tells ``rerun`` of insides.
+
+    ``axes``: of the exchanges in it, which count as the backward's.
+    """
+
+    def __init__(self, name: str, module: fx.GraphModule, random: RandomState, axes: Sequence[AxisHandle]) -> None:
+        self.name, self.module, self.random, self.axes = name, module, random, tuple(axes)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _Open(threading.local):
+    """The forwards of blocks that run on this thread; one may begin before another has ended."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+        self.hooks: saved_tensors_hooks | None = None
+
+    def begin(self, forward: _Forward) -> None:
+        if self.hooks is None:
+            self.hooks = saved_tensors_hooks(_pack, _unpack)
+            self.hooks.__enter__()
+        self.forwards.append(forward)
+
+    def end(self, forward: _Forward) -> None:
+        self.forwards.remove(forward)
+        if not self.forwards:
+            self.clear()
+
+    def clear(self) -> None:
+        hooks, self.hooks = self.hooks, None
+        self.forwards.clear()
+        if hooks is not None:
+            hooks.__exit__()
+
+    def of(self, call: BlockCall) -> _Forward | None:
+        return next((f for f in reversed(self.forwards) if f.call is call), None)
+
+
+_OPEN = _Open()
+
+
+def abandon() -> None:
+    """A forward has failed: what is saved from now on is saved as ever."""
+    _OPEN.clear()
+
+
+# ---- the forward
+
+
+def begin_block(call: BlockCall) -> None:
+    """What autograd saves from here on may be of the block; nothing without gradients."""
+    if torch.is_grad_enabled():
+        _OPEN.begin(_Forward(call))
+
+
+def watch_inside(call: BlockCall, number: int, inputs: Sequence[Any]) -> None:
+    """What is saved from here on and is no value of the graph is inside op ``number``, called with ``inputs``."""
+    forward = _OPEN.of(call)
+    if forward is not None:
+        forward.watch(number, inputs)
+
+
+def unwatch_inside(call: BlockCall) -> None:
+    forward = _OPEN.of(call)
+    if forward is not None:
+        forward.inside = None
+
+
+def end_block(call: BlockCall, dropped: Sequence[Tensor], sources: Sequence[Any]) -> None:
+    """Let go of ``dropped``; what the rerun needs for it is ``sources``, tensors and handles."""
+    forward = _OPEN.of(call)
+    if forward is not None:
+        _OPEN.end(forward)
+        forward.close(dropped, sources)
+
+
+class _Holder:
+    """What autograd holds in the place of a tensor. ``tensor``: None while it is let go.
+
+    ``inside``: of the ops whose insides are watched, in each open block: (number, how many it had saved before).
+    """
+
+    __slots__ = ("__weakref__", "forward", "inside", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.inside: list[tuple[_Forward, int, int]] = []
+        self.forward: _Forward | None = None
+
+
+def _pack(tensor: Tensor) -> _Holder:
+    holder = _Holder(tensor.detach())
+    for forward in _OPEN.forwards:
+        forward.saved(holder)
+    return holder
+
+
+def _unpack(holder: _Holder) -> Tensor:
+    if holder.tensor is None:
+        assert holder.forward is not None
+        holder.forward.run_again()
+        assert holder.tensor is not None, "a value that was let go was not computed again"
+    return holder.tensor
+
+
+class _Forward:
+    """One forward of a block. Owns: until its rerun, the sources; where each tensor lay that was let go."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self.call = call
+        self.step, self.microbatch = call.random.step, call.random.microbatch
+        self.inside: int | None = None
+        self.flags: dict[int, tuple[bool, ...]] = {}
+        self.likes: dict[int, tuple[Any, ...]] = {}
+        self._counts: dict[int, int] = {}
+        self._holders: list[_Holder] = []
+        self._sources: list[Any] = []
+        self._layouts: list[tuple[Any, ...]] = []
+        self._values: list[tuple[weakref.ref[_Holder], int, tuple[Any, ...]]] = []
+        self._insides: list[tuple[weakref.ref[_Holder], int, int]] = []
+
+    def watch(self, number: int, inputs: Sequence[Any]) -> None:
+        self.inside = number
+        self.flags[number] = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        self.likes[number] = tuple(_like(x) if isinstance(x, Tensor) else None for x in inputs)
+
+    def saved(self, holder: _Holder) -> None:
+        self._holders.append(holder)
+        if self.inside is not None:
+            count = self._counts.get(self.inside, 0)
+            holder.inside.append((self, self.inside, count))
+            self._counts[self.inside] = count + 1
+
+    def close(self, dropped: Sequence[Tensor], sources: Sequence[Any]) -> None:
+        self._sources = [s.detach() if isinstance(s, Tensor) else s for s in sources]
+        kept = {_storage_of(s) for s in self._sources if isinstance(s, Tensor)}
+        owners: dict[int, int] = {}
+        for index, value in enumerate(dropped):
+            if _storage_of(value) not in kept:
+                owners.setdefault(_storage_of(value), index)
+        self._layouts = [(value.shape, value.stride(), value.dtype) for value in dropped]
+        for holder in self._holders:
+            self._let_go(holder, dropped, owners, kept)
+        if not self._values and not self._insides:
+            self._sources = []
+        self._holders = []
+
+    def _let_go(self, holder: _Holder, dropped: Sequence[Tensor], owners: dict[int, int], kept: set[int]) -> None:
+        tensor = holder.tensor
+        inside = [(number, count) for forward, number, count in holder.inside if forward is self]
+        holder.inside = [entry for entry in holder.inside if entry[0] is not self]
+        if tensor is None or tensor.is_conj() or tensor.is_neg() or (storage := _storage_of(tensor)) in kept:
+            return
+        owner = owners.get(storage)
+        if owner is not None and dropped[owner].dtype == tensor.dtype:
+            offset = tensor.storage_offset() - dropped[owner].storage_offset()
+            self._values.append((weakref.ref(holder), owner, (tensor.shape, tensor.stride(), offset)))
+        elif owner is None and inside and not _is_held(tensor):
+            self._insides.append((weakref.ref(holder), *inside[0]))
+        else:
+            return
+        holder.tensor, holder.forward = None, self
+
+    # ---- the backward
+
+    def run_again(self) -> None:
+        """Give every holder its tensor again."""
+        rerun, sources = Rerun(self.flags, self.likes), self._sources
+        self._sources = []
+        with torch.no_grad(), self.call.random.again(self.step, self.microbatch), _as_backward(self.call.axes):
+            try:
+                values = self.call.module(rerun, *sources)
+            finally:
+                rerun.leave()
+        for value, (shape, stride, dtype) in zip(values, self._layouts, strict=True):
+            assert (value.shape, value.stride(), value.dtype) == (shape, stride, dtype), f"{self.call}: another layout"
+        for reference, owner, (shape, stride, offset) in self._values:
+            holder, base = reference(), values[owner]
+            if holder is not None:
+                holder.tensor = base.as_strided(shape, stride, base.storage_offset() + offset)
+        for reference, number, count in self._insides:
+            holder = reference()
+            if holder is not None:
+                holder.tensor = rerun.insides[number][count]
+        self._values, self._insides = [], []
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    return {"size": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether a number was wrapped in a tensor: nothing is to be gained."""
+    return tensor.dim() == 0
+
+
+@contextmanager
+def _as_backward(axes: Sequence[AxisHandle]) -> Iterator[None]:
+    before = [axis.phase for axis in axes]
+    for axis in axes:
+        axis.phase = "backward"
+    try:
+        yield
+    finally:
+        for axis, phase in zip(axes, before, strict=True):
+            axis.phase = phase
+
+
+# ---- inside the rerun
+
+
+class Rerun:
+    """A rerun that goes on. Owns: what ops save while they are watched, by their number.
+
+    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: how they lay in memory.
+    """
+
+    def __init__(self, flags: dict[int, tuple[bool, ...]], likes: dict[int, tuple[Any, ...]]) -> None:
+        self.flags, self.likes = flags, likes
+        self.insides: dict[int, list[Tensor]] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def enter(self, number: int) -> None:
+        found = self.insides.setdefault(number, [])
+        self._hooks = saved_tensors_hooks(lambda tensor: found.append(tensor.detach()), _never)
+        self._hooks.__enter__()
+        torch._C._set_grad_enabled(True)
+
+    def leave(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            torch._C._set_grad_enabled(False)
+            hooks.__exit__()
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("nothing runs back through a rerun")
+
+
+def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of op ``number`` as its forward had them: what it saves is noted until ``leave_inside``."""
+    flags = rerun.flags.get(number, (False,) * len(inputs))
+    leaves = [x.detach().requires_grad_(f) if isinstance(x, Tensor) else x for x, f in zip(inputs, flags, strict=True)]
+    rerun.enter(number)
+    return leaves
+
+
+def blank_inputs(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
+    """The same for an op whose insides do not depend on the values that it reads: tensors (None here) hold anything."""
+    leaves = []
+    for given, flag, like in zip(inputs, rerun.flags[number], rerun.likes[number], strict=True):
+        leaves.append(given if like is None else torch.empty_strided(**like).requires_grad_(flag))
+    rerun.enter(number)
+    return leaves
+
+
+def leave_inside(rerun: Rerun, value: Any) -> Any:
+    """The op's result, without a graph of its own."""
+    rerun.leave()
+    return tuple(v.detach() for v in value) if isinstance(value, (tuple, list)) else value.detach()

@@ -1,0 +1,108 @@
+"""Slots on their way to experts and back: as many from every rank, whatever the routing, so the host waits for nothing.
+
+    all slots [E, C, h] → this tp rank's share [E, c, h] → ep: all-to-all [E / ep, ep · c, h] → etp: all-gather
+
+and back: reduce-scatter, all-to-all, the share at its place. c = ceil(C / tp): where tp does not divide C, the last
+slot is sent again to fill up, and what becomes of it is left away, so its gradient is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.ops.axis import AxisHandle
+from passes.ops.collectives import gather, scatter
+from passes.ops.load import ExpertLoad
+from planner.placement.types import V
+
+
+def send_slots(
+    x: Tensor,
+    experts: int,
+    slots: int,
+    counts: Tensor | None,
+    tp: AxisHandle,
+    ep: AxisHandle,
+    etp: AxisHandle,
+    load: ExpertLoad,
+    layer: int,
+) -> Tensor:
+    """``experts``, ``slots``: dims of x, whole on all ranks of tp → the slots of all ranks for this rank's experts.
+
+    ``counts`` [groups, E], told once a ``layer``: how many tokens of each group that has slots chose each expert.
+    """
+    if counts is not None and not counts.is_meta:
+        load.note(layer, counts)
+    came = _trade(share_of(x, slots, tp), ep, experts, slots)
+    return gather(came, etp, V(slots, came.shape[slots] * etp.size)) if etp.size > 1 else came
+
+
+def return_slots(
+    x: Tensor, experts: int, slots: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, size: int
+) -> Tensor:
+    """What became of them; of ``size`` slots those that this rank sent, zeros at the others' places."""
+    own = scatter(x, etp, V(slots, x.shape[slots])) if etp.size > 1 else x
+    return placed(_trade(own, ep, slots, experts), slots, tp, size)
+
+
+def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
+    """Those of one expert of this rank."""
+    return x.narrow(experts, number, 1) if keepdim else x.select(experts, number)
+
+
+def share_of(x: Tensor, dim: int, tp: AxisHandle) -> Tensor:
+    """What this tp rank sends of slots that all of them have."""
+    size = x.shape[dim]
+    each = -(-size // tp.size)
+    start = min(tp.rank * each, size)
+    own = x.narrow(dim, start, min(each, size - start))
+    missing = each - own.shape[dim]
+    if not missing:
+        return own
+    return torch.cat([own, x.narrow(dim, size - 1, 1).expand(*_with(x.shape, dim, missing))], dim)
+
+
+def placed(own: Tensor, dim: int, tp: AxisHandle, size: int) -> Tensor:
+    """Its share among ``size`` slots, zeros elsewhere."""
+    if tp.size == 1:
+        return own
+    each = own.shape[dim]
+    start = min(tp.rank * each, size)
+    stop = min(start + each, size)
+    before, after = (own.new_zeros(_with(own.shape, dim, n)) for n in (start, size - stop))
+    return torch.cat([before, own.narrow(dim, 0, stop - start), after], dim)
+
+
+def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
+    return [size if d == dim else n for d, n in enumerate(shape)]
+
+
+def _trade(x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
+    """Each rank sends every rank its part of one dim; what comes lies behind each other in another."""
+    return _Trade.apply(x, axis, split, joined) if axis.size > 1 else x
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
+        ctx.given = axis, joined, split
+        return _exchanged(x, axis, split, joined, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        axis, split, joined = ctx.given
+        return _exchanged(grads[0], axis, split, joined, "backward"), None, None, None
+
+
+def _exchanged(x: Tensor, axis: AxisHandle, split: int, joined: int, phase: str) -> Tensor:
+    axis.counts["all_to_all", phase] += 1
+    axis.bytes["all_to_all", phase] += x.numel() * x.element_size()
+    sent = torch.stack(x.chunk(axis.size, split))
+    received = torch.empty_like(sent)
+    if not x.is_meta:
+        dist.all_to_all_single(received, sent, group=axis.group)
+    return torch.cat(received.unbind(0), joined)

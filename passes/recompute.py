@@ -1,0 +1,205 @@
+"""The blocks that the plan lets go of: where each begins and ends, and the graph that computes its values again.
+
+    begin_block(c)
+    n = layer_norm(x); y = linear(n, W); z = gelu(y)            rerun of c, from x and y:
+    end_block(c, [n, z], [x, y])                                n = layer_norm(x); z = gelu(y)
+
+Ops stay where they are. The rerun has what the dropped values need, up to what the plan keeps, and no more.
+
+Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives with ``meta["change"]``; regions cut.
+Leaves:  one call for each piece of the stage that lets something go, and its rerun.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from passes.base import LowerContext, StageGraph
+from passes.ops.collectives import g
+from passes.ops.dropout import stream_dropout
+from passes.ops.recompute import (
+    BlockCall,
+    begin_block,
+    blank_inputs,
+    end_block,
+    enter_inside,
+    leave_inside,
+    unwatch_inside,
+    watch_inside,
+)
+from passes.ops.region import RegionCall, run_region
+from planner.recompute.pieces import Homes, Piece
+
+OF_SHAPE_ALONE = {stream_dropout}  # whose insides do not depend on the values that they read
+
+
+def recompute(stage: StageGraph, context: LowerContext) -> None:
+    """Every piece of the stage, in the graph that holds it."""
+    mine = [piece for piece in context.recomputed if piece.stage == stage.index]
+    if not mine:
+        return
+    homes = Homes(stage.index, mine, context.regions)
+    regions = {call.index: call for call in _regions(stage)}
+    for piece in mine:
+        if piece.region is None:
+            _let_go(_Part(stage.graph, stage.root, piece, homes), context)
+        elif piece.region in regions:
+            module = regions[piece.region].module
+            _let_go(_Part(module.graph, module, piece, homes), context)
+            module.recompile()
+
+
+def block_calls(stage: StageGraph) -> list[BlockCall]:
+    """The calls of all pieces, also of those in captured regions."""
+    graphs = [(stage.graph, stage.root), *((call.module.graph, call.module) for call in _regions(stage))]
+    marks = ((graph.find_nodes(op="call_function", target=end_block), root) for graph, root in graphs)
+    return [getattr(root, node.args[0].target) for nodes, root in marks for node in nodes]
+
+
+def _regions(stage: StageGraph) -> list[RegionCall]:
+    calls = stage.graph.find_nodes(op="call_function", target=run_region)
+    return [getattr(stage.root, node.args[0].target) for node in calls]
+
+
+@dataclass
+class _Part:
+    """A graph, and the piece of it that is computed again."""
+
+    graph: fx.Graph
+    root: nn.Module
+    piece: Piece
+    homes: Homes
+
+    def members(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if self._is_member(node)]
+
+    def _is_member(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or "origin" not in node.meta or _comes_of_a_region(node):
+            return False
+        change = node.meta.get("change")
+        home = self.homes.of_call(node.meta["origin"]) if change is None else self.homes.of_change(change)
+        return home is self.piece
+
+    def has(self, keys: frozenset[Any], node: fx.Node) -> bool:
+        """Whether a node is one of the captured values with their types."""
+        change = node.meta.get("change")
+        return (node.meta["origin"] if change is None else change.value, node.meta["placement"]) in keys
+
+
+def _comes_of_a_region(node: fx.Node) -> bool:
+    return node.target is run_region or (
+        node.target is operator.getitem and node.all_input_nodes[0].target is run_region
+    )
+
+
+def _let_go(part: _Part, context: LowerContext) -> None:
+    members, piece = part.members(), part.piece
+    summed = {n.all_input_nodes[0] for n in members if n.target is g and n.args[2:] == (True,)}
+    tensors = [n for n in members if _is_tensor(n) and n not in summed]
+    firsts = (next((n for n in tensors if part.has(keys, n)), None) for keys in piece.needed)
+    dropped = sorted(n for n in firsts if n is not None)
+    insides = [n for n in members if _is_tensor(n) and n.meta["origin"] in piece.insides and "change" not in n.meta]
+    kept = {n for n in tensors if part.has(piece.kept, n)}
+    rerun = _Rerun(members, dropped, insides, kept)
+    if not dropped and not insides:
+        return
+    axes = [context.tp, context.data, *context.axes.values()]
+    name = f"recompute_{piece.index}"
+    setattr(part.root, name, BlockCall(name, rerun.module(), context.random, axes))
+    _mark(part.graph, name, members, insides, dropped, rerun.sources)
+
+
+def _mark(
+    graph: fx.Graph,
+    name: str,
+    members: Sequence[fx.Node],
+    insides: Sequence[fx.Node],
+    dropped: Sequence[fx.Node],
+    sources: Sequence[fx.Node],
+) -> None:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        handle = graph.create_node("get_attr", name)
+    with graph.inserting_before(members[0]):
+        graph.call_function(begin_block, (handle,))
+    for number, node in enumerate(insides):
+        inputs: Any = list(node.all_input_nodes)
+        with graph.inserting_before(node):
+            graph.call_function(watch_inside, (handle, number, inputs))
+        with graph.inserting_after(node):
+            graph.call_function(unwatch_inside, (handle,))
+    last: Any = members[-1].next if members[-1] in insides else members[-1]
+    with graph.inserting_after(last):
+        graph.call_function(end_block, (handle, list(dropped), list(sources)))
+
+
+class _Rerun:
+    """The graph that gives ``dropped`` again and runs ``insides`` again, of copies of the members that they need.
+
+    ``sources``: what it begins with, in the order of its arguments.
+    """
+
+    def __init__(
+        self, members: Sequence[fx.Node], dropped: Sequence[fx.Node], insides: Sequence[fx.Node], kept: set[fx.Node]
+    ) -> None:
+        self.dropped, self.number = dropped, {node: number for number, node in enumerate(insides)}
+        inner = set(members) - kept
+        needed = _needed([*dropped, *(n for n in insides if n.target not in OF_SHAPE_ALONE)], inner)
+        self.blank = {n for n in insides if n not in needed}
+        self.nodes = [n for n in members if n in needed or n in self.blank]
+        made = set(needed)
+        read = dict.fromkeys(
+            v
+            for n in self.nodes
+            for v in n.all_input_nodes
+            if v not in made and (n not in self.blank or not _is_tensor(v))
+        )
+        self.sources = list(read)
+
+    def module(self) -> fx.GraphModule:
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        rerun = graph.placeholder("rerun")
+        for node in self.sources:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+        for node in self.nodes:
+            if node not in self.number:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+                continue
+            copy = self._inside(graph, rerun, node, env)
+            if node not in self.blank:
+                env[node] = copy
+        graph.output(tuple(env[node] for node in self.dropped))
+        return fx.GraphModule(nn.Module(), graph)
+
+    def _inside(self, graph: fx.Graph, rerun: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The op between two calls that watch it, reading what the first of them gives."""
+        number, inputs = self.number[node], list(node.all_input_nodes)
+        if node in self.blank:
+            given = [None if _is_tensor(v) else env[v] for v in inputs]
+            leaves = graph.call_function(blank_inputs, (rerun, number, given))
+        else:
+            leaves = graph.call_function(enter_inside, (rerun, number, [env[v] for v in inputs]))
+        read = {v: graph.call_function(operator.getitem, (leaves, i)) for i, v in enumerate(inputs)}
+        copy = graph.node_copy(node, lambda n: read[n])
+        result = graph.call_function(leave_inside, (rerun, copy))
+        result.meta = dict(node.meta)
+        return result
+
+
+def _needed(targets: Sequence[fx.Node], inner: set[fx.Node]) -> set[fx.Node]:
+    found, waiting = set[fx.Node](), list(targets)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [v for v in node.all_input_nodes if v in inner]
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)

@@ -1,0 +1,131 @@
+"""The model that a config.json of Hugging Face describes, built by transformers' own classes and nothing else.
+
+Code that lies beside the config (``auto_map``) or in a repository is never run, nothing is asked, and nothing is looked
+up in the network: all that counts is in the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from planner.capture.model.meta_init import meta_parameters
+from planner.errors import PlanError, Where, first_line
+from planner.files.json_text import read_json
+from planner.files.text import is_directory
+
+_MOST_MODULES = 500_000  # a config with a digit too many would be built for hours
+_LOCAL = {"trust_remote_code": False, "local_files_only": True}
+
+
+def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
+    """The model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
+
+    Raises PlanError for a config that is none, asks for code of its own, or whose model cannot be built.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise PlanError(
+            "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
+        ) from None
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
+    config = _read_config(path)
+    if materialize and is_directory(path) and list(path.glob("*.safetensors")):
+        build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(  # noqa: E731
+            path, use_safetensors=True, **_LOCAL
+        )
+    else:
+        build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
+    try:
+        with _offline(), _counted_modules():
+            if materialize:
+                return build()
+            with meta_parameters():
+                return build()
+    except Exception as error:
+        raise PlanError(
+            f"{path}: the model of this config cannot be built: {first_line(error)}", where=Where(file=str(path))
+        ) from error
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    file = path / "config.json" if is_directory(path) else path
+    where = Where(file=str(file))
+    content = read_json(file, "config", fix="name a directory with config.json, or a config.json")
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise PlanError(f"{file} names no model_type", where=where, fix="give the config.json of a transformers model")
+    _refuse_code(content, where)
+    try:
+        with _offline():
+            config = AutoConfig.from_pretrained(str(file), **_LOCAL)
+    except Exception as error:
+        raise PlanError(f"{file} is no config that transformers knows: {first_line(error)}", where=where) from error
+    if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
+        raise PlanError(
+            f"the config asks for kernels of a repository ({kernels}), whose code is not run",
+            where=where,
+            fix="remove the attention implementation from the config",
+        )
+    return config
+
+
+def _refuse_code(content: dict[str, Any], where: Where) -> None:
+    """A config whose model exists only as code beside it. Where transformers has the model, its own code is taken."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = content["model_type"]
+    if "auto_map" in content and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+        raise PlanError(
+            f"the model_type {str(kind)[:100]!r} is code that lies beside the config (auto_map); such code is not run",
+            where=where,
+            fix="look at that code, and give its class yourself: path/file.py:callable",
+        )
+
+
+def _model_class(transformers: ModuleType, config: Any) -> Any:
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return found
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Whatever transformers looks for, it does not look for it in the network."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _counted_modules() -> Iterator[None]:
+    """Raises PlanError once more modules were made than any model has."""
+    count = 0
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise PlanError(f"more than {_MOST_MODULES} modules: a number in the config is too large")
+
+    handle: Any = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()

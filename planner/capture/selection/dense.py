@@ -1,0 +1,363 @@
+"""Rows that data selects become all rows, and a mask that lets the selected through: then every shape is known.
+
+    token, choice = torch.where(chosen == e)
+    out.index_add_(0, token, expert(x[token]) * probs[token, choice, None])
+→
+    p = where(chosen == e, probs, 0).sum(-1)
+    out += where((chosen == e).any(-1), expert(x) * p, 0)
+
+The same, if what happens between reading rows and writing them back acts on each row alone (row_ops), so that rows
+which are not selected change no other; and if no such row spoils a gradient (finite). All else is refused by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from planner.capture.selection.finite import endangered
+from planner.capture.selection.places import WRITES, Slots, Writer, added, adds_to, only_selected, read, replaced
+from planner.capture.selection.refusal import name_of, refused
+from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
+from planner.capture.selection.space import Keys, Space, at_most_one, root_of
+from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
+from planner.errors import Where
+from planner.graph.ops.aten import aten, named, packet_of, shape_of
+from planner.graph.source_lines import where_of
+
+CHECKS = {
+    aten._assert_scalar,
+    aten._assert_async,
+    aten._assert_tensor_metadata,
+    aten.sym_constrain_range,
+    aten.sym_constrain_range_for_size,
+}
+SELECTIONS = {aten.nonzero, aten.nonzero_numpy, aten.argwhere}
+SIZED = {aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unflatten, aten.zeros, aten.ones, aten.full,
+         aten.empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}  # fmt: skip
+LAID_OUT = {aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.flatten, aten.expand, aten.expand_as, aten.t,
+            aten.transpose, aten.permute, aten.contiguous, aten.clone, aten.detach, aten.alias, aten.to, aten.numpy_T,
+            aten.repeat}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """``asked``: of masks that a branch asked about, by key their number. ``told``: where rows were selected."""
+
+    graph: fx.Graph
+    asked: dict[str, int]
+    told: list[Where]
+
+
+def is_dynamic(module: fx.GraphModule) -> bool:
+    """Whether any shape depends on data, in the graph or in a region of it."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    return any(
+        symbols_of(node.meta.get("val")) for graph in graphs for node in graph.nodes if node.op == "call_function"
+    )
+
+
+def with_all_rows(module: fx.GraphModule, nobody: Collection[int] = ()) -> AllRows:
+    """A graph of its own in which no shape depends on data.
+
+    ``nobody``: of masks that a branch asked about, by number, those whose selections write nothing.
+    """
+    rewriter = _Rewriter(nobody)
+    graph = rewriter.run(module.graph)
+    return AllRows(graph, rewriter.asked, list(dict.fromkeys(rewriter.told)))
+
+
+class _Rewriter:
+    """Owns the new graph; ``env`` knows what each value of the old one has become."""
+
+    def __init__(self, nobody: Collection[int]) -> None:
+        self.write, self.keys = Writer(), Keys()
+        self.env: dict[fx.Node, Any] = {}
+        self.spaces: dict[sympy.Symbol, Space] = {}
+        self.by_mask: dict[str, Space] = {}
+        self.asked: dict[str, int] = {}
+        self.nobody = nobody
+        self.told: list[Where] = []
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        for node in graph.nodes:
+            self.write.origin = node
+            self.env[node] = made = self._made(node)
+            if isinstance(made, fx.Node) and made is self.write.last:
+                made._rename(node.name)  # what the export's signature calls it
+            if "asked" in node.meta and isinstance(self.env[node], fx.Node):
+                self.asked[self.keys(self.env[node])] = node.meta["asked"]
+        return self.write.graph
+
+    def _made(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        given = [self.env[n] for n in node.all_input_nodes]
+        if node.target is getitem and isinstance(given[0], tuple):
+            index: Any = node.args[1]
+            return given[0][index]
+        if packet_of(node.target) in CHECKS and not all(isinstance(v, fx.Node) for v in given):
+            return None
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._number(node, value)
+        if node.op != "call_function" or (not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)):
+            return self.write.graph.node_copy(node, lambda n: self._static(node, n))
+        found = self._select(node, given) or self._place(node) or self._put(node)
+        if found is not None:
+            return found
+        if any(isinstance(v, Positions) for v in given):
+            return self._positions(node)
+        return self._rows(node)
+
+    def _static(self, reader: fx.Node, node: fx.Node) -> fx.Node:
+        made = self.env[node]
+        if isinstance(made, fx.Node):
+            return made
+        where = reader if reader.op == "call_function" else node
+        if made is COUNT:
+            raise refused(where, "Python computes with the number of rows that data selects")
+        raise refused(where, f"the shape of what {name_of(node)} makes depends on data")
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        symbols = value.node.expr.free_symbols
+        if symbols and symbols <= self.spaces.keys():
+            return COUNT
+        return self.write.graph.node_copy(node, lambda n: self._static(node, n))
+
+    # ---- selections
+
+    def _select(self, node: fx.Node, given: list[Any]) -> Any:
+        """Positions of what a mask selects."""
+        is_where = node.target is getattr(aten.where, "default", None)
+        if packet_of(node.target) not in SELECTIONS and not is_where:
+            return None
+        if not isinstance(given[0], fx.Node):
+            raise refused(node, "rows are selected of what was selected")
+        space = self._space(given[0])
+        self._note(space, node.meta["val"])
+        dims = tuple(range(len(space.shape)))
+        if isinstance(node.meta["val"], (tuple, list)):
+            return tuple(Positions(space, (d,)) for d in dims)
+        return Positions(space, dims)
+
+    def _note(self, space: Space, value: Any) -> None:
+        self.spaces.update(dict.fromkeys(symbols_of(value), space))
+        origin = self.write.origin
+        assert origin is not None
+        self.told.append(where_of(origin))
+
+    def _space(self, mask: fx.Node) -> Space:
+        if mask.meta["val"].dtype != torch.bool:
+            mask = self.write.call(aten.ne.Scalar, mask, 0)
+        key = self.keys(mask)
+        if key not in self.by_mask:
+            ndim = len(shape_of(mask))
+            gone = sorted(at_most_one(mask))[:1] if ndim > 1 else []
+            kept = tuple(d for d in range(ndim) if d not in gone)
+            rows = self.write.call(aten.any.dim, mask, gone[0]) if gone else mask
+            num = prod(shape_of(mask)[d] for d in kept)
+            self.by_mask[key] = Space(mask, key, kept, self.write.shaped(rows, [num]))
+        return self.by_mask[key]
+
+    def _writes_nothing(self, space: Space) -> bool:
+        return self.asked.get(self.keys(root_of(space.mask))) in self.nobody
+
+    # ---- reading at positions
+
+    def _place(self, node: fx.Node) -> Rows | None:
+        """Rows read out of a value with all rows."""
+        packet, given = packet_of(node.target), named(node)
+        if packet not in (aten.index, aten.index_select, aten.gather):
+            return None
+        x = self.env[given["self"]]
+        at = given["indices"] if packet is aten.index else given["index"]
+        dim = 0 if packet is aten.index else int(given["dim"]) % len(given["self"].meta["val"].shape)
+        found = self._slots(node, at, dim, packet is not aten.index)
+        if found is None or not isinstance(x, fx.Node):
+            return None
+        space, slots = found
+        if not slots.fit(x, space) or (slots.dims[0] != row_dim(node.meta["val"])):
+            raise refused(node, f"the shape of what {name_of(node)} makes depends on data")
+        if set(slots.of_mask) & set(space.gone) and x.meta["val"].dtype == torch.bool:
+            raise refused(node, "bools are read at positions that data selects")
+        self._note(space, node.meta["val"])
+        rows = read(self.write, space, x, slots)
+        return Rows(space, self._kept_small(space, rows, slots.dims[0]), (x, slots))
+
+    def _slots(self, node: fx.Node, at: Any, dim: int, alone: bool) -> tuple[Space, Slots] | None:
+        """By which mask, and along which dims; None where positions are given by something else."""
+        indices = at if isinstance(at, (list, tuple)) else [at]
+        found: list[tuple[Space, int, int]] = []
+        for index in indices:
+            made = self.env[index] if isinstance(index, fx.Node) else None
+            if index is None:
+                dim += 1
+            elif isinstance(made, Positions) and len(made.dims) == 1 and (alone or index.meta["val"].dim() == 1):
+                found.append((made.space, dim, made.dims[0]))
+                dim += 1
+            elif isinstance(made, fx.Node) and made.meta["val"].dtype == torch.bool:
+                space = self._space(made)
+                found += [(space, dim + d, d) for d in range(len(space.shape))]
+                dim += len(space.shape)
+            else:
+                return None
+        if alone and not self._runs_along(node, indices[0], dim - 1):
+            return None
+        spaces = {space.key: space for space, _, _ in found}
+        if len(spaces) > 1:
+            raise refused(node, "positions of two selections are used together")
+        return (next(iter(spaces.values())), Slots(tuple((d, m) for _, d, m in found))) if spaces else None
+
+    def _runs_along(self, node: fx.Node, index: fx.Node, dim: int) -> bool:
+        """Whether an index of gather or scatter is the same for all that stands beside the rows, and for all of it."""
+        shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
+        if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
+            return len(shape) == 1
+        same = all(shape[d] == whole[d] for d in range(len(shape)) if d != dim)
+        return len(shape) == len(whole) and row_dim(index.meta["val"]) == dim and same
+
+    # ---- writing at positions
+
+    def _put(self, node: fx.Node) -> fx.Node | None:
+        packet, given = packet_of(node.target), named(node)
+        if packet not in WRITES:
+            return None
+        out = self.env[given["self"]]
+        source: Any = given.get("source", given.get("src", given.get("values")))
+        at = given["indices"] if packet is aten.index_put else given["index"]
+        dim = 0 if packet is aten.index_put else int(given["dim"]) % len(given["self"].meta["val"].shape)
+        found = self._slots(node, at, dim, packet is not aten.index_put)
+        if found is None or not isinstance(out, fx.Node) or not isinstance(source, fx.Node):
+            return None
+        space, slots = found
+        rows = self._written(node, space, self.env[source], source)
+        adds = adds_to(node)
+        if rows is None or adds is None or not slots.fit(out, space):
+            raise refused(node, f"{name_of(node)} writes what is not the rows that were selected")
+        if not adds and not set(space.kept) <= set(slots.of_mask):
+            raise refused(node, "several selected rows may be written to one place")
+        if self._writes_nothing(space):
+            return out
+        if packet is aten.index_add and given["alpha"] != 1:
+            rows = Rows(space, self.write.call(aten.mul.Tensor, rows.node, given["alpha"]))
+        if not adds and rows.addend is not None and rows.source == (out, slots):
+            return added(self.write, space, out, slots, rows.addend)
+        return (added if adds else replaced)(self.write, space, out, slots, rows.node)
+
+    def _written(self, node: fx.Node, space: Space, made: Any, source: fx.Node) -> Rows | None:
+        """What is written, with all rows; one number for all of them is also such."""
+        if isinstance(made, Rows):
+            return made if made.space is space else None
+        is_one = isinstance(made, fx.Node) and made.meta["val"].numel() == 1
+        return Rows(space, self.write.shaped(made, [])) if is_one else None
+
+    # ---- what happens to positions and to rows
+
+    def _positions(self, node: fx.Node) -> Any:
+        """Positions laid out otherwise, or a column of them."""
+        made = self.env[node.all_input_nodes[0]]
+        packet, value = packet_of(node.target), node.meta["val"]
+        if isinstance(made, Positions) and node.all_input_nodes[0] is node.args[0]:
+            if len(made.dims) == 1 and packet in LAID_OUT and row_dim(value) is not None:
+                return made
+            column = column_of(node.all_input_nodes[0].meta["val"])
+            if column is not None:
+                found = columns(node, made.dims, column)
+                if isinstance(found, list):
+                    return tuple(Positions(made.space, dims) for dims in found)
+                if found is not None:
+                    return Positions(made.space, found)
+        raise refused(node, f"{name_of(node)} computes with the positions of rows that data selects")
+
+    def _rows(self, node: fx.Node) -> Rows:
+        value = node.meta["val"]
+        if node.target is getitem:
+            return self._piece(node, self.env[node.all_input_nodes[0]])
+        space = self._space_of(node, value)
+        dims = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
+        inputs = {n: d for n, d in dims.items() if d is not None}
+        rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
+        counts = packet_of(node.target) in SIZED and all(self.env[n] is COUNT for n in rests)
+        if any(self.env[n] is COUNT for n in rests) and not counts:
+            raise refused(node, "the number of rows that data selects is computed with")
+        if (rests and not counts) or not acts_on_each_row(node, inputs, row_dim(value)):
+            what = f"the shape of what {name_of(node)} reads depends on data, and it may not act on each row alone"
+            raise refused(node, what)
+        guarded = self._guarded(node, space, inputs)
+        args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
+        kwargs = map_aggregate(dict(node.kwargs), lambda a: self._resolved(a, guarded))
+        made = self.write.call(node.target, *args, **kwargs)  # pyright: ignore
+        self._check(node, made, space)
+        dim = row_dim(value)
+        rows = Rows(space, self._kept_small(space, made, dim) if dim is not None else made)
+        return self._sum(node, rows)
+
+    def _piece(self, node: fx.Node, made: Any) -> Rows:
+        index: Any = node.args[1]
+        if not isinstance(made, Rows):
+            raise refused(node, "a list of what data selects is taken apart")
+        return Rows(made.space, self.write.emit(getitem, (made.node, index), {}, made.node.meta["val"][index]))
+
+    def _space_of(self, node: fx.Node, value: Any) -> Space:
+        spaces = {made.space.key: made.space for n in node.all_input_nodes if isinstance(made := self.env[n], Rows)}
+        spaces |= {self.spaces[s].key: self.spaces[s] for s in symbols_of(value) if s in self.spaces}
+        if len(spaces) != 1:
+            raise refused(node, f"the shape of what {name_of(node)} makes depends on data")
+        return next(iter(spaces.values()))
+
+    def _guarded(self, node: fx.Node, space: Space, inputs: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+        """Operands that are kept away from where the op is singular."""
+        if packet_of(node.target) not in SINGULAR:
+            return {}
+        dense = {n: self.env[n].node for n in inputs}
+        risky = set(endangered(node))
+        return {n: only_selected(self.write, space, dense[n], d, 1) for n, d in inputs.items() if n in risky}
+
+    def _resolved(self, argument: Any, guarded: Mapping[fx.Node, fx.Node]) -> Any:
+        if isinstance(argument, torch.SymInt):
+            return self._sized(argument)
+        if not isinstance(argument, fx.Node):
+            return argument
+        made = self.env[argument]
+        if argument in guarded:
+            return guarded[argument]
+        if made is COUNT:
+            return self._sized(argument.meta["val"])
+        return made.node if isinstance(made, Rows) else made
+
+    def _sized(self, size: Any) -> int:
+        """A size with all rows in place of the selected."""
+        if isinstance(size, int):
+            return size
+        return int(size.node.expr.subs({s: space.num for s, space in self.spaces.items()}))
+
+    def _check(self, node: fx.Node, made: fx.Node, space: Space) -> None:
+        for before, after in zip(tensors(node.meta["val"]), tensors(made.meta["val"]), strict=True):
+            if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
+                raise refused(node, f"{name_of(node)} does not keep the rows that data selects apart")
+
+    def _kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
+        """float16 has so little range that a row which nobody selected may leave it."""
+        tensor = rows.meta["val"]
+        is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
+        origin = self.write.origin
+        began = origin is None or packet_of(origin.target) in (aten.index, aten.index_select, aten.gather, aten.to)
+        return only_selected(self.write, space, rows, dim) if is_half and began else rows
+
+    def _sum(self, node: fx.Node, rows: Rows) -> Rows:
+        """Notes where something was added to rows of a value that they may be written back to."""
+        if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+            return rows
+        made = [self.env[n] if isinstance(n, fx.Node) else None for n in node.args]
+        for read_before, other in (made, made[::-1]):
+            if isinstance(read_before, Rows) and read_before.source is not None and isinstance(other, Rows):
+                parts = {n.meta["val"].dtype for n in (read_before.node, other.node, rows.node)}
+                return Rows(rows.space, rows.node, read_before.source, other.node) if len(parts) == 1 else rows
+        return rows

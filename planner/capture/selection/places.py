@@ -1,0 +1,160 @@
+"""Reading rows at selected positions, and writing them back: what it is when every row is there.
+
+    x[token]                                  x
+    probs[token, choice]                      where(mask, probs, 0).sum(choices)      one choice at most is so
+    out.index_add(0, token, y)                out + where(row_mask, y, 0)
+    out[token] = y                            where(row_mask, 0, out) + where(row_mask, y, 0)
+
+Rows stand in one dim, [.., num, ..], where the selected ones stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from planner.capture.selection.space import Space
+from planner.graph.ops.aten import aten, named, packet_of, shape_of
+
+WRITES = {aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add, aten.scatter, aten.scatter_reduce}
+
+
+class Writer:
+    """Owns the graph under construction; each call has the meta of ``origin``, the call that it stands for."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.origin: fx.Node | None = None
+        self.last: fx.Node | None = None
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])  # pyright: ignore[reportGeneralTypeIssues]
+        return self.emit(target, args, kwargs, target(*values, **named))
+
+    def emit(self, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
+        assert self.origin is not None
+        node = self.graph.create_node(
+            "call_function", target, tuple(args), dict(kwargs), name=f"{self.origin.name}_of_all"
+        )
+        node.meta = {**self.origin.meta, "val": val}
+        self.last = node
+        return node
+
+    def shaped(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        return x if shape_of(x) == tuple(shape) else self.call(aten.reshape.default, x, list(shape))
+
+    def permuted(self, x: fx.Node, order: list[int]) -> fx.Node:
+        return x if order == sorted(order) else self.call(aten.permute.default, x, order)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which dim of a tensor each dim of a mask runs along: (dim of the tensor, dim of the mask)."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(sorted(d for d, _ in self.pairs))
+
+    @property
+    def of_mask(self) -> tuple[int, ...]:
+        return tuple(sorted(m for _, m in self.pairs))
+
+    @property
+    def order(self) -> list[int]:
+        """The dims of the tensor in the order of the mask's."""
+        return [d for d, _ in sorted(self.pairs, key=lambda pair: pair[1])]
+
+    def fit(self, x: fx.Node, space: Space) -> bool:
+        """Whether they stand side by side, each once, and as long as the mask's."""
+        side_by_side = self.dims == tuple(range(self.dims[0], self.dims[0] + len(self.dims)))
+        once = len(set(self.of_mask)) == len(self.pairs)
+        return side_by_side and once and all(shape_of(x)[d] == space.shape[m] for d, m in self.pairs)
+
+
+def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: float = 0) -> fx.Node:
+    """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
+    mask = write.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
+    return write.call(aten.where.ScalarOther, mask, x, other)
+
+
+def read(write: Writer, space: Space, x: fx.Node, slots: Slots) -> fx.Node:
+    """What stands in ``x`` at each row's position."""
+    start, covered, shape = slots.dims[0], slots.of_mask, shape_of(x)
+    used, before, after = _used(space, covered), shape[:start], shape[slots.dims[-1] + 1 :]
+    x = write.permuted(x, [*range(start), *slots.order, *range(slots.dims[-1] + 1, len(shape))])
+    x = write.shaped(x, [*before, *(space.shape[d] if d in covered else 1 for d in used), *after])
+    gone = [i for i, d in enumerate(used) if d in space.gone]
+    if gone:
+        x = write.call(aten.where.ScalarOther, _mask(write, space, used, len(before), len(after)), x, 0)
+        x = write.call(aten.sum.dim_IntList, x, [start + i for i in gone], dtype=x.meta["val"].dtype)
+    full = [*before, *(space.shape[d] for d in space.kept), *after]
+    if shape_of(x) != tuple(full):
+        x = write.call(aten.expand.default, x, full)
+    return write.shaped(x, [*before, space.num, *after])
+
+
+def added(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+    """``out`` with the selected rows added at their positions."""
+    start, covered = slots.dims[0], slots.of_mask
+    used, after = _used(space, covered), len(shape_of(out)) - slots.dims[-1] - 1
+    part = _arranged(write, space, out, slots, rows)
+    part = write.call(aten.where.ScalarOther, _mask(write, space, used, start, after), part, 0)
+    lost = [start + i for i, d in enumerate(used) if d not in covered]
+    if lost:
+        part = write.call(aten.sum.dim_IntList, part, lost)
+    return write.call(aten.add.Tensor, out, _back(write, slots, part))
+
+
+def replaced(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+    """``out`` with the selected rows in place of what stood at their positions."""
+    start, after = slots.dims[0], len(shape_of(out)) - slots.dims[-1] - 1
+    mask = _mask(write, space, _used(space, slots.of_mask), start, after)
+    part = _arranged(write, space, out, slots, rows)
+    mask, part = _back(write, slots, mask), _back(write, slots, part)
+    # as a sum, since partial sums over tp stay such, and experts are found by what is summed
+    kept = write.call(aten.where.ScalarSelf, mask, 0, out)
+    return write.call(aten.add.Tensor, kept, write.call(aten.where.ScalarOther, mask, part, 0))
+
+
+def _used(space: Space, covered: Sequence[int]) -> list[int]:
+    """The dims of the mask that a read or a write has to do with."""
+    return [d for d in range(len(space.shape)) if d in space.kept or d in covered]
+
+
+def _mask(write: Writer, space: Space, used: Sequence[int], before: int, after: int) -> fx.Node:
+    """The mask over those of its dims, between dims of size 1."""
+    whole = space.mask if set(used) & set(space.gone) else space.row_mask
+    return write.shaped(whole, [1] * before + [space.shape[d] for d in used] + [1] * after)
+
+
+def _arranged(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+    """Rows over the dims of the mask that are used, as they stand in the mask."""
+    shape = shape_of(out)
+    before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
+    full = [*before, space.num, *after]
+    if shape_of(rows) != tuple(full):
+        rows = write.call(aten.expand.default, rows, full)
+    sizes = [space.shape[d] if d in space.kept else 1 for d in _used(space, slots.of_mask)]
+    return write.shaped(rows, [*before, *sizes, *after])
+
+
+def _back(write: Writer, slots: Slots, part: fx.Node) -> fx.Node:
+    """From the order of the mask's dims to that of the dims written to."""
+    start, end = slots.dims[0], slots.dims[-1] + 1
+    place = {d: start + i for i, d in enumerate(slots.order)}
+    return write.permuted(part, [*range(start), *(place[d] for d in slots.dims), *range(end, len(shape_of(part)))])
+
+
+def adds_to(node: fx.Node) -> bool | None:
+    """Whether a write adds to what stood there; None for one that does something else."""
+    packet, given = packet_of(node.target), named(node)
+    if packet is aten.scatter_reduce:
+        return True if given["reduce"] == "sum" and given["include_self"] else None
+    if packet is aten.scatter and given.get("reduce") is not None:
+        return None
+    return packet in (aten.index_add, aten.scatter_add) or bool(given.get("accumulate", False))

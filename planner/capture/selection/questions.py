@@ -1,0 +1,153 @@
+"""What a forward asks of data in Python: whether a mask selects any row. All else that it may ask is refused.
+
+    if mask.any(): …          if token.numel() == 0: continue          if expert_mask[e].sum() > 0: …
+
+The answer may be assumed, if the plan is the same either way: where rows are written for nobody, nothing is written. So
+the model is exported with other answers too, and each export must compute what the first does without those writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from planner.capture.gradients.call_sites import CallSites
+from planner.capture.selection.space import Keys, is_count, root_of
+from planner.errors import Where
+from planner.graph.ops.aten import aten, is_mutable, packet_of
+
+Answer = Callable[[int], bool]  # of the first, second … mask asked about: whether it selects no row
+OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)
+
+
+class Questions:
+    """Owns the answers given in one export, of masks by number. ``empty``: those that were said to select no row."""
+
+    def __init__(self, sites: CallSites, answer: Answer = lambda i: False) -> None:
+        self._sites, self._answer = sites, answer
+        self.asked: list[Where] = []
+        self.empty: set[int] = set()
+        self._keys, self._numbers = Keys(), dict[str, int]()
+        self._makers: dict[sympy.Symbol, fx.Node] = {}
+        self._last: fx.Node | None = None
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """While it is entered, a branch may ask whether a mask selects any row."""
+        before: Any = ShapeEnv.evaluate_sym_node
+
+        def evaluate(env: ShapeEnv, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return before(env, sym_node, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                answer = self._told(sym_node.expr)
+                if answer is None:
+                    raise
+                return sympy.true if answer else sympy.false
+
+        ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            ShapeEnv.evaluate_sym_node = before
+
+    def _told(self, question: Any) -> bool | None:
+        """The answer to a question in numbers of rows or truths; None where it asks for anything else."""
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is None or not isinstance(question, sympy.Rel) or len(question.free_symbols) != 1:
+            return None
+        symbol: Any = next(iter(question.free_symbols))
+        node = self._maker(mode.tracer.graph, symbol)
+        found = _mask_asked(node, question, symbol) if node is not None else None
+        if found is None:
+            return None
+        root, if_empty = found[0], found[1]
+        if any(is_mutable(user.target) and user.args[0] is n for n in _chain(root) for user in n.users):
+            return None
+        number = self._numbers.setdefault(self._keys(root), len(self.asked))
+        if number == len(self.asked):
+            self.asked.append(self._sites.here())
+            if self._answer(number):
+                self.empty.add(number)
+        root.meta["asked"] = number
+        return if_empty if number in self.empty else not if_empty
+
+    def _maker(self, graph: fx.Graph, symbol: sympy.Symbol) -> fx.Node | None:
+        """The call that made a number which only data tells."""
+        new: list[fx.Node] = []
+        for node in reversed(graph.nodes):
+            if node is self._last:
+                break
+            new.append(node)
+        for node in reversed(new):
+            self._last = node
+            for number in _numbers(node.meta.get("val")):
+                self._makers.setdefault(number, node)
+        return self._makers.get(symbol)
+
+
+def _chain(root: fx.Node) -> list[fx.Node]:
+    """The mask and what shares its memory, as far as a write would change it."""
+    return [root, *(n for n in root.users if n.op == "call_function" and root_of(n) is root)]
+
+
+def _numbers(value: Any) -> set[Any]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    sizes = [n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else [v])]
+    kinds = (torch.SymInt, torch.SymBool)
+    return {s for n in sizes if isinstance(n, kinds) for s in n.node.expr.free_symbols}
+
+
+def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tuple[fx.Node, bool] | None:
+    """The mask asked about, and the answer if it selects nothing."""
+    read = node.args[0]
+    if packet_of(node.target) in (aten.item, aten._local_scalar_dense):
+        if not isinstance(read, fx.Node):
+            return None
+        if read.meta["val"].dtype == torch.bool:
+            found = _truth(read)
+            differs = bool(question.subs(symbol, 0)) != bool(question.subs(symbol, 1))
+            return (found[0], bool(question.subs(symbol, int(found[1])))) if found is not None and differs else None
+        at = _sign(question, symbol)
+        return (root_of(read), at) if at is not None and is_count(read) else None
+    selects = packet_of(node.target) in (aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.where)
+    if packet_of(node.target) is aten.index:
+        masks = [n for n in node.args[1] if isinstance(n, fx.Node)]  # pyright: ignore
+        read, selects = (masks[0], masks[0].meta["val"].dtype == torch.bool) if len(masks) == 1 else (None, False)
+    at = _sign(question, symbol)
+    return (root_of(read), at) if selects and at is not None and isinstance(read, fx.Node) else None
+
+
+def _sign(question: sympy.Rel, symbol: sympy.Symbol) -> bool | None:
+    """The truth of a relation at 0, if it is the other for every greater number."""
+    left, right = (sympy.sympify(side) for side in question.args)
+    both: Any = sympy.Poly(left - right, symbol)  # pyright: ignore
+    at = [bool(question.subs(symbol, n)) for n in (0, 1, 2)]
+    return at[0] if both.degree() == 1 and at[1] == at[2] != at[0] else None
+
+
+def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """Of one bool: the mask of which it says something, and what it is where nothing is selected."""
+    packet = packet_of(node.target)
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    if first.meta["val"].dtype == torch.bool and (packet is aten.logical_not or node.target is aten.ne.Scalar):
+        found = _truth(first)
+        flips = packet is aten.logical_not
+        return None if found is None or (not flips and node.args[1] != 0) else (found[0], found[1] != flips)
+    if packet is aten.any:
+        return root_of(node), False
+    compared = node.args[1] if len(node.args) > 1 else None
+    signs = {(aten.eq, 0): True, (aten.le, 0): True, (aten.lt, 1): True}
+    signs |= {(aten.ne, 0): False, (aten.gt, 0): False, (aten.ge, 1): False}
+    if isinstance(compared, int) and (packet, compared) in signs and is_count(first):
+        return root_of(first), signs[(packet, compared)]
+    return None

@@ -1,0 +1,22 @@
+"""How a loop over selected rows is refused: what, at the user's line, and how it must look."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from planner.errors import PlanError
+from planner.graph.source_lines import where_of
+
+SELECTION_FIX = (
+    "rows that data selects (token = torch.where(mask)[0]; x[token] or x[mask]) may go through what acts on each row "
+    "alone (linear, activations, norms of features, no statistics over rows, no count of them) and then back to where "
+    "they came from: out.index_add_(0, token, y), out[token] += y, out[mask] = y; else keep all rows, with torch.where"
+)
+
+
+def refused(node: fx.Node, what: str) -> PlanError:
+    return PlanError(f"the model cannot be captured: {what}", where=where_of(node), fix=SELECTION_FIX)
+
+
+def name_of(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default").removesuffix(".Tensor")

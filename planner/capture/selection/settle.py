@@ -1,0 +1,55 @@
+"""The export as the planner can take it: all rows, and the same whatever was answered to questions about data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from planner.capture.selection.dense import AllRows, is_dynamic, with_all_rows
+from planner.capture.selection.questions import Questions
+from planner.capture.selection.space import Keys
+from planner.errors import PlanError, Where
+
+TOLD = "all rows are computed where data selects some, and a mask lets those through"
+EMPTY_FIX = (
+    "`if mask.any():` and the like may skip what is done with the selected rows, and nothing else: "
+    "what the forward does where no row is selected must be the same without the question"
+)
+
+
+def compute_all_rows(
+    module: fx.GraphModule, asked: Questions, others: Iterable[tuple[Questions, fx.GraphModule]]
+) -> list[tuple[str, Where]]:
+    """Rewrite ``module`` so that no shape depends on data; returns what to tell of it.
+
+    ``others``: exports with other answers than ``asked`` got. Raises PlanError where rows that data selects are mixed,
+    and where an answer changes more than which rows are written.
+    """
+    if not asked.asked and not is_dynamic(module):
+        return []
+    found = with_all_rows(module)
+    for questions, other in others:
+        if not _are_same(with_all_rows(module, questions.empty), with_all_rows(other), questions.empty):
+            raise PlanError(
+                "the model cannot be captured: what it does depends on whether data selects any row (data-dependent)",
+                where=asked.asked[0],
+                fix=EMPTY_FIX,
+            )
+    module.graph = found.graph
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return [(TOLD, where) for where in found.told]
+
+
+def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:
+    """Whether both compute the same, and the masks that were said to be empty are the same too."""
+    masks = [{number: key for key, number in rows.asked.items() if number in empty} for rows in (expected, found)]
+    return masks[0] == masks[1] and _outputs_key(expected.graph) == _outputs_key(found.graph)
+
+
+def _outputs_key(graph: fx.Graph) -> str:
+    """Equal for graphs that compute the same."""
+    keys, found = Keys(), list[str]()
+    fx.map_arg(graph.output_node().args, lambda n: found.append(keys(n)))
+    return " ".join(found)

@@ -1,0 +1,191 @@
+"""The rows that one mask selects, and what is known of masks.
+
+torch.where(chosen == e)      mask [t, k], rows of t: at most one of a token's k choices is e, since they are of a topk
+x[kept]                       mask [b, s], rows of b·s
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
+
+SAME = {aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy}
+RESHAPES = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.unflatten}
+PERMUTES = {aten.permute, aten.transpose, aten.t, aten.movedim, aten.numpy_T, aten.mT, aten.swapaxes}
+ABOVE_ZERO: dict[Any, int] = {aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.ge.Scalar: 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """``mask``: which positions are selected. ``kept``: its dims whose positions are the rows; along the others, of
+    which there is one at most, no more than one is selected for a row. ``row_mask`` [num]: which rows are."""
+
+    mask: fx.Node
+    key: str
+    kept: tuple[int, ...]
+    row_mask: fx.Node
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.mask)
+
+    @property
+    def num(self) -> int:
+        return prod(self.shape[d] for d in self.kept)
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        return tuple(d for d in range(len(self.shape)) if d not in self.kept)
+
+
+class Keys:
+    """Of each value a key: equal keys are equal values, in one graph and in graphs with the same placeholders."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, str] = {}
+
+    def __call__(self, node: fx.Node) -> str:
+        stack = [node]
+        while stack:
+            last = stack[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._known]
+            if missing:
+                stack += missing
+            else:
+                stack.pop()
+                self._known.setdefault(last, self._made(last))
+        return self._known[node]
+
+    def _made(self, node: fx.Node) -> str:
+        if node.op != "call_function":
+            return f"{node.op} {node.target}"
+        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Key(self._known[n]))
+        # two draws are two values: which one it is, is told by what was drawn before
+        drawn = sum(is_random(n) for n in self._known) if is_random(node) else ""
+        return hashlib.sha256(f"{node.target} {given} {drawn}".encode()).hexdigest()
+
+
+class _Key(str):
+    """Stands in a call for an operand."""
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+# ---- emptiness
+
+
+def root_of(mask: fx.Node) -> fx.Node:
+    """What a mask is made of by ops that leave it empty where it was, and only there."""
+    while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
+        packet = packet_of(mask.target)
+        above_zero = mask.target in ABOVE_ZERO and mask.args[1] == ABOVE_ZERO[mask.target] and is_count(mask.args[0])
+        counts = packet in (aten.sum, aten.count_nonzero) and is_count(mask.args[0])
+        casts = packet in (aten.to, aten._to_copy) and not is_count(mask.args[0])
+        if casts or not (above_zero or counts or packet in SAME | RESHAPES | PERMUTES | {aten.any}):
+            break
+        mask = mask.args[0]
+    return mask
+
+
+def is_count(node: Any) -> bool:
+    """Whether no element is negative or a fraction: of bools, one-hot numbers, and sums of such."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        dtype = node.meta["val"].dtype
+        if str(dtype) == "torch.bool" or packet_of(node.target) is aten.one_hot:
+            return True
+        if packet_of(node.target) not in SAME | RESHAPES | PERMUTES | {aten.sum, aten.select, aten.slice}:
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and str(node.meta["val"].dtype) == "torch.bool"
+
+
+# ---- at most one
+
+
+def at_most_one(mask: fx.Node) -> frozenset[int]:
+    """Dims along which no more than one position is selected, the others fixed."""
+    return _single(mask, 0)
+
+
+def _single(node: fx.Node, depth: int) -> frozenset[int]:
+    if node.op != "call_function" or depth > 64 or not node.all_input_nodes:
+        return frozenset()
+    x, packet = node.all_input_nodes[0], packet_of(node.target)
+    if packet is aten.eq:
+        return _single_of_equals(node)
+    if node.target is getitem and packet_of(x.target) is aten.unbind:
+        at = int(named(x)["dim"]) % len(shape_of(x.all_input_nodes[0]))
+        return frozenset(d - (d > at) for d in _single(x.all_input_nodes[0], depth + 1) if d != at)
+    if packet is aten.one_hot:
+        return _distinct(x, 0)
+    if packet in (aten.logical_and, aten.__and__, aten.bitwise_and, aten.mul) and len(node.all_input_nodes) == 2:
+        same = [n for n in node.all_input_nodes if shape_of(n) == shape_of(node)]
+        return frozenset().union(*(_single(n, depth + 1) for n in same))
+    if node.target in ABOVE_ZERO and node.args[1] == ABOVE_ZERO[node.target]:
+        return _single(x, depth + 1)
+    return _moved(node, _single(x, depth + 1)) if packet in _MOVING else frozenset()
+
+
+def _single_of_equals(eq: fx.Node) -> frozenset[int]:
+    """ids == e: along a dim of ids that differ, if all are compared with the same."""
+    ndim, found = len(shape_of(eq)), set[int]()
+    for ids in eq.all_input_nodes:
+        others = [n for n in eq.all_input_nodes if n is not ids]
+        for dim in _distinct(ids, 0):
+            from_last = len(shape_of(ids)) - dim
+            if all(len(shape_of(n)) < from_last or shape_of(n)[-from_last] == 1 for n in others):
+                found.add(ndim - from_last)
+    return frozenset(found)
+
+
+def _distinct(ids: fx.Node, depth: int) -> frozenset[int]:
+    """Dims along which no number comes twice, the others fixed."""
+    if ids.op != "call_function" or depth > 64 or not ids.all_input_nodes:
+        return frozenset()
+    x = ids.all_input_nodes[0]
+    if ids.target is getitem:
+        ranks = packet_of(x.target) in (aten.topk, aten.sort) and ids.args[1] == 1
+        return (
+            frozenset({int(named(x).get("dim", -1)) % len(shape_of(ids))}) if ranks and shape_of(ids) else frozenset()
+        )
+    if packet_of(ids.target) is aten.argsort:
+        return frozenset({int(named(ids).get("dim", -1)) % len(shape_of(ids))})
+    return _moved(ids, _distinct(x, depth + 1)) if packet_of(ids.target) in _MOVING else frozenset()
+
+
+_MOVING = SAME | RESHAPES | PERMUTES | {aten.select, aten.slice}
+
+
+def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
+    """Where dims of what a view is of stand in the view; those that are merged or split are none any more."""
+    x = call.all_input_nodes[0]
+    before, after, packet = shape_of(x), shape_of(call), packet_of(call.target)
+    if packet in SAME or packet is aten.slice:
+        return dims
+    if packet is aten.select:
+        at = int(named(call)["dim"]) % len(before)
+        return frozenset(d - (d > at) for d in dims if d != at)
+    if packet in PERMUTES:
+        order = permutation(call)
+        return frozenset(order.index(d) for d in dims)
+    ends = {prod(after[d + 1 :]): d for d in reversed(range(len(after))) if after[d] > 1}
+    found = {ends.get(prod(before[d + 1 :])): before[d] for d in dims if before[d] > 1}
+    return frozenset(d for d, size in found.items() if d is not None and after[d] == size)
+
+
+def permutation(call: fx.Node) -> list[int]:
+    """Which dim of what is permuted stands at each place."""
+    x: Any = call.args[0]
+    sizes = tuple(range(2, 2 + len(x.meta["val"].shape)))
+    target: Any = call.target
+    moved = target(torch.empty(sizes, device="meta"), *call.args[1:], **call.kwargs).shape
+    return [int(n) - 2 for n in moved]

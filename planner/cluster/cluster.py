@@ -1,0 +1,137 @@
+"""What a cluster file says of the machines: one kind of device, and links from the inside outwards.
+
+    links:
+      - {name: NVSwitch, devices: 8, bandwidth: 450.0e9, latency: 3.0e-6}        8 devices in a node
+      - {name: InfiniBand, devices: 1024, bandwidth: 50.0e9, latency: 6.0e-6}    128 such nodes
+
+Peaks are those of a data sheet; a fraction says how much of a peak large enough work reaches. A number that no machine
+has is a slip of units, and an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+
+from planner.cluster.plausible import Bandwidth, Bytes, Devices, Flops, Seconds
+from planner.errors import SpecError, Where
+from planner.spec.fields import Count, Name, Section, key, number, required
+from planner.spec.lines import locate
+
+Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Float = Literal["float32", "bfloat16", "float16", "float64"]
+_FLOPS = {"float32": 67e12, "bfloat16": 989e12}
+_LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
+
+
+def _with_peaks(flops: dict[Float, float]) -> dict[Float, float]:
+    if not flops:
+        raise SpecError("is empty", fix="give the peak of a dtype: {float32: 67.0e12}")
+    return flops
+
+
+class Device(Section):
+    name: Name = required("of the device", "H100 SXM")
+    flops: Annotated[dict[Float, Flops], AfterValidator(_with_peaks)] = required(
+        "peak operations a second, by dtype", _FLOPS
+    )
+    memory: Bytes = required("bytes", 80_000_000_000)
+    bandwidth: Bandwidth = required("peak bytes a second of the memory", 3.35e12)
+    product_fraction: Share = key(0.7, "of the peak that large products reach")
+    half_tile: Count = key(64, "the side at which a product runs at half its speed: half a tile of the kernels")
+    attention_fraction: Share = key(0.5, "of the peak that the products of attention reach")
+    bandwidth_fraction: Share = key(0.8, "of the bandwidth that what is no product reaches")
+    processors: Devices | None = key(
+        None, "multiprocessors of a GPU, each of which computes one tile of a product at a time; null: one"
+    )
+    launch: Seconds = key(5e-6, "seconds that the smallest op takes")
+    at_once: Devices | None = key(
+        None, "devices that compute at this speed at the same time: the cores that more processes share; null: all"
+    )
+    usable_memory: Share = key(0.92, "of the memory that a process may fill")
+
+
+class Link(Section):
+    name: Name = required("of the link", "NVSwitch")
+    devices: Devices = required("devices that it joins, all those of the links before it included", 8)
+    bandwidth: Bandwidth = required("bytes a second that each device can send over it while it receives as many", 450e9)
+    latency: Seconds = required("seconds of one message", 3e-6)
+    fraction: Share = key(0.8, "of the bandwidth that large collectives reach")
+    reduce_scatter: Times = key(
+        1.0,
+        "times as long as a ring takes for it: 3 or so where the library sums all parts on every device, as gloo does",
+    )
+
+
+def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """Each link joins whole groups of the one before it."""
+    if not links:
+        raise SpecError("is empty", fix="give one link at least, which joins all devices")
+    errors = []
+    for index, (inner, outer) in enumerate(pairwise(links), start=1):
+        at = f"links.{index}.devices"
+        if outer.devices <= inner.devices:
+            what = f"{at} is {outer.devices}, and the link before it joins {inner.devices} already"
+            fix = "list links from the inside outwards, each with all devices that it joins"
+            errors.append(SpecError(what, where=at, fix=fix))
+        elif outer.devices % inner.devices:
+            what = f"{at} = {outer.devices} is no multiple of the {inner.devices} devices of the link before it"
+            whole = outer.devices // inner.devices * inner.devices
+            errors.append(SpecError(what, where=at, fix=f"set it to {whole} or {whole + inner.devices}"))
+    if errors:
+        raise SpecError.of(errors)
+    return links
+
+
+class Cluster(Section):
+    """The whole file. Frozen; equal clusters compare equal wherever they were read from."""
+
+    name: Name = required("of the cluster", "dgx-h100")
+    device: Device = required(
+        "all devices are alike", {"name": "H100 SXM", "flops": _FLOPS, "memory": 80_000_000_000, "bandwidth": 3.35e12}
+    )
+    links: Annotated[tuple[Link, ...], AfterValidator(_nested)] = required("from the inside outwards", [_LINK])
+    overlap: Annotated[float, Field(strict=True, ge=0, le=1)] = key(
+        1.0, "of a collective that runs beside independent work, the part that costs nothing"
+    )
+    _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cluster) and dict(self) == dict(other)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.links[-1].devices
+
+    def located(self, locations: Mapping[str, Where]) -> Cluster:
+        """This cluster, which remembers the line of each key."""
+        self._locations = locations
+        return self
+
+    def location(self, path: str) -> Where:
+        """Where the key with this dotted path stands, or the nearest key around it: "dgx-h100.yaml:7"."""
+        return locate(self._locations, path)
+
+    def error(self, path: str, what: str, fix: str = "") -> SpecError:
+        """A SpecError that points at the key ``path`` of the cluster file."""
+        return SpecError(what, where=self.location(path), fix=fix)
+
+    def warnings(self) -> Iterator[SpecError]:
+        """What may be so, and is more often a slip."""
+        for index, (inner, outer) in enumerate(pairwise(self.links), start=1):
+            if outer.bandwidth > inner.bandwidth:
+                what = (
+                    f"{outer.name} carries {outer.bandwidth:g} bytes a second for each device, more than {inner.name} "
+                    f"inside of it ({inner.bandwidth:g})"
+                )
+                fix = "check that both bandwidths are those of one device, in bytes, one way"
+                yield self.error(f"links.{index}.bandwidth", what, fix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under the YAML's keys."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,163 @@
+"""Which links a group of ranks uses, and how long a collective over it takes.
+
+A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ stand in one node, n₁ nodes in
+one rack, and so on (n = n₀·n₁·…). B: bytes of the whole tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
+it, since all members inside share the work. w: bandwidth · fraction of a device; t: latency of a message.
+
+    reduce-scatter, all-gather      Σ_l  (n_l − 1)·t_l + (n_l − 1)/n_l · B_l / w_l                 ring
+    all-reduce                      twice that; or, for small messages,
+                                    Σ_l  2·⌈log₂ n_l⌉·t_l + 2 · B_l / w_l                          tree
+    all-to-all                      Σ_l  (peers behind level l)·t_l + B · (peers behind level l)/n / w_l
+    send                            t_l + B / w_l                          l: the level where both ends meet
+
+(Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck,
+Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". The levels: Cho et al. 2019,
+"BlueConnect".) A link's bandwidth is that of each device, so groups that share a node's links do not slow each other
+while each of a node's devices has one share; a member of a group uses the shares of the members beside it, no others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil, log2
+from operator import mul
+
+from planner.cluster.cluster import Cluster
+from planner.mesh import Mesh
+from planner.ranks import RankGenerator
+
+EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``sizes``: at each level of the cluster's links, how many parts of the level below one group joins there."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        found = 1
+        for n in self.sizes:
+            found *= n
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One level of links as a device sees it: ``latency`` in seconds, ``bandwidth`` in bytes a second, as reached.
+
+    ``reduce_scatter``: how many times as long as a ring that takes.
+    """
+
+    latency: float
+    bandwidth: float
+    reduce_scatter: float = 1.0
+
+
+def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
+    """The levels, from the inside outwards. ``slower``: as devices that share what computes send and copy by it."""
+    return tuple(
+        Wire(link.latency * slower, link.bandwidth * link.fraction / slower, link.reduce_scatter)
+        for link in cluster.links
+    )
+
+
+def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
+    """``devices``: of each level. A level that members fill unevenly counts as if all its parts were as the fullest."""
+    parts, inner, sizes = list(ranks), 1, []
+    for outer in devices:
+        above = Counter(part * inner // outer for part in parts)
+        sizes.append(max(above.values()))
+        parts, inner = sorted(above), outer
+    return Group((*sizes[:-1], sizes[-1] * len(parts)))
+
+
+def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
+    """The group of ``axis`` that uses the slowest links: of dp, tp, cp, pp, edp, ep, etp, dp-cp or world."""
+    devices = tuple(link.devices for link in cluster.links)
+    if axis == "world":
+        return _world(mesh.world_size, devices)
+    return _group(mesh.expert if axis in EXPERT_AXES else mesh.dense, EXPERT_AXES.get(axis, axis), devices)
+
+
+@lru_cache(maxsize=1 << 10)
+def _world(size: int, devices: tuple[int, ...]) -> Group:
+    return group_of(range(size), devices)
+
+
+@lru_cache(maxsize=1 << 14)
+def _group(ranks: RankGenerator, token: str, devices: tuple[int, ...]) -> Group:
+    found = {group_of(ranks.group_of(token, first), devices) for first in _firsts(ranks, devices)}
+    return max(found, key=lambda g: tuple(reversed(g.sizes)))
+
+
+def _firsts(ranks: RankGenerator, devices: tuple[int, ...]) -> range:
+    """Ranks whose groups show every way to lie in nodes: one, where nodes and axes fit into each other."""
+    blocks = accumulate(ranks.sizes, mul)
+    if all(block % node == 0 or node % block == 0 for block in blocks for node in devices):
+        return range(1)
+    return range(min(ranks.world_size, 4 * devices[0]))
+
+
+def level_between(first: int, second: int, cluster: Cluster) -> int:
+    """The innermost level that joins two ranks."""
+    for level, link in enumerate(cluster.links):
+        if first // link.devices == second // link.devices:
+            return level
+    return len(cluster.links) - 1
+
+
+def neighbours(mesh: Mesh, cluster: Cluster, rank: int) -> int:
+    """The level over which pp rank ``rank`` sends to the next one (the last: to the first)."""
+    after = (rank + 1) % mesh.pp
+    return level_between(mesh.rank_of(pp=rank), mesh.rank_of(pp=after), cluster)
+
+
+# ---- seconds
+
+
+def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
+    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the whole tensor."""
+    if group.size == 1:
+        return 0.0
+    if kind == "all_to_all":
+        return _all_to_all(num_bytes, group, levels)
+    ring = _ring(num_bytes, group, levels, summed=kind == "reduce_scatter")
+    return ring if kind != "all_reduce" else min(2 * ring, _tree(num_bytes, group, levels))
+
+
+def send_seconds(num_bytes: float, wire: Wire) -> float:
+    """Of one message between two ranks."""
+    return wire.latency + num_bytes / wire.bandwidth if num_bytes else 0.0
+
+
+def _ring(num_bytes: float, group: Group, levels: Sequence[Wire], *, summed: bool = False) -> float:
+    total, share = 0.0, num_bytes
+    for n, wire in zip(group.sizes, levels, strict=True):
+        times = wire.reduce_scatter if summed else 1.0
+        total += times * ((n - 1) * wire.latency + (n - 1) / n * share / wire.bandwidth)
+        share /= n
+    return total
+
+
+def _tree(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
+    total, share = 0.0, num_bytes
+    for n, wire in zip(group.sizes, levels, strict=True):
+        if n > 1:
+            total += 2 * ceil(log2(n)) * wire.latency + 2 * share / wire.bandwidth
+        share /= n
+    return total
+
+
+def _all_to_all(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
+    total, inside = 0.0, 1
+    for n, wire in zip(group.sizes, levels, strict=True):
+        peers = inside * (n - 1)
+        total += peers * wire.latency + num_bytes * peers / group.size / wire.bandwidth
+        inside *= n
+    return total

@@ -1,0 +1,65 @@
+"""cut_sequence(program, cp): the program over all tokens becomes that of one rank of cp, over its tokens."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from planner.context.facts import Context, Exchange
+from planner.context.lengthen import lengthen
+from planner.context.local_program import LocalProgram
+from planner.context.refusals import no_sequence
+from planner.context.types import decide_types
+from planner.graph.ops.aten import aten, shape_of
+from planner.graph.ops.sequence import gather_sequence, sum_over_ranks
+from planner.graph.program import Program
+
+
+def cut_sequence(program: Program, cp: int) -> Context:
+    """Rewrite ``program`` in place; returns what was cut. Inputs stay whole: ranks take their tokens of them.
+
+    Raises PlanError where no input has a sequence, where one does not divide by 2·cp, and for what reads all of it.
+    """
+    if cp == 1:
+        return Context()
+    _tell_operands_apart(program.graph.graph)
+    lengthen(program.graph.graph, cp)
+    _loss_is(program)
+    types = decide_types(program, cp)
+    if not types.natives:
+        raise no_sequence(cp)
+    source = program.graph.graph
+    program.graph.graph = LocalProgram(source, types).write(source, program.node(program.loss))
+    _loss_is(program)
+    return Context(cp, tuple(sorted(types.lengths)), tuple(_exchanges(program.graph.graph)))
+
+
+def _loss_is(program: Program) -> None:
+    """What the graph returns."""
+    (loss,) = program.graph.graph.output_node().args[0]  # pyright: ignore
+    program.loss = loss.name  # pyright: ignore
+    program.graph_changed()
+
+
+def _tell_operands_apart(graph: fx.Graph) -> None:
+    """Queries that are their own keys become two values: one stays cut, the other is gathered."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in SEVERAL:
+            continue
+        for position in range(1, len(node.args)):
+            value = node.args[position]
+            if isinstance(value, fx.Node) and value in node.args[:position]:
+                with graph.inserting_before(node):
+                    same = graph.call_function(aten.reshape.default, (value, list(shape_of(value))))
+                same.meta = dict(value.meta)
+                node.update_arg(position, same)
+
+
+def _exchanges(graph: fx.Graph) -> list[Exchange]:
+    return [
+        Exchange(n.name, "all_gather" if n.target is gather_sequence else "all_reduce")
+        for n in graph.nodes
+        if n.op == "call_function" and n.target in (gather_sequence, sum_over_ranks)
+    ]
+
+
+SEVERAL = {aten.scaled_dot_product_attention.default, aten.matmul.default, aten.bmm.default, aten.mm.default}

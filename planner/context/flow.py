@@ -1,0 +1,55 @@
+"""Which dims of what is made of batch inputs alone hold their sequence: ids on their way to an embedding.
+
+    ids [b, t] → 1      pad, shifted, masked ids → 1      ids.view(b·t) → 0      x [b, t, f] of floats → 1
+
+What a rule cannot follow (a shift along the sequence) keeps its dims while there are as many: ids that were shifted are
+a sequence still. Positions, which no input enters, have none: they follow whoever reads them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from planner.context.rules import options_over_cp
+from planner.graph.ops.aten import is_random, shape_of, tensors_of
+from planner.graph.program import Program
+from planner.placement.rules.base import Site
+from planner.placement.types import Placement, V
+
+
+def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
+    """Node → cuts of its sequence; for values that no parameter enters."""
+    flow: dict[fx.Node, set[Placement]] = {}
+    for node in program.graph.graph.nodes:
+        if node.name in program.inputs:
+            flow[node] = _of_input(node)
+        elif node.op == "call_function" and not node.meta.get("grad") and not is_random(node):
+            given = {n: flow[n] for n in node.all_input_nodes if flow.get(n)}
+            if given:
+                flow[node] = _carried(node, given)
+    return flow
+
+
+def _of_input(node: fx.Node) -> set[Placement]:
+    """The dim behind the batch: of ids [b, t], and of floats [b, t, features]."""
+    shape, dtype = shape_of(node), node.meta["val"].dtype
+    dims = 3 if dtype.is_floating_point or dtype.is_complex else 2
+    return {V(1, shape[1])} if len(shape) == dims and shape[1] > 1 else set()
+
+
+def _carried(node: fx.Node, given: dict[fx.Node, set[Placement]]) -> set[Placement]:
+    if next(tensors_of(node), None) is None:
+        return set()
+    site = Site(node, 1, {n.name: cuts for n, cuts in given.items()})
+    found: set[Placement] = set()
+    for option in options_over_cp(site):
+        pairs = zip(site.inputs, option.args, strict=True)
+        if option.out.is_sharded and any(t.is_sharded and t in given.get(n, ()) for n, t in pairs):
+            found.add(option.out)
+    shape = shape_of(node)
+    return found or {
+        V(c.dim, shape[c.dim])
+        for n, cuts in given.items()
+        for c in cuts
+        if len(shape_of(n)) == len(shape) and shape[c.dim] > 1
+    }

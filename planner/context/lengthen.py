@@ -1,0 +1,175 @@
+"""A loss over all but the first or last tokens becomes one over all, of which those left out do not count.
+
+    x[:, :-1] ... cross_entropy(x, labels[:, 1:])   →   x ... cross_entropy(x, [labels[:, 1:], ignored])
+    x[:, :-1] ... sum(x · mask[:, 1:])              →   x ... sum(where(kept, x · [mask[:, 1:], 0], 0))
+
+A cut sequence keeps its length so: rows of tokens that are left out are computed like the others, and end in the
+reduction. What follows the slice must work row by row until there; otherwise the slice stays, and is refused later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.context.rules import MEAN, SUM, options_over_cp
+from planner.experts.building import Builder, erase_unread
+from planner.graph.ops.aten import aten, named, reduced_dims, shape_of
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
+from planner.placement.types import P, Placement, V
+
+ROW_LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
+ZERO_OF_EQUALS = {aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default}
+TOTALS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+SUM_OF: dict[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+ROW_BY_ROW = {Form.PARTS, Form.SIZES, Form.COLUMN, Form.SPLIT}
+
+
+def lengthen(graph: fx.Graph, cp: int) -> None:
+    """Rewrite each slice of activations that leaves out a few tokens of a sequence that cp could cut."""
+    for node in list(graph.nodes):
+        if _drops_few(node, cp):
+            steps = _steps(graph, node)
+            if steps is not None:
+                _Longer(graph, node, steps).write()
+
+
+def _drops_few(node: fx.Node, cp: int) -> bool:
+    if node.op != "call_function" or node.target is not aten.slice.Tensor or not node.meta["grad"]:
+        return False
+    value, dim, start, end, *step = node.args
+    size, kept = shape_of(value)[dim], end - start  # pyright: ignore
+    return not step and size % (2 * cp) == 0 and size // 2 < kept < size
+
+
+def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
+    """What follows, row by row, each with its typing if rows were cut; None where something does not."""
+    dim: Any = start.args[1]
+    cuts = {start: V(dim, shape_of(start)[dim])}
+    steps: dict[fx.Node, Option] = {}
+    for node in graph.nodes:
+        if not any(n in cuts for n in node.all_input_nodes):
+            continue
+        option = _row_by_row(node, cuts) if node.op == "call_function" else None
+        if option is None:
+            return None
+        steps[node] = option
+        if option.out.is_sharded:
+            cuts[node] = option.out
+    return steps
+
+
+def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement]) -> Option | None:
+    site = Site(node, 1, {n.name: {cuts[n]} for n in node.all_input_nodes if n in cuts})
+    for option in options_over_cp(site):
+        fits = all(t == cuts[n] for n, t in zip(site.inputs, option.args, strict=True) if n in cuts)
+        is_row = option.out.is_sharded and option.form in ROW_BY_ROW
+        if fits and (is_row or (option.out == P and _reduces(node))):
+            return option
+    return None
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a sum over rows can leave some out."""
+    likely = node.target in ROW_LOSSES and named(node)["target"].meta["val"].is_floating_point()
+    return node.target in TOTALS | ROW_LOSSES | ZERO_OF_EQUALS and not likely
+
+
+class _Longer:
+    """Owns the longer value of each step."""
+
+    def __init__(self, graph: fx.Graph, start: fx.Node, steps: Mapping[fx.Node, Option]) -> None:
+        value, dim, first, end = start.args
+        self.graph, self.start, self.steps = graph, start, steps
+        self.size: int = shape_of(value)[dim]  # pyright: ignore
+        self.before, self.after = int(first), self.size - int(end)  # pyright: ignore
+        self.long: dict[fx.Node, Any] = {start: value}
+
+    def write(self) -> None:
+        for node, option in self.steps.items():
+            build = Builder(self.graph, node, node)
+            given = dict(zip(node.all_input_nodes, option.args, strict=True))
+            if option.out.is_sharded:
+                self.long[node] = self._row_by_row(build, node, option, given)
+            else:
+                node.replace_all_uses_with(self._reduced(build, node, given))
+        erase_unread(self.graph, [n for n in reversed(list(self.steps)) if not n.users])
+
+    def _row_by_row(self, build: Builder, node: fx.Node, option: Option, given: Mapping[fx.Node, Placement]) -> fx.Node:
+        args, kwargs = self._operands(build, node, given)
+        if option.form is Form.SIZES:
+            args[1] = self._longer_shape(shape_of(node), option.out)
+        return build.call(node.target, *args, **kwargs)
+
+    def _operands(self, build: Builder, node: fx.Node, given: Mapping[fx.Node, Placement]) -> tuple[list[Any], Any]:
+        def longer(n: fx.Node) -> fx.Node:
+            if n in self.long:
+                return self.long[n]
+            return self._padded(build, n, given[n], _filling(node, n)) if given[n].is_sharded else n
+
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), longer)
+        return list(args), kwargs
+
+    def _longer_shape(self, shape: tuple[int, ...], cut: Placement) -> list[int]:
+        return [len(cut.segments) * self.size if d == cut.dim else n for d, n in enumerate(shape)]
+
+    def _padded(self, build: Builder, value: fx.Node, cut: Placement, filling: float) -> fx.Node:
+        """What stands beside the rows, with something beside those that are left out."""
+        shape, count, dim = shape_of(value), len(cut.segments), cut.dim
+        apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+        rows = build.call(aten.reshape.default, value, apart) if count > 1 else value
+        last = len(shape_of(rows)) - 1 - (dim + (count > 1))
+        rows = build.call(aten.pad.default, rows, [0, 0] * last + [self.before, self.after], "constant", filling)
+        return build.call(aten.reshape.default, rows, self._longer_shape(shape, cut)) if count > 1 else rows
+
+    # ---- the end of the rows
+
+    def _reduced(self, build: Builder, node: fx.Node, given: Mapping[fx.Node, Placement]) -> fx.Node:
+        args, kwargs = self._operands(build, node, given)
+        if node.target in ROW_LOSSES:
+            return build.call(node.target, *args, **kwargs)
+        for i, argument in enumerate(args):
+            original = node.args[i]
+            if isinstance(original, fx.Node) and given[original].is_sharded:
+                args[i] = self._masked(build, argument, given[original])
+        if node.target in ZERO_OF_EQUALS:
+            return self._of_elements(build, node, args, kwargs)
+        if node.target not in SUM_OF:
+            return build.call(node.target, *args, **kwargs)
+        total = build.call(SUM_OF[node.target], *args, **kwargs)
+        shape = shape_of(node.all_input_nodes[0])
+        return build.call(aten.div.Tensor, total, prod(shape[d] for d in reduced_dims(node)))
+
+    def _of_elements(self, build: Builder, node: fx.Node, args: list[Any], kwargs: Any) -> fx.Node:
+        reduction = named(node)["reduction"]
+        args = [*args, *([SUM] if len(args) == 2 else [])]
+        args[2] = SUM
+        total = build.call(node.target, *args, **{k: v for k, v in kwargs.items() if k != "reduction"})
+        count = prod(torch.broadcast_shapes(*(shape_of(n) for n in node.all_input_nodes)))
+        return build.call(aten.div.Tensor, total, count) if reduction == MEAN else total
+
+    def _masked(self, build: Builder, rows: fx.Node, cut: Placement) -> fx.Node:
+        """Zero in the rows that are left out."""
+        count, shape = len(cut.segments), shape_of(rows)
+        places = build.call(aten.arange.default, self.size, device=torch.device("cpu"))
+        kept = build.call(aten.ge.Scalar, places, self.before)
+        if self.after:
+            last = build.call(aten.lt.Scalar, places, self.size - self.after)
+            kept = build.call(aten.__and__.Tensor, kept, last)
+        if count > 1:
+            kept = build.call(aten.expand.default, kept, [count, self.size])
+        wide = [shape[cut.dim] if d == cut.dim else 1 for d in range(len(shape))]
+        kept = build.call(aten.reshape.default, kept, wide)
+        return build.call(aten.where.ScalarOther, kept, rows, 0)
+
+
+def _filling(reader: fx.Node, value: fx.Node) -> float:
+    """What nobody counts: an ignored label; a number that one may divide by."""
+    if reader.target in ROW_LOSSES:
+        return float(named(reader)["ignore_index"])
+    return 1.0 if reader.target is aten.div.Tensor and value is reader.args[1] else 0.0

@@ -1,0 +1,67 @@
+"""The arguments of an op that computes a rank's part, over cp or tp: sizes and bounds are those of what it holds.
+
+reshape, expand, full   sizes of the local result
+split, slice            bounds in the local row of segments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from planner.context.rules import FACTORIES
+from planner.graph.ops.aten import shape_of
+from planner.placement.rules.base import Option
+from planner.placement.rules.forms import Form
+from planner.placement.rules.layout import pieces_of
+from planner.placement.types import Placement
+
+
+def local_arguments(node: fx.Node, option: Option, cp: int) -> list[Any]:
+    """Those of ``node``, of the whole program, as one rank gives them."""
+    change = CHANGES.get(option.form)
+    return change(node, option, cp) if change else list(node.args)
+
+
+def _sizes(node: fx.Node, option: Option, cp: int) -> list[Any]:
+    args, place = list(node.args), 0 if node.target in FACTORIES else 1
+    if option.out.is_sharded:
+        args[place] = list(option.out.local_shape(shape_of(node), cp))
+    return args
+
+
+def _split(node: fx.Node, option: Option, cp: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    if option.out.is_sharded and option.out.dim == args[2]:
+        args[1] = _local_sizes(option.out, args[1], cp)
+    return args
+
+
+def _segment(node: fx.Node, option: Option, cp: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    size = shape_of(node.all_input_nodes[0])[args[1]]
+    before, length, _ = _local_sizes(option.args[0], [args[2], args[3] - args[2], size - args[3]], cp)
+    args[2:4] = before, before + length
+    return args
+
+
+def _strided(node: fx.Node, option: Option, cp: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    args[3] = option.args[0].local_size(cp)
+    return args
+
+
+def _local_sizes(cut: Placement, sizes: list[int], cp: int) -> list[int]:
+    pieces = pieces_of(cut, sizes)
+    assert pieces is not None
+    return [p.local_size(cp) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)]
+
+
+CHANGES: dict[Form, Callable[[fx.Node, Option, int], list[Any]]] = {
+    Form.SIZES: _sizes,
+    Form.SPLIT: _split,
+    Form.SEGMENT: _segment,
+    Form.STRIDED: _strided,
+}

@@ -1,0 +1,113 @@
+"""Attention that keeps this rank's keys and values alone, and gathers those of all ranks again in its backward.
+
+    attention(q, gather_sequence(k), gather_sequence(v), mask)   →   gathered_attention(q, k, v, mask)
+
+Gathered and kept, keys and values of the whole sequence would be as large on each rank whatever cp is. Key heads that
+were repeated for the heads that read them (reshape, expand, reshape) are not: each is read by its group of heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from planner.context.facts import Context, Exchange
+from planner.graph.ops.aten import aten, is_random, named, shape_of
+from planner.graph.ops.sequence import causal_attention, gather_sequence, gathered_attention
+from planner.graph.program import Program
+
+FUSED = (causal_attention, aten.scaled_dot_product_attention.default)
+SEQUENCE = 2  # the dim of tokens in q, k, v [b, h, s, d]
+
+
+def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
+    """In place, with what then stands for the exchanges: of each attention, without dropout, that alone reads what was
+    gathered for it, and whose mask needs no gradient.
+
+    Where ``tp`` ranks share key heads, all of them are gathered before each takes its own, so that stays.
+    """
+    if context.cp == 1:
+        return context
+    graph = program.graph.graph
+    for node in list(graph.nodes):
+        if node.target in FUSED and not is_random(node) and len(shape_of(node)) == 4:
+            operands = [_gathered(n) for n in node.args[1:3]]
+            options = _options(node)
+            mask = options.pop("mask")
+            is_alone = all(g is not None and _is_for(node, g, tp) for g in operands)
+            if is_alone and (mask is None or not mask.meta.get("grad")):
+                _exchange(node, [g for g in operands if g is not None], mask, options)
+    program.graph_changed()
+    kinds = {exchange.node: exchange.kind for exchange in context.exchanges}
+    found = [n for n in graph.nodes if n.name in kinds or n.target is gathered_attention]
+    return replace(context, exchanges=tuple(Exchange(n.name, kinds.get(n.name, "all_gather")) for n in found))
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """``way``: from the gather to what attention reads, each read by the next. ``heads``: key heads of their own."""
+
+    way: tuple[fx.Node, ...]
+    heads: int
+
+    @property
+    def gather(self) -> fx.Node:
+        return self.way[0]
+
+
+def _gathered(value: Any) -> _Gathered | None:
+    """How an operand [b, h, s, d] comes of a gather along its tokens."""
+    if not isinstance(value, fx.Node):
+        return None
+    if value.target is gather_sequence:
+        return _Gathered((value,), shape_of(value)[1]) if value.args[1] == SEQUENCE else None
+    if value.target is not aten.reshape.default:
+        return None
+    (expand,) = value.all_input_nodes
+    if expand.target is not aten.expand.default or expand.all_input_nodes[0].target is not gather_sequence:
+        return None
+    (gather,) = expand.all_input_nodes
+    shape, repeated, (batch, heads, *rest) = shape_of(gather), shape_of(expand), shape_of(value)
+    groups = shape[1] if len(shape) == 5 else 0
+    if not groups or shape != (batch, groups, 1, *rest) or repeated != (batch, groups, heads // groups, *rest):
+        return None
+    return _Gathered((gather, expand, value), groups) if gather.args[1] == SEQUENCE + 1 else None
+
+
+def _is_for(attention: fx.Node, found: _Gathered, tp: int) -> bool:
+    """Whether nobody but ``attention`` reads it, in one place, and no two ranks of tp need the same key head."""
+    places = [n is found.way[-1] for n in attention.args]
+    return sum(places) == 1 and all(len(n.users) == 1 for n in found.way) and found.heads % tp == 0
+
+
+def _options(node: fx.Node) -> dict[str, Any]:
+    if node.target is causal_attention:
+        scale = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
+        return {"mask": None, "is_causal": True} | scale
+    given = named(node)
+    assert not given["is_causal"], "causal attention over cp is causal_attention"
+    return {"mask": given["attn_mask"]} | ({"scale": given["scale"]} if given["scale"] is not None else {})
+
+
+def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict[str, Any]) -> None:
+    own, cp = [_of_rank(node, found) for found in operands], operands[0].gather.args[2]
+    is_shared = operands[0].heads != shape_of(node)[1]
+    node.kwargs = options | ({"enable_gqa": True} if is_shared else {})
+    node.args, node.target = (node.args[0], *own, mask, cp), gathered_attention
+    for found in operands:
+        for done in reversed(found.way):
+            node.graph.erase_node(done)
+
+
+def _of_rank(reader: fx.Node, found: _Gathered) -> fx.Node:
+    """The key heads of this rank's tokens, as they were before their groups of heads had a dim."""
+    value: Any = found.gather.args[0]
+    if len(found.way) == 1:
+        return value
+    batch, heads, _, *rest = shape_of(value)
+    with reader.graph.inserting_before(found.gather):
+        flat = reader.graph.call_function(aten.reshape.default, (value, [batch, heads, *rest]))
+    flat.meta = {**value.meta, "val": value.meta["val"].reshape(batch, heads, *rest)}
+    return flat

@@ -1,0 +1,57 @@
+"""What a cut of the sequence cannot do, told by the op and its line."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from planner.errors import PlanError
+from planner.graph.ops.aten import shape_of
+from planner.graph.source_lines import where_of
+
+WITHOUT = "set mesh.cp: 1"
+
+
+def not_divisible(node: fx.Node, size: int, cp: int) -> PlanError:
+    chunks = 2 * cp
+    below = size // chunks * chunks
+    nearest = " or ".join(str(n) for n in (below, below + chunks) if n)
+    return PlanError(
+        f"cp = {cp}: a sequence of {size} tokens is not divisible by 2·cp = {chunks}",
+        where=where_of(node),
+        fix=f"use sequences of {nearest} tokens, or choose cp from {{{', '.join(map(str, valid_cp(size, cp)))}}}",
+    )
+
+
+def valid_cp(size: int, cp: int) -> list[int]:
+    """1, and the sizes nearest to ``cp`` over which a sequence can be cut."""
+    found = [n for n in range(2, min(size // 2, 4 * cp) + 1) if size % (2 * n) == 0]
+    return [1, *sorted(sorted(found, key=lambda n: abs(n - cp))[:3])]
+
+
+def reads_whole(node: fx.Node, value: fx.Node) -> PlanError:
+    return PlanError(
+        f"cp: {op(node)} reads the whole sequence, {list(shape_of(value))}, and what it makes of it is no smaller",
+        where=where_of(node),
+        fix=f"{WITHOUT}, or write it so that each token needs no other",
+    )
+
+
+def no_typing(node: fx.Node) -> PlanError:
+    return PlanError(
+        f"cp: {op(node)} has no form in which it works on a part of the sequence, or on partial sums of it",
+        where=where_of(node),
+        fix=WITHOUT,
+    )
+
+
+def no_sequence(cp: int) -> PlanError:
+    return PlanError(
+        f"cp = {cp}: no input has a sequence that could be cut",
+        where="mesh.cp",
+        fix=f"{WITHOUT}; a sequence is the dim behind the batch, of ids [b, s] or of floats [b, s, features]",
+    )
+
+
+def op(node: fx.Node) -> str:
+    """``aten.cumsum``."""
+    return str(getattr(node.target, "name", lambda: node.target)()).replace("::", ".").removesuffix(".default")

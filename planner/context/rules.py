@@ -1,0 +1,165 @@
+"""The types that an op admits over cp: those of the rule table, and what only a cut of the sequence asks for.
+
+    attention       queries and result cut, keys and values whole
+    loss of rows    rows cut: partial sums
+    index by more   a dim of the rows that are read cut, in each index that has it
+    full            of fewer
+    tril, triu      rows or columns cut
+    one token       the sum over ranks of it and zeros: partial sums
+    over_data       partial sums: the ranks of cp are among those over which it sums
+
+A sequence is cut in 2·cp chunks, of which a rank holds two: what a rule says of so many ranks holds for them, whichever
+two they are, as no op that a rule lets be cut along a dim asks in which order its elements stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.graph.ops.aten import aten, is_random, named, ops_named
+from planner.graph.ops.over_data import over_data
+from planner.graph.ops.products import is_made_of_weights
+from planner.placement.rules.base import Option, Site, aligned
+from planner.placement.rules.forms import Form
+from planner.placement.rules.table import rule_of
+from planner.placement.types import P, R
+
+NONE, MEAN, SUM = 0, 1, 2
+FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
+FORMS |= {Form.SEGMENT, Form.STRIDED}
+PRODUCTS = {Form.COLUMN, Form.ROW}
+
+
+def options_over_cp(site: Site) -> list[Option]:
+    """Every admissible typing of a node over cp; without any that cuts a weight of a product."""
+    if site.node.target is over_data:
+        return [Option((P,), R, Form.WHOLE)]
+    found = dict.fromkeys(site.uniform())
+    for rule in (rule_of(site.node.target), RULES.get(site.node.target)):
+        found |= dict.fromkeys(rule(site) if rule else ())
+    forms = FORMS | {Form.PICKED} if site.node.target is aten.slice.Tensor else FORMS
+    return [o for o in found if o.form in forms and _is_even(site, o) and not _cuts_weights(site, o)]
+
+
+def _is_even(site: Site, option: Option) -> bool:
+    """Whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums."""
+    cuts = [t for t in (option.out, *option.args) if t.is_sharded]
+    partial = option.form is Form.PARTIAL
+    even = all(len(set(c.segments)) == 1 and not c.padding and not c.has_whole_segment for c in cuts)
+    return even and (not partial or (site.grad(site.node) and not is_random(site.node)))
+
+
+def _cuts_weights(site: Site, option: Option) -> bool:
+    pairs = zip(site.inputs, option.args, strict=True)
+    return option.form in PRODUCTS and any(t.is_sharded and is_made_of_weights(n) for n, t in pairs)
+
+
+def attention(site: Site) -> Iterator[Option]:
+    q, k, v = site.node.args[:3]
+    dim = len(site.shape()) - 2
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    if q in (k, v) or len(site.shape(q)) != len(site.shape()):
+        return
+    is_causal = named(site.node)["is_causal"]
+    if is_causal and site.shape(q)[dim] != site.shape(k)[dim]:
+        return
+    for cut in sorted({c for n in (None, q) for c in site.candidates(n) if c.dim == dim}):
+        if is_causal and len(cut.segments) > 1:
+            continue  # several sequences behind each other, of which the later see the earlier ones
+        masks = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs if n not in (q, k, v)}
+        yield site.option(cut, masks | {q: cut}, Form.PARTS, attends=True)
+
+
+def triangle(site: Site) -> Iterator[Option]:
+    """tril(x), triu(x): rows or columns cut, whose places a rank knows."""
+    (x,) = site.inputs
+    first = len(site.shape()) - 2
+    for cut in sorted({c for n in (None, x) for c in site.candidates(n) if c.dim >= first and len(c.segments) == 1}):
+        yield site.option(cut, {x: cut}, Form.PARTS)
+
+
+def loss_of_rows(site: Site) -> Iterator[Option]:
+    """cross_entropy_loss(logits [n, c, ..], target [n, ..]): any dim but that of the classes."""
+    given = named(site.node)
+    logits, target, reduction = given["self"], given["target"], given["reduction"]
+    likely = site.shape(target) == site.shape(logits)  # each row has a probability for each class
+    if logits is target or (len(site.shape(target)) != len(site.shape(logits)) - 1 and not likely):
+        return
+    for cut in (c for c in site.candidates(logits) if c.dim != 1):
+        rows = cut.moved(max(0, cut.dim - 1))
+        form = {NONE: Form.PARTS, MEAN: Form.MEAN if likely else Form.SUM, SUM: Form.SUM}[int(reduction)]
+        yield site.option(P if reduction else rows, {logits: cut, target: cut if likely else rows}, form)
+
+
+def loss_of_elements(site: Site) -> Iterator[Option]:
+    """mse_loss(x, y) and others that compare element by element."""
+    given = named(site.node)
+    others = [n for n in site.inputs if site.shape(n)]
+    shape = torch.broadcast_shapes(*(site.shape(n) for n in others))
+    form = {NONE: Form.PARTS, MEAN: Form.MEAN, SUM: Form.SUM}[int(given["reduction"])]
+    for node in others:
+        for cut in site.candidates(node):
+            whole = cut.moved(cut.dim + len(shape) - len(site.shape(node)))
+            if shape[whole.dim] == site.shape(node)[cut.dim]:
+                operands = {n: aligned(whole, shape, site.shape(n)) for n in others}
+                yield site.option(P if given["reduction"] else whole, operands, form)
+
+
+def index(site: Site) -> Iterator[Option]:
+    """x[i, j, ..] with several indices of broadcast shapes, that stand beside one another."""
+    arguments: Any = site.node.args
+    x, indices = arguments[0], arguments[1]
+    places = [d for d, i in enumerate(indices) if i is not None]
+    used = [indices[d] for d in places]
+    if x in used or len(set(used)) < 2 or any(i.meta["val"].dtype == torch.bool for i in used):
+        return
+    first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+    common = tuple(torch.broadcast_shapes(*(site.shape(i) for i in used)))
+    cuts = {c for c in site.candidates() if first <= c.dim < first + len(common)}
+    for i in used:
+        shift = len(common) - len(site.shape(i))
+        cuts |= {
+            c.moved(first + c.dim + shift) for c in site.candidates(i) if site.shape(i)[c.dim] == common[c.dim + shift]
+        }
+    for cut in sorted(cuts):
+        inner = cut.moved(cut.dim - first)
+        yield site.option(cut, {x: R} | {i: aligned(inner, common, site.shape(i)) for i in used}, Form.PARTS)
+
+
+def one_token(site: Site) -> Iterator[Option]:
+    """x[:, i:i + 1]: the first token, say; one rank has it."""
+    x, dim, start, end, *step = site.node.args
+    assert isinstance(x, fx.Node)
+    if end - start == 1 and not step and site.grad(site.node):  # pyright: ignore
+        for cut in (c for c in site.candidates(x) if c.dim == dim):
+            yield site.option(P, {x: cut}, Form.PICKED)
+
+
+def factory(site: Site) -> Iterator[Option]:
+    """full(size, x): as many as a rank holds."""
+    for cut in site.candidates():
+        yield Option((), cut, Form.SIZES)
+
+
+FACTORIES: set[Any] = {aten.full.default, aten.zeros.default, aten.ones.default}
+RULES: dict[Any, Callable[[Site], Iterator[Option]]] = {
+    aten.scaled_dot_product_attention.default: attention,
+    aten.index.Tensor: index,
+    aten.tril.default: triangle,
+    aten.triu.default: triangle,
+    aten.slice.Tensor: one_token,
+    **dict.fromkeys(ops_named("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"), loss_of_rows),
+    **dict.fromkeys(
+        ops_named(
+            "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+            "soft_margin_loss poisson_nll_loss"
+        ),
+        loss_of_elements,
+    ),
+    **dict.fromkeys(FACTORIES, factory),
+}

@@ -1,0 +1,163 @@
+"""Type every value of a program over cp: cut along its sequence, partial sums, or whole on every rank.
+
+    V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
+
+From the first to the last: tokens are cut where float work begins, at the embedding of ids or the first product of a
+float input; from there on each op takes the typing that moves least. What no cut value enters (positions, masks, tables
+made of weights) stays whole, and is cut later, along the dim that a reader asks for (planner.context.local_program).
+Weights are R, so gradients of all that is whole are partial, and are summed with those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import fx
+
+from planner.context.flow import sequence_flow
+from planner.context.refusals import no_typing, not_divisible, reads_whole
+from planner.context.rules import options_over_cp
+from planner.graph.ops.aten import aten, is_pointwise, shape_of, value_bytes
+from planner.graph.program import Program
+from planner.graph.walks import operands, walk
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
+from planner.placement.types import I, P, Placement, R
+
+LAYOUT = {aten.reshape.default, aten.permute.default, aten.expand.default}
+MOVES = LAYOUT | {aten.slice.Tensor, aten.cat.default, aten.split_with_sizes.default, aten.pad.default}
+SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # what tells typings apart that move the same
+
+
+@dataclass
+class Types:
+    """``natives``: the type of each value that a cut enters, V or P. ``options``: how each of these, and what becomes
+    whole of them, reads its operands. ``lengths``: sizes of the sequences that are cut."""
+
+    cp: int
+    natives: dict[fx.Node, Placement] = field(default_factory=dict)
+    options: dict[fx.Node, Option] = field(default_factory=dict)
+    lengths: set[int] = field(default_factory=set)
+
+    def of(self, node: fx.Node) -> Placement:
+        return self.natives.get(node, R)
+
+
+def decide_types(program: Program, cp: int) -> Types:
+    """Raises PlanError for a sequence that does not divide by 2·cp, and for what reads it as a whole."""
+    types = Types(cp)
+    flow = sequence_flow(program)
+    needed = set(walk([program.node(program.loss)], operands))
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function" or node not in needed:
+            continue
+        if any(n in types.natives or n in types.options for n in node.all_input_nodes):
+            _settle(node, types, _chosen(node, types))
+        elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
+            _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
+    return types
+
+
+def begins(node: fx.Node) -> bool:
+    """Whether float work over tokens may begin at an op: one that computes more than element by element."""
+    return not is_pointwise(node.target) and node.target not in MOVES
+
+
+def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:
+    site = Site(node, 2 * types.cp, {n.name: c for n, c in cuts.items()})
+    for option in options_over_cp(site):
+        pairs = list(zip(site.inputs, option.args, strict=True))
+        if option.out.is_sharded and all(not t.is_sharded or t in cuts[n] for n, t in pairs):
+            _check_divides(node, option, types.cp)
+            types.lengths |= {size for _, t in pairs if t.is_sharded for size in t.sizes}
+            _settle(node, types, option)
+            return
+    raise reads_whole(node, next(n for n, c in cuts.items() if c))
+
+
+def _check_divides(node: fx.Node, option: Option, cp: int) -> None:
+    for size in {s for t in option.args if t.is_sharded for s in t.sizes}:
+        if size % (2 * cp):
+            raise not_divisible(node, size, cp)
+
+
+def _settle(node: fx.Node, types: Types, option: Option) -> None:
+    types.options[node] = option
+    if option.out.is_sharded or option.out == P:
+        types.natives[node] = option.out
+    elif not node.meta.get("grad"):
+        return
+    else:
+        _check_whole(node, types, option)
+
+
+def _check_whole(node: fx.Node, types: Types, option: Option) -> None:
+    """What is computed of all tokens on every rank is smaller than they are: a pooled sequence, not a mixed one."""
+    gathered = [n for n, t in zip(node.all_input_nodes, option.args, strict=True) if types.of(n).is_sharded]
+    largest = max((prod(shape_of(n)) for n in gathered), default=0)
+    if largest and 2 * prod(shape_of(node)) > largest:
+        raise reads_whole(node, gathered[0])
+    for value in (n for n in node.all_input_nodes if types.of(n) == P):
+        for op, source in _summed(value, types):
+            if 2 * prod(shape_of(op)) > prod(shape_of(source)):
+                raise reads_whole(op, source)
+
+
+def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The ops that partial sums come of, each with the largest cut value that it sums over."""
+    for node in walk([value], operands, into=lambda n: types.of(n) == P):
+        cut = [n for n in node.all_input_nodes if types.of(n).is_sharded]
+        if cut:
+            yield node, max(cut, key=lambda n: prod(shape_of(n)))
+
+
+def _chosen(node: fx.Node, types: Types) -> Option:
+    """The typing that moves least; of those the first whose result is cut."""
+    natives = {n.name: {types.natives[n]} for n in node.all_input_nodes if types.of(n).is_sharded}
+    site = Site(node, 2 * types.cp, natives)
+    found: list[tuple[float, int, Option]] = []
+    for option in options_over_cp(site):
+        costs = [_cost(node, n, types, t) for n, t in zip(site.inputs, option.args, strict=True)]
+        given = [c for c in costs if c is not None]
+        if len(given) == len(costs) and _keeps_a_cut(site, types, option):
+            found.append((sum(given), {"V": 0, "P": 1}.get(option.out.kind, 2), option))
+    if not found:
+        raise no_typing(node)
+    return min(found, key=lambda item: item[:2])[2]
+
+
+def _keeps_a_cut(site: Site, types: Types, option: Option) -> bool:
+    """Nothing is cut, or made partial, that was not before: it would only be work for two ranks."""
+    pairs = zip(site.inputs, option.args, strict=True)
+    return option.form is Form.WHOLE or any(t.kind in "VP" and types.of(n) == t for n, t in pairs)
+
+
+def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> float | None:
+    """Bytes that come to a rank where a value is read in a type; None where it cannot be."""
+    have = types.of(value)
+    if wanted == I and value.meta.get("grad") and reader.meta.get("grad"):
+        return None  # gradients of what is whole are partial
+    if wanted.kind in "IR":
+        whole = 0.0 if have == R else float(value_bytes(gathered_from(value, types)))
+        return whole + (SUM_CALL if have == P else 0.0)
+    if have == R:
+        return CUT_CALL if wanted.is_sharded else SCALE_CALL if _is_float(value) else None
+    return 0.0 if have == wanted else None
+
+
+def gathered_from(value: fx.Node, types: Types) -> fx.Node:
+    """What is gathered where a cut value is asked for whole: before its heads were repeated."""
+    node, best = value, value
+    while node.target in LAYOUT and types.of(node.all_input_nodes[0]).is_sharded:
+        node = node.all_input_nodes[0]
+        if value_bytes(node) < value_bytes(best):
+            best = node
+    return best
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point

@@ -1,0 +1,60 @@
+"""What a call exchanges in each direction, and beside which products.
+
+f before products of weights     its sum runs beside the gradients of the weights (passes.ops.column_linear)
+gather before them               gathered again beside the gradient of the value, reduce-scatter beside the weights'
+everything else                  the rank waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from planner.cost.cut.ops import Op, Size
+from planner.cost.cut.units import Message
+from planner.decisions import Decisions
+from planner.exchanges.collectives import change_rows, rows_of_call
+from planner.graph.places import Places
+from planner.saved.fused import is_overlapped
+from planner.saved.trace import Call
+from planner.sharding.collectives import CollectivePlan
+
+
+class MessagesOf:
+    """Of the calls of one program."""
+
+    def __init__(self, decisions: Decisions, follows: set[str], micro: int) -> None:
+        self.decisions, self.follows, self.micro, self.places = decisions, follows, micro, Places(decisions.blocks)
+
+    def of(self, call: Call, stage: int, of_held: Mapping[str, tuple[Op, ...]]) -> tuple[list[Message], list[Message]]:
+        """Forward, and backward."""
+        forward, backward = list[Message](), list[Message]()
+        rows = list(self._rows(call, stage))
+        beside = self._beside(call, of_held) if rows else ()
+        for row in rows:
+            if row.phase == "forward":
+                forward.append(self._message(row, call, ()))
+            else:
+                backward.append(self._message(row, call, beside))
+        return forward, backward
+
+    def again(self, call: Call, stage: int) -> list[Message]:
+        """What a rerun of the call exchanges: as in the forward."""
+        return [self._message(row, call, ()) for row in self._rows(call, stage) if row.phase == "forward"]
+
+    def _rows(self, call: Call, stage: int) -> Iterator[CollectivePlan]:
+        sizes = self.decisions.mesh
+        if call.changed is not None:
+            found = change_rows(self.decisions, call.changed, self.places)
+        else:
+            found = rows_of_call(self.decisions, self.decisions.program.node(call.name), stage, self.places)
+        return (row for row in found if sizes.size(row.axis) > 1)
+
+    def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
+        size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or row.axis in ("ep", "etp"))
+        return Message(row.kind, row.axis, size, beside)
+
+    def _beside(self, call: Call, of_held: Mapping[str, tuple[Op, ...]]) -> tuple[Op, ...]:
+        change = call.changed
+        if change is None or change.how.name not in ("f", "gather") or not is_overlapped(self.decisions, change):
+            return ()
+        return tuple(op for name in change.readers for op in of_held.get(name, ()))

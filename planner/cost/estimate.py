@@ -1,0 +1,236 @@
+"""Seconds and bytes of one layout: what a cut costs, on a cluster.
+
+    step    the pipeline's run (planner.cost.seconds.pipeline)
+            + what of the gradients' sums is not hidden, the norm, the update, what of the gather is not hidden
+    parts   of the rank that works longest: compute, recompute, tp_comm, cp_comm, ep_comm; what messages between stages
+            add is pp_comm, and what is left of the pipeline's run its bubble. They sum to step_seconds.
+
+at_least is cheap and never more than the estimate: it takes a perfect pipeline, and what no overlap can hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import group, neighbours, send_seconds
+from planner.cost.cut.units import CutWork
+from planner.cost.layout import Layout
+from planner.cost.memory import MemoryRow
+from planner.cost.seconds.buffers import RankHolds, rank_holds
+from planner.cost.seconds.held import memory_row, stage_bytes
+from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
+from planner.cost.seconds.pipeline import Run, run_pipeline
+from planner.cost.seconds.roofline import peak_of
+from planner.cost.seconds.shared import run_on_cores
+from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
+from planner.cost.step_time import CostPlan
+from planner.errors import require
+from planner.pipeline.schedule import build_schedule
+from planner.spec.spec import Spec
+
+_MOST_RUN = 64  # microbatches of a pipeline that are run action by action
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """``memory``: one row for each pp rank."""
+
+    cost: CostPlan
+    memory: tuple[MemoryRow, ...]
+
+    @property
+    def most_memory(self) -> int:
+        """Bytes of the rank that needs the most."""
+        return max(row.total for row in self.memory)
+
+
+def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Estimate:
+    """``work``: of the layout's tp, cp, ep and sequence parallelism, in any number of stages."""
+    work = work.at(layout.micro)
+    ranges = stage_ranges(layout.sizes)
+    holds = rank_holdings(work, layout, spec)
+    stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
+    group_size = spec.pipeline.group_size
+    rows = tuple(memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp))
+    return Estimate(cost_of(work, layout, cluster, spec, holds), rows)
+
+
+def stage_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """[first, end) of the units of each stage."""
+    found, first = [], 0
+    for size in sizes:
+        found.append((first, first + size))
+        first += size
+    return found
+
+
+def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:
+    """Of each pp rank."""
+    ranges, pp = stage_ranges(layout.sizes), layout.mesh.pp
+    require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} blocks are dealt out of {len(work.units)}")
+    found = []
+    for rank in range(pp):
+        others = [of for at, of in enumerate(ranges) if at % pp != rank]
+        found.append(rank_holds(work, ranges[rank::pp], others, layout.mesh, spec))
+    return found
+
+
+def cost_of(
+    work: CutWork, layout: Layout, cluster: Cluster, spec: Spec, holds: Sequence[RankHolds] | None = None
+) -> CostPlan:
+    """The row of seconds. ``work`` is that of the layout's microbatch."""
+    holds = rank_holdings(work, layout, spec) if holds is None else holds
+    slower = _slower(work, layout, cluster)
+    of_units = _seconds_of(work, layout, cluster, slower)
+    pricing = Pricing(layout.mesh, cluster, slower)
+    ranges, pp, count = stage_ranges(layout.sizes), layout.mesh.pp, layout.num_microbatches
+    stages = [of_units.stage(*of) for of in ranges]
+    sent, returned = _messages(work, ranges, pricing)
+    step = _Step(layout, spec, pricing, stages, sent, returned, list(holds), work.num_noted, pp, count)
+    peak = peak_of(cluster.device, of_units.dtype) if of_units.dtype else 0.0
+    return replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
+
+
+def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
+    """Where processes share cores: how many times as long the pipeline takes as on cores of its own."""
+    mesh, at_once = layout.mesh, cluster.device.at_once
+    if at_once is None or mesh.world_size <= at_once:
+        return 1.0
+    stages = [_seconds_of(work, layout, cluster).stage(*of) for of in stage_ranges(layout.sizes)]
+    sides = [s.forward.total for s in stages], [s.backward.total for s in stages]
+    count, sharing = layout.num_microbatches, mesh.world_size / at_once
+    run = run_pipeline(layout.schedule, mesh.pp, mesh.vpp, count, *sides)
+    if mesh.pp == 1 or count > _MOST_RUN:  # of so many the ramps are little beside the rest: all cores are busy
+        return max(1.0, count * sum(map(sum, sides)) / (mesh.pp * run.seconds) * sharing)
+    orders = build_schedule(layout.schedule, mesh.pp, count, mesh.vpp).orders
+    return max(1.0, run_on_cores(orders, *sides, mesh.pp / sharing) / run.seconds)
+
+
+def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
+    """The same for every mesh whose groups lie alike in the links, over the axes on which its units exchange."""
+    kind, mesh = layout.recompute, layout.mesh
+    axes = work.cache.get(("axes", kind))
+    if axes is None:
+        axes = work.cache["axes", kind] = _axes(work, kind)
+    key = ("seconds", slower, kind, id(cluster), *(group(mesh, axis, cluster) for axis in axes))  # pyright: ignore
+    found = work.cache.get(key)
+    if found is None:
+        found = work.cache[key] = (WorkSeconds(work, kind, Pricing(mesh, cluster, slower)), cluster)
+    return found[0]  # pyright: ignore
+
+
+def _axes(work: CutWork, kind: str) -> tuple[str, ...]:
+    """Over which the units of ``work`` exchange."""
+    units = {id(unit): unit for unit in work.units}.values()
+    phases = [phase for u in units for phase in (u.forward, u.kinds[kind].backward, u.kinds[kind].again)]
+    phases += [phase for shared in work.shared for phase in (shared.forward, shared.backward)]
+    return tuple(sorted({message.axis for phase in phases for message, _ in phase.messages}))
+
+
+def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing) -> tuple[list[float], list[float]]:
+    """Seconds of what crosses each cut between stages, there and back."""
+    mesh, sent, returned = pricing.mesh, list[float](), list[float]()
+    if mesh.pp == 1:
+        return [0.0] * (len(ranges) - 1), [0.0] * (len(ranges) - 1)
+    levels = [pricing.wires[neighbours(mesh, pricing.cluster, rank)] for rank in range(mesh.pp)]
+    for index, (_, end) in enumerate(ranges[:-1]):
+        wire, after = levels[index % mesh.pp], work.units[end - 1].after
+        sent.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after))
+        returned.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after if v.has_gradient))
+    return sent, returned
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of a layout: its stages, its messages, and what its ranks hold."""
+
+    layout: Layout
+    spec: Spec
+    pricing: Pricing
+    stages: list[UnitSeconds]
+    sent: list[float]
+    returned: list[float]
+    holds: list[RankHolds]
+    num_noted: int
+    pp: int
+    count: int
+
+    def _run(self, *, messages: bool) -> Run:
+        mesh, overlap = self.layout.mesh, self.pricing.cluster.overlap
+        forward = [s.forward.total for s in self.stages]
+        backward = [s.backward.total for s in self.stages]
+        sent, returned = self.sent, self.returned
+        if messages:  # what does not run beside computing is the sender's own time
+            for index, (there, back) in enumerate(zip(sent, returned, strict=True)):
+                forward[index] += (1 - overlap) * there
+                backward[index + 1] += (1 - overlap) * back
+        else:
+            sent, returned = [0.0] * len(sent), [0.0] * len(returned)
+        later = [[overlap * x for x in side] for side in (sent, returned)]
+        return run_pipeline(
+            self.layout.schedule,
+            self.pp,
+            mesh.vpp,
+            self.count,
+            forward,
+            backward,
+            later[0],
+            later[1],
+            self.spec.pipeline.group_size,
+        )
+
+    def cost(self) -> CostPlan:
+        run, alone = self._run(messages=True), self._run(messages=False)
+        busy = [self._busy(rank) for rank in range(self.pp)]
+        longest = max(busy, key=lambda spent: spent.total)
+        ends = [self._end(rank, run.starts[rank]) for rank in range(self.pp)]
+        reduced = max(end + of.reduce for end, of in zip(run.ends, ends, strict=True))
+        update, gather = max(e.update for e in ends), max(e.gather for e in ends)
+        norm = norm_seconds(self.pricing, self.num_noted)
+        step = max(reduced, run.seconds) + norm + update + gather
+        parts = {
+            "compute": longest.compute,
+            "recompute": longest.recompute,
+            "tp_comm": longest.tp_comm,
+            "cp_comm": longest.cp_comm,
+            "ep_comm": longest.ep_comm,
+            "pp_comm": max(0.0, run.seconds - alone.seconds),
+            "dp_comm": longest.dp_comm + max(0.0, reduced - run.seconds) + norm + gather,
+            "optimizer": update,
+        }
+        parts["pp_bubble"] = max(0.0, step - sum(parts.values()))
+        return CostPlan(step_seconds=sum(parts.values()), **parts)
+
+    def _busy(self, rank: int) -> Spent:
+        total = Spent()
+        for stage in self.stages[rank :: self.pp]:
+            total = total.plus(stage.forward, self.count).plus(stage.backward, self.count)
+        return total
+
+    def _end(self, rank: int, start: float) -> EndOfStep:
+        first = self.stages[rank]
+        return end_of_step(
+            self.holds[rank],
+            self.pricing,
+            zero=self.spec.optimizer.zero,
+            last_backward=first.backward.total,
+            until_first_forward_ends=start + first.forward.total,
+        )
+
+
+def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> float:
+    """Seconds that no estimate of this layout falls below.
+
+    Of each rank: its work for all microbatches, and one way through the stages before it, there and back.
+    """
+    until = _seconds_of(work.at(layout.micro), layout, cluster).until
+    mesh, ends = layout.mesh, [0, *accumulate(layout.sizes)]
+    most, before = 0.0, 0.0
+    for rank in range(mesh.pp):
+        own = [until[ends[s + 1]] - until[ends[s]] for s in range(rank, len(layout.sizes), mesh.pp)]
+        most = max(most, before + layout.num_microbatches * sum(own))
+        before += own[0]
+    return most * (1 - 1e-9)

@@ -1,0 +1,23 @@
+"""One layout: what a search varies, and a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind.
+
+    ``recompute``: none, full or selective, for all blocks alike. ``sizes``: blocks of each stage.
+    """
+
+    mesh: Mesh
+    micro: int
+    num_microbatches: int
+    sequence_parallel: bool
+    recompute: str
+    schedule: str
+    sizes: tuple[int, ...]

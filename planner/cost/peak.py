@@ -1,0 +1,105 @@
+"""When a pipeline rank holds the most, along its list of actions, and what it holds then.
+
+    F   held + what the forward takes at its peak           afterwards: + what is kept of that microbatch
+    B   held + what the backward takes beyond what is kept  afterwards: − what was kept of that microbatch
+
+and beside it the messages under way: received ahead for the next action, and sent but not known to be taken over. A
+send counts until a message comes from the rank that took it, sent by an action at or after the one that used it, as
+gloo lets go of it; NCCL may do so sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.liveness import StageMemory
+from planner.pipeline.links import Message, received_by, sent_by
+from planner.pipeline.schedule import Action, Order
+from planner.sharding.shards import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at ``action``: ``kept`` by autograd, ``logits`` of it by what follows the last block; ``working`` beside
+    it; ``messages`` under way."""
+
+    action: str = ""
+    kept: int = 0
+    logits: int = 0
+    working: int = 0
+    messages: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.working + self.messages
+
+
+def peak_of(orders: Sequence[Order], pp_rank: int, stages: Sequence[StageMemory], shards: Shards) -> Peak:
+    """The first of equal peaks. ``stages``: of every stage of the pipeline; ``orders``: the actions of every rank."""
+    return _Rank(orders, pp_rank, stages, shards).run()
+
+
+class _Rank:
+    """Owns what is held at a moment: of microbatches in flight, and in messages."""
+
+    def __init__(self, orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards) -> None:
+        self.order, self.rank, self.pp, self.stages, self.shards = orders[rank], rank, len(orders), stages, shards
+        self.sending: dict[Message, int] = {}
+        self.positions = {
+            (action.kind, action.microbatch, action.chunk * self.pp + r): at
+            for r, order in enumerate(orders)
+            for at, action in enumerate(order)
+        }
+
+    def run(self) -> Peak:
+        peak, held = Peak(), Peak()
+        for at, action in enumerate(self.order):
+            memory = self.stages[self._stage(action)]
+            self._receive(action)
+            messages = sum(self.sending.values()) + sum(map(self._posted, self.order[at + 1 : at + 2]))
+            during = self._during(action, memory, held)
+            during = replace(during, messages=messages)
+            if during.total > peak.total:
+                peak = during
+            sign = 1 if action.kind == "F" else -1
+            held = replace(held, kept=held.kept + sign * memory.kept, logits=held.logits + sign * memory.logits)
+            self._send(action, memory)
+        return peak
+
+    def _during(self, action: Action, memory: StageMemory, held: Peak) -> Peak:
+        """A forward keeps what it keeps from its first call on; what it takes beyond that is working memory."""
+        if action.kind == "B":
+            return replace(held, action=str(action), working=memory.backward - memory.kept)
+        kept, logits = held.kept + memory.kept, held.logits + memory.logits
+        return Peak(str(action), kept, logits, memory.forward - memory.kept)
+
+    def _stage(self, action: Action) -> int:
+        return action.chunk * self.pp + self.rank
+
+    def _crosses(self, message: Message) -> bool:
+        return 0 <= message.boundary < len(self.stages) - 1 and message.link(self.pp) is not None
+
+    def _posted(self, action: Action) -> int:
+        """Bytes of the buffers that wait for what ``action`` will need."""
+        message = received_by(action.kind, self._stage(action), action.microbatch)
+        return self._message_bytes(message) if self._crosses(message) else 0
+
+    def _message_bytes(self, message: Message) -> int:
+        return sum(b.bytes for b in self.shards.sent(message.boundary) if message.kind == "F" or b.requires_grad)
+
+    def _receive(self, action: Action) -> None:
+        """What the sender of a message had used when it sent it is taken over."""
+        received = received_by(action.kind, self._stage(action), action.microbatch)
+        if not self._crosses(received):
+            return
+        reached = self.positions.get((received.kind, received.microbatch, received.sender), -1)
+        for sent in list(self.sending):
+            used = self.positions[sent.kind, sent.microbatch, sent.receiver]
+            if sent.receiver % self.pp == received.sender % self.pp and used <= reached:
+                del self.sending[sent]
+
+    def _send(self, action: Action, memory: StageMemory) -> None:
+        message = sent_by(action.kind, self._stage(action), action.microbatch)
+        if self._crosses(message):
+            self.sending[message] = memory.sent if message.kind == "F" else self._message_bytes(message)

@@ -1,0 +1,52 @@
+"""The row of seconds of a plan, from its own decisions, and what its memory is beside that of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.cluster.cluster import Cluster
+from planner.cost.estimate import cost_of
+from planner.cost.layout import Layout
+from planner.cost.memory import MemoryRow
+from planner.cost.step_time import CostPlan
+from planner.cost.work import AS_PLANNED, planned_work
+from planner.decisions import Decisions
+from planner.pipeline.schedule import SchedulePlan
+from planner.recompute.pieces import Piece
+from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
+
+
+def cost_row(
+    decisions: Decisions,
+    shards: Shards,
+    spec: Spec,
+    schedule: SchedulePlan,
+    recomputed: Sequence[Piece],
+    cluster: Cluster | None,
+) -> CostPlan | None:
+    """Seconds of a step on ``cluster``; None without one."""
+    if cluster is None:
+        return None
+    sizes = tuple(map(len, decisions.stages.blocks_of_stage)) if decisions.blocks.instances else (1,)
+    layout = Layout(
+        decisions.mesh,
+        spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
+        schedule.num_microbatches,
+        bool(spec.tensor_parallel.sequence_parallel),
+        AS_PLANNED,
+        schedule.kind,
+        sizes,
+    )
+    return cost_of(planned_work(decisions, shards, spec, recomputed), layout, cluster, spec)
+
+
+def usable_bytes(cluster: Cluster) -> int:
+    """Bytes of a device that a rank may fill."""
+    return int(cluster.device.memory * cluster.device.usable_memory)
+
+
+def too_large(memory: Sequence[MemoryRow], cluster: Cluster | None) -> Iterator[MemoryRow]:
+    """The rows that do not fit a device."""
+    if cluster is not None:
+        yield from (row for row in memory if row.total > usable_bytes(cluster))

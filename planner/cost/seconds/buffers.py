@@ -1,0 +1,124 @@
+"""What the optimizer of one pipeline rank holds and exchanges, from the parameters of its units.
+
+A buffer is as long as its parameters from slot to slot, and each bucket ends on a multiple (planner.sharding.buckets):
+here the buckets are counted as total / bucket size, so a length is off by less than one end's multiple a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.cost.cut.units import CutWork, HeldParameter
+from planner.mesh import Mesh
+from planner.sharding.buckets import default_bucket_size, end_multiple, padded
+from planner.spec.spec import Spec
+
+LOW = ("bfloat16", "float16")
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBuffer:
+    """One gradient buffer of a rank: elements with padding, bytes of an element of its parameters and its gradients.
+
+    ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, where they are tied.
+    """
+
+    elements: int
+    shard: int
+    num_buckets: int
+    itemsize: int
+    gradient_itemsize: int
+    main_itemsize: int
+    reduced_over: str
+    partial_over: tuple[str, ...]
+    tied: bool = False
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Two moments, and main parameters and gradients where the buffer is less precise."""
+        return self.shard * self.main_itemsize * (2 + self._copies)
+
+    @property
+    def _copies(self) -> int:
+        return (self.itemsize != self.main_itemsize) + (self.gradient_itemsize != self.main_itemsize)
+
+    @property
+    def update_bytes(self) -> int:
+        """Moved by norm, copies and AdamW: gradient and two moments and parameters read, the last three written."""
+        main, copies = self.main_itemsize, 0
+        if self.gradient_itemsize != main:
+            copies += self.gradient_itemsize + main
+        if self.itemsize != main:
+            copies += self.itemsize + main
+        return self.shard * (main + 7 * main + copies)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHolds:
+    """``frozen``: bytes of what does not train, and of the model's own buffers."""
+
+    buffers: tuple[HeldBuffer, ...]
+    frozen: int
+
+    @property
+    def parameters(self) -> int:
+        return self.frozen + sum(b.elements * b.itemsize for b in self.buffers)
+
+    @property
+    def gradients(self) -> int:
+        return sum(b.elements * b.gradient_itemsize for b in self.buffers)
+
+    @property
+    def optimizer(self) -> int:
+        return sum(b.optimizer_bytes for b in self.buffers)
+
+
+def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], mesh: Mesh,
+               spec: Spec) -> RankHolds:  # fmt: skip
+    """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
+    chunks, others = list(chunks), list(others)
+    groups: dict[tuple[str, str, tuple[str, ...], bool], list[int]] = {}
+    frozen, low = 0, False
+    held: list[tuple[HeldParameter, int, bool]] = []
+    for first, end in chunks:
+        for unit in work.units[first:end]:
+            held += [(p, count, False) for p, count in unit.parameters]
+            frozen += unit.buffers
+    for item in work.tied:
+        times = sum(item.is_in(*chunk) for chunk in chunks)
+        if times and item.held is None:
+            frozen += item.buffer_bytes * times
+        elif times and item.held is not None:
+            count = 1 if item.held.is_trainable else times
+            held.append((item.held, count, any(item.is_in(*chunk) for chunk in others)))
+    for p, count, tied in held:
+        low |= p.dtype in LOW
+        if not p.is_trainable:
+            frozen += p.elements * p.itemsize * count
+            continue
+        sums = groups.setdefault((p.dtype, p.reduced_over, p.partial_over, tied), [0, 0])
+        sums[0] += p.starts * count
+        sums[1] = p.itemsize
+    asked = spec.precision.gradients or ("float32" if low else None)
+    buffers = tuple(
+        _buffer(total, itemsize, dtype, asked, over, partial, tied, mesh, spec)
+        for (dtype, over, partial, tied), (total, itemsize) in groups.items()
+    )
+    return RankHolds(buffers, frozen)
+
+
+def _buffer(
+    total: int, itemsize: int, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool,
+    mesh: Mesh, spec: Spec,
+) -> HeldBuffer:  # fmt: skip
+    optimizer, ranks = spec.optimizer, mesh.size(over)
+    sharded = optimizer.zero == 1
+    num_ranks, alignment = (ranks, optimizer.alignment) if sharded else (1, "none")
+    size = optimizer.bucket_size or default_bucket_size(ranks, optimizer.alignment)
+    num_buckets = max(1, -(-total // size) if size else 1)
+    elements = padded(total, end_multiple(num_ranks, alignment))
+    main = 8 if dtype == "float64" else 4
+    gradient = SIZES[asked] if asked else itemsize
+    return HeldBuffer(elements, elements // num_ranks, num_buckets, itemsize, gradient, main, over, partial, tied)

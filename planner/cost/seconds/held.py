@@ -1,0 +1,122 @@
+"""Memory rows of a layout, as planner.cost.memory has them of a plan, from the sums of the units of each stage.
+
+kept of a stage      Σ kept of its units, + what it received                          exact
+peak of a forward    max over units of  kept before it + the most beyond              exact where the cut is the plan's
+peak of a rank       along its actions, as long as what it holds still grows
+messages             what waits for the next action, and what was just sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from planner.cost.cut.ops import Size
+from planner.cost.cut.units import CutWork
+from planner.cost.layout import Layout
+from planner.cost.memory import SLACK, MemoryRow
+from planner.cost.seconds.buffers import RankHolds
+from planner.pipeline.schedule import Action, rank_order
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Of one microbatch: ``kept``, of which ``logits``; at the peak of a ``forward`` and a ``backward``."""
+
+    kept: float
+    logits: float
+    forward: float
+    backward: float
+    received: float
+    returned: float  # gradients that come back over its end
+
+
+def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
+    """Of the stage of units [first, end)."""
+    micro, received = work.micro, work.received(first)
+    loose = [item for item in work.loose if item.kind == kind and item.is_in(first, end)]
+    kept = received.at(micro)
+    forward = backward = 0.0
+    logits = Size()
+    are_together = all(first <= item.units[0] and item.units[-1] < end for item in work.tied if item.held is not None)
+    for number in range(first, end):
+        of = work.units[number].kinds[kind]
+        before = kept + sum(i.bytes.at(micro) for i in loose if i.units[0] < number and i.maker < number)
+        forward = max(forward, before + max((s.at(micro) for s in of.forward_over), default=0.0))
+        beyond = of.backward_over if are_together else of.backward_apart
+        backward = max(backward, before + max((s.at(micro) for s in beyond), default=0.0))
+        kept += of.kept.at(micro) + (of.kept_of_previous.at(micro) if number > first else 0.0)
+        logits = logits.plus(of.logits)
+    kept += sum(item.bytes.at(micro) for item in loose)
+    returned = work.units[end - 1].returned.at(micro) if end < len(work.units) else 0.0
+    return StageBytes(kept, logits.at(micro), max(forward, kept), max(backward, kept), received.at(micro), returned)
+
+
+def memory_row(
+    rank: int, layout: Layout, stages: Sequence[StageBytes], holds: RankHolds, group_size: int | None
+) -> MemoryRow:
+    """Of one pp rank; ``stages``: of the whole pipeline."""
+    peak, at, messages = _peak(rank, layout, stages, group_size)
+    kept, logits, working = peak
+    return MemoryRow(
+        rank,
+        parameters=holds.parameters,
+        gradients=holds.gradients,
+        optimizer=holds.optimizer,
+        activations=round(kept - logits),
+        logits=round(logits),
+        working=round(working),
+        communication=round(messages),
+        slack=ceil(SLACK * round(kept + working + messages)),
+        peak=at,
+        of_microbatch=tuple(round(stage.kept) for stage in stages[rank :: layout.mesh.pp]),
+    )
+
+
+def _peak(
+    rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None
+) -> tuple[tuple[float, float, float], str, float]:
+    """(kept, logits, working) at the peak, its action, and bytes of messages under way then."""
+    pp, vpp = layout.mesh.pp, layout.mesh.vpp
+    group = group_size or pp
+    count = layout.num_microbatches
+    if layout.schedule != "gpipe":
+        few = 2 * pp + 2 * group
+        count = min(count, few + (count - few) % group) if count > few else count
+    order = rank_order(layout.schedule, pp, rank, count, vpp, group)
+    held = logits = 0.0
+    best, where, most, under_way = (0.0, 0.0, 0.0), "", -1.0, 0.0
+    sent = {"F": 0.0, "B": 0.0}
+    for position, action in enumerate(order):
+        index = action.chunk * pp + rank
+        stage = stages[index]
+        following = order[position + 1 : position + 2]
+        waiting = sum(_awaited(a, stages[a.chunk * pp + rank], a.chunk * pp + rank, len(stages), pp) for a in following)
+        if action.kind == "F":
+            now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
+        else:
+            now = held, logits, stage.backward - stage.kept
+        messages = waiting + sum(sent.values())
+        if now[0] + now[2] + messages > most:
+            best, where, most, under_way = now, str(action), now[0] + now[2] + messages, messages
+        sign = 1 if action.kind == "F" else -1
+        held, logits = held + sign * stage.kept, logits + sign * stage.logits
+        sent[action.kind] = _sent(action, stages, index, pp)
+    return best, where, under_way
+
+
+def _awaited(action: Action, stage: StageBytes, index: int, num_stages: int, pp: int) -> float:
+    if pp == 1:
+        return 0.0
+    if action.kind == "F":
+        return stage.received if index else 0.0
+    return stage.returned if index < num_stages - 1 else 0.0
+
+
+def _sent(action: Action, stages: Sequence[StageBytes], index: int, pp: int) -> float:
+    if pp == 1:
+        return 0.0
+    if action.kind == "F":  # what is sent on is mostly kept by nobody here
+        return stages[index + 1].received if index + 1 < len(stages) else 0.0
+    return stages[index - 1].returned if index else 0.0

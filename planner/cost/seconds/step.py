@@ -1,0 +1,72 @@
+"""Seconds of the end of a step: gradients over dp, tied weights, the norm, the update, the gather of parameters.
+
+reduce-scatter   bucket by bucket, as the last backward of the rank fills them (runtime.optimizer.buffers): all but
+                 the last bucket beside it
+update           bytes of gradient, moments and parameters over the memory's bandwidth
+all-gather       starts after the update; each forward waits for the buckets that it reads: all but the first
+                 beside the first forward, or while a later stage waits for its first microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cost.seconds.buffers import HeldBuffer, RankHolds
+from planner.cost.seconds.phases import Pricing
+from planner.sharding.collectives import SUMS
+
+NORM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfStep:
+    """Of one rank: seconds until it may join the norm, after its last backward; of the update; of the gather beyond
+    what its next forward hides."""
+
+    reduce: float
+    update: float
+    gather: float
+
+
+def end_of_step(
+    holds: RankHolds, pricing: Pricing, *, zero: int, last_backward: float, until_first_forward_ends: float
+) -> EndOfStep:
+    """``last_backward``: seconds of the rank's last one; ``until_first_forward_ends``: from the start of a step."""
+    overlap = pricing.cluster.overlap
+    reduce = gather = sums = update = 0.0
+    last_bucket = first_bucket = 0.0
+    for buffer in holds.buffers:
+        kind = "reduce_scatter" if zero == 1 else "all_reduce"
+        each = pricing.collective(kind, buffer.reduced_over, _bucket(buffer) * buffer.gradient_itemsize)
+        reduce += buffer.num_buckets * each
+        last_bucket = max(last_bucket, each)
+        if zero == 1:
+            each = pricing.collective("all_gather", buffer.reduced_over, _bucket(buffer) * buffer.itemsize)
+            gather += buffer.num_buckets * each
+            first_bucket = max(first_bucket, each)
+        sums += _sums(buffer, pricing)
+        update += pricing.roofline.moving(buffer.update_bytes)
+    hidden = overlap * min(reduce - last_bucket, last_backward)
+    waited = gather - overlap * min(gather - first_bucket, until_first_forward_ends)
+    return EndOfStep(reduce - hidden + sums, update, waited)
+
+
+def _bucket(buffer: HeldBuffer) -> float:
+    return buffer.elements / buffer.num_buckets
+
+
+def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
+    """All-reduces of this rank's shard over the axes that its gradients are partial over, and of tied weights."""
+    size = buffer.shard * buffer.main_itemsize
+    axes: Sequence[str] = [axis for axis in SUMS if axis in buffer.partial_over]
+    total = sum(pricing.collective("all_reduce", axis, size) for axis in axes)
+    if buffer.tied and pricing.mesh.pp > 1:
+        total += pricing.collective("all_reduce", "pp", size)
+    return total
+
+
+def norm_seconds(pricing: Pricing, num_noted: int) -> float:
+    """One all-reduce over all ranks, which the update waits for."""
+    size = NORM_BYTES * (3 + num_noted + 2 * pricing.mesh.world_size)
+    return pricing.collective("all_reduce", "world", size) if pricing.mesh.world_size > 1 else 0.0

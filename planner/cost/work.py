@@ -1,0 +1,52 @@
+"""What one cut of a model costs: kernels, collectives and bytes of each block, free of any cluster.
+
+Decisions, Shards → CutWork        a trace of each stage, call by call (planner.saved.trace)
+CutWork.at(micro)                  the same for another size of a microbatch: no capture, no trace
+planner.cost.estimate              CutWork, a layout, a cluster → seconds and bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import copy
+
+from planner.cost.cut.build import Builder
+from planner.cost.cut.units import CutWork, UnitWork
+from planner.decisions import Decisions
+from planner.recompute.asked import NONE
+from planner.recompute.decide import decide_recompute
+from planner.recompute.pieces import Piece
+from planner.regions.own_tokens import keep_own_tokens
+from planner.regions.regather import gather_again
+from planner.regions.regions import Region
+from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
+
+__all__ = ["AS_PLANNED", "CutWork", "UnitWork", "cut_work", "planned_work"]
+
+AS_PLANNED = "as planned"  # the kind of recompute of a plan whose spec names blocks
+
+
+def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str]) -> CutWork:
+    """Decisions of any pp. ``kinds``: of recompute (none, full, selective) that the work is to know about."""
+    regions: Sequence[Region] = ()
+    if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
+        shards = gather_again(shards, decisions, regions)
+    builder = Builder(decisions, shards, spec)
+    parts = decisions, shards, regions, builder.trace_of
+    builder.add({kind: () if kind == NONE else decide_recompute(kind, *parts) for kind in kinds})
+    return builder.work(tuple(kinds))
+
+
+def planned_work(decisions: Decisions, shards: Shards, spec: Spec, recomputed: Sequence[Piece]) -> CutWork:
+    """Of a plan that is decided: its own kind alone, and no memory, of which a plan has rows."""
+    builder = Builder(decisions, shards, spec)
+    builder.add({AS_PLANNED: recomputed}, with_memory=False)
+    return builder.work((AS_PLANNED,))
+
+
+def own_tokens(decisions: Decisions, shards: Shards) -> Decisions:
+    """With what is gathered along the sequence gathered again, as a plan without recompute has it."""
+    found = copy(decisions)
+    found.context = keep_own_tokens(decisions, shards)
+    return found

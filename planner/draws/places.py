@@ -1,0 +1,106 @@
+"""Names every random number of a program by what it is for: (site, sample, element of the sample).
+
+    site      the number of the op among those that draw
+    sample    a sequence of the global batch: in which dim of the value the batch stands, in steps of what
+    element   a place in what one sequence has of the value
+
+The names are those of the whole value, so every layout draws the same numbers (passes.ops.counted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.capture.batch.flow import Run, batch_runs
+from planner.draws.attention import spell_out_attention
+from planner.errors import PlanError
+from planner.experts.domain import domain_of
+from planner.graph.ops.aten import aten, is_random, ops_named, shape_of
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+from planner.graph.walks import readers, walk
+from planner.placement.types import Placement
+
+UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
+KINDS = {
+    **dict.fromkeys(ops_named("rand rand_like"), UNIFORM),
+    **dict.fromkeys(ops_named("randn randn_like"), NORMAL),
+    **dict.fromkeys(ops_named("bernoulli bernoulli.p"), BERNOULLI),
+}
+
+
+Runs = Mapping[fx.Node, frozenset[Run] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """``shape``: of the value of one whole microbatch. ``batch``: (dim, step, number) of the sequences in it; None
+    where there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
+    """
+
+    site: int
+    shape: tuple[int, ...]
+    batch: Run | None
+    by_sample: bool
+    cut: Placement | None = None
+
+
+def name_draws(program: Program, micro: int) -> None:
+    """Write ``meta["draw"]`` of every op that draws. Raises PlanError, at its line, for one that cannot be named."""
+    spell_out_attention(program)
+    on_batch = set(walk(map(program.node, program.inputs), readers))
+    runs = batch_runs(program, on_batch)
+    random = [n for n in program.graph.graph.nodes if n.op == "call_function" and is_random(n)]
+    for site, node in enumerate(random):
+        if node.target is not aten.dropout.default and node.target not in KINDS:
+            raise _refused(node, "draws in a way that has no number for each element")
+        find = _of_batch if node in on_batch else _of_sizes
+        node.meta["draw"] = Draw(site, shape_of(node), *find(node, runs, micro))
+
+
+def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
+    """Of a value that follows the batch: in which dim its sequences stand."""
+    found = runs[node]
+    if micro == 1:
+        return None, True
+    if found is None:
+        raise _refused(node, "follows the batch in a way that is not known")
+    if len(found) != 1 or next(iter(found))[2] != micro:
+        raise _refused(node, f"holds the {micro} sequences of a microbatch in a way that is not known")
+    return next(iter(found)), True
+
+
+def _of_sizes(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
+    """Of numbers that are drawn beside the batch: those of a drop path are for a sequence each, others are for all.
+
+    They are for a sequence each where their first dim meets the batch of what they are computed with.
+    """
+    reader, last = node, node
+    while reader not in runs or not runs[reader]:
+        last = reader
+        if len(last.users) != 1 or shape_of(last) != shape_of(node):
+            return None, False
+        (reader,) = last.users
+    first = len(shape_of(reader)) - len(shape_of(node))
+    is_for_each = shape_of(last)[:1] == (micro,) and (first, 1, micro) in (runs[reader] or ())
+    if micro == 1 and shape_of(node)[:1] == (1,):
+        return None, first == 0
+    return ((0, 1, micro), True) if is_for_each else (None, False)
+
+
+def _refused(node: fx.Node, what: str) -> PlanError:
+    return PlanError(
+        f"dropout: layout_invariant: {node.target} {what}, {list(shape_of(node))}",
+        where=where_of(node),
+        fix="write dropout: fast, or draw by F.dropout, torch.rand or torch.bernoulli, with the batch in front",
+    )
+
+
+def check_draws(program: Program) -> None:
+    """Raise PlanError for numbers of rows that experts hold: which tokens those are, the routing alone knows."""
+    for node in program.graph.graph.nodes:
+        if "draw" in node.meta and domain_of(node) is not None:
+            raise _refused(node, "acts on the rows of experts that have axes of their own")

@@ -1,0 +1,1 @@
+"""What ranks exchange in one microbatch: every message, its axis, its bytes."""

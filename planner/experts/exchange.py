@@ -1,0 +1,97 @@
+"""What an opened graph calls where rows go to experts and come back. In one process nothing moves.
+
+    counts = count_experts(E, chosen)         [E]           rows of each expert
+    here = meet(counts, n)                    [E]           … that come to this rank: the ranks tell each other
+    rows = dispatch(rows, here)               [n, …]        to the ranks that have the experts, by expert
+    ends_of(here), ids_of(here, n)            [E], [n]      where each expert's rows end; the expert of each row
+    grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
+    part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
+    rows = give_back(rows, here)              [n, …]        each to where it came from
+
+    slots = send_slots(x, e, c, counts)       [.., E, .., C, ..]     dim c of each expert, of all ranks
+    own = slots_of(slots, e, number)          [.., C, ..]            those of one expert
+    y = return_slots(slots, e, c)             [.., E, .., C, ..]     each to where it came from
+
+From ``meet`` to ``give_back``, and from ``send_slots`` to ``return_slots``, is the experts' domain: values there are
+typed over etp, dims of experts are cut over ep, and how many rows there are follows the routing; slots are as many as
+the ranks have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def count_experts(num_experts: int, *chosen: Tensor) -> Tensor:
+    """How often each expert was chosen."""
+    flat = torch.cat([ids.reshape(-1) for ids in chosen])
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat))
+
+
+def count_by_group(num_experts: int, groups: int, *chosen: Tensor) -> Tensor:
+    """[groups, E]: the same of each of as many groups of tokens behind each other."""
+    flat = torch.cat([ids.reshape(groups, -1) for ids in chosen], 1)
+    counts = torch.zeros(groups, num_experts, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add(1, flat, torch.ones_like(flat))
+
+
+def meet(counts: Tensor, num_rows: int) -> Tensor:
+    """Of the experts that are here; ``num_rows``: the sum of ``counts``, which is known without a look at it."""
+    return counts
+
+
+def dispatch(rows: Tensor, here: Tensor) -> Tensor:
+    """Rows by expert."""
+    return rows
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, here: Tensor) -> Tensor:
+    """Rows by expert, each times the matrix of its own."""
+    return torch.cat([x @ w for x, w in zip(rows.split(here.tolist()), weights, strict=True)])
+
+
+def part(rows: Tensor, here: Tensor, number: int) -> Tensor:
+    """The rows of expert ``number``."""
+    return rows.split(here.tolist())[number]
+
+
+def join(*parts: Tensor, dim: int = 0) -> Tensor:
+    """The rows of all experts, by expert; or their slots, ``dim`` counting the experts."""
+    return torch.cat(parts, dim)
+
+
+def give_back(rows: Tensor, here: Tensor) -> Tensor:
+    """What became of the rows, where they were."""
+    return rows
+
+
+def count_taken(num_experts: int, *taken: Tensor) -> Tensor:
+    """[1, E]: how many tokens each expert takes, of those that take as many."""
+    return taken[0].new_full((1, num_experts), sum(ids.numel() for ids in taken) // num_experts)
+
+
+def send_slots(x: Tensor, experts: int, slots: int, counts: Tensor | None = None) -> Tensor:
+    """``counts`` [groups, E], told once a layer: how many tokens of each group that has slots chose each expert."""
+    return x
+
+
+def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
+    """Those of expert ``number``."""
+    return x.narrow(experts, number, 1) if keepdim else x.select(experts, number)
+
+
+def return_slots(x: Tensor, experts: int, slots: int) -> Tensor:
+    """What became of the slots, where they were."""
+    return x
+
+
+def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the rows of each expert end."""
+    return here.cumsum(0).to(dtype)
+
+
+def ids_of(here: Tensor, num_rows: int) -> Tensor:
+    """The expert of each row, counted from the first that is here."""
+    return torch.arange(len(here), device=here.device).repeat_interleave(here, output_size=num_rows)

@@ -1,0 +1,45 @@
+"""What lies among experts: stacks, what is made of them alone, and the calls between the first and the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from planner.graph.walks import operands, readers, walk
+
+
+def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
+    """Stacks, and calls that read nothing else."""
+    known = set(stacks)
+    work = [u for n in known for u in n.users]
+    while work:
+        node = work.pop()
+        if node not in known and node.op == "call_function" and all(n in known for n in node.all_input_nodes):
+            known.add(node)
+            work += node.users
+    return known
+
+
+def inside_of(of_stacks: set[fx.Node]) -> set[fx.Node]:
+    """Calls that read stacks, and what lies between them; then what reads nothing but such values."""
+    seeds = {u for n in of_stacks for u in n.users if u not in of_stacks}
+    first, last = min(seeds), max(seeds)  # nodes of one graph are in its order: no walk beyond
+    between = set(walk(seeds, readers, into=lambda n: n <= last))
+    between &= set(walk(seeds, operands, into=lambda n: n >= first))
+    inside = seeds | between
+    while len(border_of(inside)) > 1:
+        joined = {u for n in border_of(inside) for u in n.users if u not in inside and _joins(u, inside)}
+        if not joined:
+            break
+        inside |= joined
+    return inside
+
+
+def border_of(inside: set[fx.Node]) -> list[fx.Node]:
+    """Calls inside that others read."""
+    return [n for n in inside if any(u not in inside for u in n.users)]
+
+
+def _joins(user: fx.Node, inside: set[fx.Node]) -> bool:
+    return user.op == "call_function" and all(n in inside for n in operands(user))

@@ -1,0 +1,75 @@
+"""open_experts(program, experts, mesh): rows leave for other ranks wherever experts have axes of their own.
+
+What cannot be spread is refused here, before anything is decided: no layer stays behind in silence.
+"""
+
+from __future__ import annotations
+
+from planner.errors import PlanError
+from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts
+from planner.experts.opening import open_stacks
+from planner.experts.opening_branches import open_branches
+from planner.experts.opening_pairs import open_pairs
+from planner.experts.opening_slot_branches import open_slot_branches
+from planner.experts.opening_slots import open_slots
+from planner.graph.program import Program
+from planner.mesh import Mesh
+
+
+def open_experts(program: Program, experts: Experts, mesh: Mesh) -> Experts:
+    """Rewrite ``program`` at each layer of experts; returns them with the calls of now. Raises PlanError for sizes that
+    do not fit the mesh, and for what is not understood."""
+    if not mesh.has_expert_axes:
+        return experts
+    if experts.doubts:
+        raise _not_understood(experts.doubts[0])
+    if not experts.layers:
+        raise PlanError(
+            f"ep = {mesh.ep}, etp = {mesh.etp}: the model has no experts that stand behind a router",
+            where="mesh.ep" if mesh.ep > 1 else "mesh.etp",
+            fix="set ep: 1 and leave etp out",
+        )
+    for layer in experts.layers:
+        _check_sizes(program, layer, mesh)
+    opened = tuple(_opened(program, layer) for layer in experts.layers)
+    program.graph_changed()
+    return Experts(opened)
+
+
+def _opened(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    if layer.dispatch is Dispatch.OFFSETS:
+        open_stacks(program, layer)
+        return layer
+    if layer.capacity:
+        return open_slot_branches(program, layer) if layer.tips else open_slots(program, layer)
+    return open_branches(program, layer) if layer.tips else open_pairs(program, layer)
+
+
+def _check_sizes(program: Program, layer: ExpertLayer, mesh: Mesh) -> None:
+    if layer.num_experts % mesh.ep:
+        raise PlanError(
+            f"{layer.num_experts} experts are not divisible by ep = {mesh.ep}",
+            where="mesh.ep",
+            fix=f"choose ep from {{{', '.join(map(str, _divisors(layer.num_experts)))}}}",
+        )
+    for weight in layer.weights:
+        width = weight.shape[weight.width] if weight.style else mesh.etp
+        if width % mesh.etp:
+            name = program.parameters[weight.nodes[0]]
+            raise PlanError(
+                f"{name} {list(weight.shape)}: the experts' width {width} is not divisible by etp = {mesh.etp}",
+                where="mesh.etp",
+                fix=f"choose etp from {{{', '.join(map(str, _divisors(width)[:8]))}}}; left out, it is tp",
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _not_understood(doubt: Doubt) -> PlanError:
+    return PlanError(
+        f"what looks like a layer of experts is not understood, so nothing can be spread over ep: {doubt.why}",
+        where=doubt.where,
+        fix="set ep: 1 and leave etp out, or weight and sum what each expert makes of the tokens that chose it",
+    )

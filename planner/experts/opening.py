@@ -1,0 +1,161 @@
+"""A captured graph is opened where rows sorted by expert meet the stacks of experts: there they leave for other ranks.
+
+    rows = tokens[order // k]  →  products with stacks [E, …]  →  times probs, back in order, summed
+
+becomes ``dispatch`` before and ``give_back`` after what depends on the expert (planner/experts/exchange.py). All before
+and after it stays the user's own: sorting, weighting, summing. Nothing is opened that was not shown to act row by row,
+and by the rows' own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.experts import exchange
+from planner.experts.building import Builder, erase_unread
+from planner.experts.domain import Domain
+from planner.experts.inside import border_of, inside_of, made_of
+from planner.experts.layers import ExpertLayer
+from planner.experts.routing import Routing
+from planner.experts.rows import Rows, keeps_rows
+from planner.experts.ties import is_grouped, lookup
+from planner.experts.weights import is_weight
+from planner.graph.ops.aten import is_random, shape_of
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+
+def open_stacks(program: Program, layer: ExpertLayer) -> None:
+    """Put the exchange around what ``layer`` computes by expert. Raises PlanError where that is not understood."""
+    _Opening(program, layer).run()
+
+
+class _Opening:
+    """Owns what lies in the domain: ``stacks`` and what is made of them alone, ``inside`` calls on rows."""
+
+    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+        self.graph, self.layer = program.graph.graph, layer
+        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.of_stacks = made_of(self.stacks)
+        self.inside = inside_of(self.of_stacks)
+
+    def run(self) -> None:
+        self._check()
+        domains = self._domains()
+        last = border_of(self.inside)
+        first = min(self.inside)
+        here = self._meet(first)
+        self._bring_rows(here)
+        self._give_back(here, last)
+        for node, domain in domains.items():
+            node.meta["domain"] = domain
+
+    # ---- what lies inside
+
+    def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What a call inside reads from outside, but for numbers that are the same for all rows."""
+        for value in node.all_input_nodes:
+            is_number = value.meta["val"].numel() == 1 if isinstance(value.meta["val"], torch.Tensor) else False
+            if value not in self.inside and value not in self.of_stacks and not (is_number and not value.meta["grad"]):
+                yield value
+
+    def _is_rows(self, value: fx.Node) -> bool:
+        shape = shape_of(value)
+        return bool(shape) and shape[0] == self.routing.num_rows and value.meta["val"].dtype.is_floating_point
+
+    # ---- what must hold
+
+    def _check(self) -> None:
+        for stack in self.stacks:
+            if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
+                raise self._refusal(stack, "a stack of experts is read where no expert is meant")
+        for node in self.inside:
+            if is_random(node):
+                raise self._refusal(node, "dropout inside of experts draws for rows, which other ranks hold")
+            for value in self._outer(node):
+                self._check_read(node, value)
+
+    def _check_read(self, node: fx.Node, value: fx.Node) -> None:
+        if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
+            raise self._refusal(node, f"experts share {value.name}, which belongs to none of them")
+        if self._is_ends(node, value):
+            if not self.routing.are_ends(value):
+                raise self._refusal(node, "its rows are not counted by what the router chose")
+        elif self._is_ids(node, value):
+            if not self.routing.are_ids(value):
+                raise self._refusal(node, "its rows are not sorted by expert")
+        elif not self._is_rows(value):
+            raise self._refusal(node, f"{value.name} {list(shape_of(value))} is neither rows nor of experts")
+
+    @staticmethod
+    def _is_ends(node: fx.Node, value: fx.Node) -> bool:
+        return is_grouped(node) and node.all_input_nodes[2] is value
+
+    @staticmethod
+    def _is_ids(node: fx.Node, value: fx.Node) -> bool:
+        found = lookup(node)
+        return found is not None and found[2] is value
+
+    def _domains(self) -> dict[fx.Node, Domain]:
+        """Which dims of each value count experts and rows. Raises PlanError where rows are mixed."""
+        found = {n: Domain(experts=dim) for n, dim in self._expert_dims().items()}
+        rows = Rows(self.routing.num_rows)
+        for node in sorted(self.inside):
+            for value in self._outer(node):
+                if self._is_rows(value) or self._is_ids(node, value):
+                    rows.known.setdefault(value, 0)
+            dim = rows.follow(node)
+            if dim is None or not keeps_rows(node, rows.known):
+                raise self._refusal(node, "what is computed of one row depends on others")
+            found[node] = Domain(rows=dim)
+        return found
+
+    def _expert_dims(self) -> dict[fx.Node, int]:
+        rows = Rows(self.layer.num_experts)
+        rows.known.update(self.stacks)
+        for node in sorted(self.of_stacks - set(self.stacks)):
+            if rows.follow(node) is None:
+                raise self._refusal(node, "the stack of experts is laid out anew")
+        return rows.known
+
+    def _refusal(self, node: fx.Node, why: str) -> PlanError:
+        return PlanError(
+            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            where=where_of(node),
+            fix="compute each row by its expert alone, as a grouped product over sorted rows does, or set mesh.ep: 1",
+        )
+
+    # ---- the rewrite
+
+    def _meet(self, first: fx.Node) -> fx.Node:
+        return self.routing.meet(Builder(self.graph, first, self.routing.chosen[0]))
+
+    def _bring_rows(self, here: fx.Node) -> None:
+        brought: dict[tuple[fx.Node, str], fx.Node] = {}
+        for node in sorted(self.inside):
+            for value in list(self._outer(node)):
+                kind = "ends" if self._is_ends(node, value) else "ids" if self._is_ids(node, value) else "rows"
+                if (value, kind) not in brought:
+                    brought[value, kind] = self._brought(node, value, kind, here)
+                node.replace_input_with(value, brought[value, kind])
+        erase_unread(self.graph, {value for value, _ in brought})
+
+    def _brought(self, before: fx.Node, value: fx.Node, kind: str, here: fx.Node) -> fx.Node:
+        build, val = Builder(self.graph, before, value), value.meta["val"]
+        if kind == "ends":
+            return build.call(exchange.ends_of, here, val.dtype, val=val, domain=Domain(experts=0))
+        if kind == "ids":
+            return build.call(exchange.ids_of, here, self.routing.num_rows, val=val, domain=Domain(rows=0))
+        return build.call(exchange.dispatch, value, here, val=val, domain=Domain(rows=0))
+
+    def _give_back(self, here: fx.Node, last: Iterable[fx.Node]) -> None:
+        for node in last:
+            users = [u for u in node.users if u not in self.inside]
+            back = Builder(self.graph, node.next, node).call(exchange.give_back, node, here, val=node.meta["val"])
+            for user in users:
+                user.replace_input_with(node, back)

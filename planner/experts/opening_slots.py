@@ -1,0 +1,120 @@
+"""A captured graph is opened where slots meet the stacks of experts: there they leave for other ranks.
+
+    slots[E, C, d]  →  products with stacks [E, …]  →  back to their tokens, weighted, summed
+
+becomes ``send_slots`` before and ``return_slots`` after what depends on the expert (planner/experts/exchange.py). How
+tokens came into slots, and which were dropped, is the user's own and stays where it is; that experts and slots are but
+batch to all calls between is shown of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.experts.domain import Domain
+from planner.experts.inside import border_of, inside_of, made_of
+from planner.experts.layers import ExpertLayer
+from planner.experts.sending_slots import Sending
+from planner.experts.slot_dims import MIXED, followed
+from planner.experts.ties import operands_of
+from planner.experts.weights import is_weight
+from planner.graph.ops.aten import is_random, shape_of
+from planner.graph.program import Program
+
+
+def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    """Put the exchange around what ``layer`` computes of slots; returns it with what is sent. Raises PlanError where
+    that is not understood."""
+    return _Opening(program, layer).run()
+
+
+class _Opening:
+    """Owns what lies in the domain: ``stacks`` and what is made of them alone, ``inside`` calls on slots."""
+
+    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+        self.layer, self.sending = layer, Sending(program, layer)
+        self.refusal = self.sending.refusal
+        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.of_stacks = made_of(self.stacks)
+        self.inside = inside_of(self.of_stacks)
+        self.entries: dict[fx.Node, fx.Node] = {}  # what is read from outside, and by which call first
+        for node in sorted(self.inside):
+            for value in self._outer(node):
+                self.entries.setdefault(value, node)
+
+    def run(self) -> ExpertLayer:
+        self._check()
+        experts = followed(self.stacks, self.inside | self.of_stacks, self.refusal)
+        slots = self._slots(experts)
+        sent = [self._send(value, experts[value], slots[value]) for value in self.entries]
+        for node in border_of(self.inside):
+            self.sending.give_back(node, self.inside, experts[node], slots[node])
+        for node in self.of_stacks:
+            node.meta["domain"] = Domain(experts=experts[node])
+        for node in self.inside:
+            node.meta["domain"] = Domain(experts=experts[node], slots=slots[node])
+        return replace(self.layer, sent=tuple(sent), limit=self.sending.limit)
+
+    # ---- what must hold
+
+    def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What a call inside reads from outside, but for numbers that are the same for all slots."""
+        for value in node.all_input_nodes:
+            val = value.meta["val"]
+            is_number = isinstance(val, torch.Tensor) and val.numel() == 1 and not value.meta["grad"]
+            if value not in self.inside and value not in self.of_stacks and not is_number:
+                yield value
+
+    def _check(self) -> None:
+        for stack in self.stacks:
+            if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
+                raise self.refusal(stack, "a stack of experts is read where no expert is meant")
+        for node in self.inside:
+            if is_random(node):
+                raise self.refusal(node, "dropout inside of experts draws for slots, which other ranks hold")
+        for value, node in self.entries.items():
+            if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
+                raise self.refusal(node, f"experts share {value.name}, which belongs to none of them")
+
+    def _slots(self, experts: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """The dim of every value that counts slots. Where several are kept by all calls, the last."""
+        first, word, kept = next(self._products())
+        self._check_known(experts, "counts no experts")
+        refused: PlanError | None = None
+        for label in reversed(kept):
+            try:
+                found = followed({first: word.index(label)}, self.inside, self.refusal)
+                self._check_known(found, "has no slots, or not all of them")
+                return found
+            except PlanError as error:
+                refused = refused or error
+        raise refused or self.refusal(first, "its experts have no slots")
+
+    def _products(self) -> Iterator[tuple[fx.Node, str, str]]:
+        """Of products with stacks: what they read, its labels, and those that it keeps and the stack has not."""
+        for node in sorted(self.inside):
+            read, words, out = operands_of(node) or ([], [], "")
+            stacks = "".join(w for n, w in zip(read, words, strict=True) if n in self.of_stacks)
+            for x, word in zip(read, words, strict=True):
+                if stacks and x not in self.of_stacks:
+                    yield x, word, "".join(c for c in word if c in out and c not in stacks)
+
+    def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
+        for value in (*sorted(self.inside), *self.entries):
+            if value not in known:
+                is_lost = value not in self.entries and any(n in known for n in value.all_input_nodes)
+                told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
+                raise self.refusal(self.entries.get(value, value), told)
+
+    # ---- the rewrite
+
+    def _send(self, value: fx.Node, experts: int, slots: int) -> str:
+        sent = self.sending.send(value, self.entries[value], experts, slots)
+        for user in [u for u in value.users if u in self.inside]:
+            user.replace_input_with(value, sent)
+        return sent.name

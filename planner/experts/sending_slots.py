@@ -1,0 +1,79 @@
+"""Calls by which slots leave for their experts and come back, and what is told of how full they are.
+
+counts = how many tokens chose each expert        told once a layer, by the first call that sends
+limit  = C, where an expert was shown to fill as many of its C slots as tokens chose it, and no more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.experts import exchange
+from planner.experts.building import Builder
+from planner.experts.domain import Domain
+from planner.experts.layers import Dispatch, ExpertLayer
+from planner.experts.routing import Routing
+from planner.graph.ops.aten import shape_of
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+
+class Sending:
+    """Of one layer. Owns ``limit``: known once something was sent."""
+
+    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+        self.graph, self.layer = program.graph.graph, layer
+        self.chosen = [program.node(name) for name in layer.chosen]
+        self.weighing = [program.node(name) for name in layer.probs]
+        self.routing = Routing(layer.num_experts, self.chosen)
+        self.limit = 0
+        self._is_told = False
+
+    def send(self, value: fx.Node, reader: fx.Node, experts: int, slots: int) -> fx.Node:
+        """Its slots on the ranks of their experts. Stands before ``reader``."""
+        build, given = Builder(self.graph, reader, value), ()
+        if not self._is_told:
+            self._is_told = True
+            self.limit, groups = self._filled(value, shape_of(value)[slots])
+            given = (self._counts(build, groups),)
+        domain, val, grad = Domain(experts=experts, slots=slots), value.meta["val"], value.meta["grad"]
+        return build.call(exchange.send_slots, value, experts, slots, *given, val=val, domain=domain, grad=grad)
+
+    def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
+        """What ``node`` makes, where it came from, for all who are not ``inside``."""
+        users = [u for u in node.users if u not in inside]
+        build = Builder(self.graph, node.next, node)
+        back = build.call(exchange.return_slots, node, experts, slots, val=node.meta["val"])
+        for user in users:
+            user.replace_input_with(node, back)
+        return back
+
+    def _counts(self, build: Builder, groups: int) -> fx.Node:
+        size = self.layer.num_experts
+        val = torch.empty((groups, size), dtype=torch.int64, device="meta")
+        if self.layer.dispatch is Dispatch.TAKEN:
+            return build.call(exchange.count_taken, size, *self.chosen, val=val)
+        return build.call(exchange.count_by_group, size, groups, *self.chosen, val=val)
+
+    def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
+        """The slots of an expert for a group of tokens, of which as many are filled as chose it, and how many groups
+        there are; (0, 1) where that is not shown. ``size``: the slots of an expert in ``value``, of several groups it
+        may be."""
+        nodes = () if self.layer.dispatch is Dispatch.TAKEN else (*self.weighing, value)
+        for node in nodes:
+            for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
+                groups = self.routing.groups_filled(node, slots)
+                if groups and (slots == size or slots * groups == size):
+                    return slots, groups
+        return 0, 1
+
+    def refusal(self, node: fx.Node, why: str) -> PlanError:
+        return PlanError(
+            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            where=where_of(node),
+            fix="compute each slot by its expert alone, experts and slots being dims of their own, or set mesh.ep: 1",
+        )

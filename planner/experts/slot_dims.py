@@ -1,0 +1,67 @@
+"""A dim of slots, or of experts, as calls carry it on: each index of it is computed by itself.
+
+x[E, C, d] @ W[E, d, h] + bias[E, 1, h]      C stays dim 1, E dim 0: both are batch to all that lies among experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from math import prod
+
+from torch import fx
+
+from planner.errors import PlanError
+from planner.experts.rows import keeps_rows
+from planner.experts.ties import ties
+from planner.graph.ops.aten import aten, packet_of, shape_of
+
+Refusal = Callable[[fx.Node, str], PlanError]
+MIXED = "what is computed of one slot of one expert depends on others"
+
+
+def followed(start: Mapping[fx.Node, int], calls: Collection[fx.Node], refusal: Refusal) -> dict[fx.Node, int]:
+    """The dim that counts the same as those of ``start``, of all ``calls`` and what they read that have one.
+
+    Raises what ``refusal`` makes where a call acts along what it counts, or two dims of a value count it.
+    """
+    known, work = dict(start), list(start)
+    while work:
+        node = work.pop()
+        for call in (n for n in (node, *node.users) if n in calls):
+            for other, dim in beside(call, node, known[node]):
+                if other not in known:
+                    work.append(other)
+                if known.setdefault(other, dim) != dim:
+                    raise refusal(call, "two dims of a value count its experts, or its slots")
+    for node in calls:
+        if node in known and node.op == "call_function":
+            _check_apart(node, known, refusal)
+    return known
+
+
+def _check_apart(node: fx.Node, known: Mapping[fx.Node, int], refusal: Refusal) -> None:
+    """Raise where a call brings a dim of what it reads elsewhere than to its own, or acts along it."""
+    for value in node.all_input_nodes:
+        if value in known and (node, known[node]) not in beside(node, value, known[value]):
+            raise refusal(node, MIXED)
+    if not keeps_rows(node, known):
+        raise refusal(node, MIXED)
+
+
+def beside(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+    """(value, dim) of ``call`` and what it reads that count the same as ``dim`` of ``node``."""
+    if packet_of(call.target) is aten.reshape:
+        source = call.all_input_nodes[0]
+        other = source if node is call else call
+        return list(_same(node, other, dim))
+    found = [tie for tie in ties(call, ones=True) if (node, dim) in tie]
+    return [(n, d) for tie in found for n, d in tie if n is not node]
+
+
+def _same(node: fx.Node, other: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
+    """The dim of the same size and stride, where a reshape leaves it alone; of several of size 1 the first."""
+    sizes, others = shape_of(node), shape_of(other)
+    for d, n in enumerate(others):
+        if n == sizes[dim] and prod(others[d + 1 :]) == prod(sizes[dim + 1 :]):
+            yield other, d
+            return

@@ -1,0 +1,78 @@
+"""Stacks whose experts are counted by no dim of the router: places of slots are computed from the numbers of experts.
+
+    at = expert · C + place     buffer[at] += rows     buffer[E, C, d] @ W[E, d, h]
+    rows[expert, place] = x                            rows[E, C, d] @ W[E, d, h]
+
+What is so put, seen through views, meets stacks in products that keep one dim of them apart: as many as there are
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import fx
+
+from planner.experts.ids import JOINS, VIEWS
+from planner.experts.ties import lookup, operands_of
+from planner.experts.weights import is_weight, origin_of
+from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of, tensors_of
+from planner.graph.ops.products import PRODUCTS
+from planner.graph.walks import readers, walk
+
+PLACING = {aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_copy, aten.index_put}
+PASSED = VIEWS | JOINS | {aten.slice, aten.narrow}
+
+
+def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of stacks that meet what numbers of experts put into slots. ``below``: what depends on the router,
+    so a residual ends the way to them."""
+
+    def through(node: fx.Node) -> Iterator[fx.Node]:
+        return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
+
+    numbers = set(walk(ids, readers, into=lambda n: n.op != "output" and not _is_float(n)))
+    placed = [u for n in numbers for u in n.users if u not in numbers and _is_placed(u, numbers)]
+    for product in sorted(u for n in walk(placed, through) for u in n.users if u.target in PRODUCTS):
+        yield from kept_apart(product, size)
+
+
+def kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of ``size`` that a product keeps apart: it stands in both operands, and in what is made."""
+    found = operands_of(product)
+    if found is None:
+        return
+    read, words, out = found
+    for node, word in zip(read, words, strict=True):
+        for dim, label in enumerate(word):
+            shared = label in out and all(label in other for other in words)
+            origin = origin_of(node, dim) if shared and shape_of(node)[dim] == size else None
+            if origin is not None and is_weight(origin[0]):
+                yield origin
+
+
+def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
+    """Whether a call puts or picks values at places that ``numbers`` say."""
+    if call.op != "call_function" or not _is_float(call):
+        return False
+    found, given = lookup(call), named(call)
+    if found is not None:
+        return found[2] in numbers and not is_weight(found[0])
+    if packet_of(call.target) in PLACING | {aten.gather, aten.index}:
+        index = given.get("index", given.get("indices"))
+        return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
+    return False
+
+
+def _passes(call: fx.Node) -> bool:
+    return packet_of(call.target) in PASSED or is_pointwise(call.target)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether it is no value of tokens: a weight, or made of numbers alone."""
+    return is_weight(node) or not node.all_input_nodes
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = next(tensors_of(node), None)
+    return value is None or value.dtype.is_floating_point

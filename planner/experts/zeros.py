@@ -1,0 +1,59 @@
+"""Where a value is exactly zero whatever else there is, since something that it is made of is zero there.
+
+gate · f(x), where(mask, f(x), 0), silu(gate·x·W) · (gate·x·V): zero where the gate is. So a token that gives an expert
+nothing need not go to it: neither its output nor any gradient changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.experts.ids import JOINS, VIEWS
+from planner.experts.ties import is_grouped
+from planner.graph.ops.aten import aten, is_pointwise, ops_named, packet_of
+from planner.graph.ops.products import PRODUCTS
+
+KEEPING = VIEWS | {aten.slice, aten.select, aten.split_with_sizes, aten.split, aten.unbind, aten.gather, aten.index}
+SUMS = set(ops_named("sum.dim_IntList sum mean.dim mean amax amin cumsum"))
+TRIALS = 4
+
+
+def stays_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
+    """Whether what a call makes is zero where all of ``zero`` among what it reads are, for any other input."""
+    read = [n for n in node.all_input_nodes if n in zero]
+    if not read:
+        return False
+    packet = packet_of(node.target)
+    if node.target is getitem or packet in KEEPING or node.target in SUMS:
+        return node.all_input_nodes[0] in zero
+    if node.target in PRODUCTS or is_grouped(node):
+        return True
+    if packet in JOINS:
+        return len(read) == len(node.all_input_nodes)
+    return is_pointwise(node.target) and _maps_to_zero(node, zero)
+
+
+def _maps_to_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def number(n: fx.Node) -> Tensor:
+        val = n.meta["val"]
+        if n in zero:
+            return torch.zeros([1] * val.dim(), dtype=val.dtype)
+        drawn = torch.randn([1] * val.dim(), generator=generator) * 8
+        return drawn > 0 if val.dtype == torch.bool else drawn.to(val.dtype)
+
+    if packet_of(node.target) is aten.expand:
+        return True
+    target: Callable[..., Any] = node.target  # pyright: ignore[reportAssignmentType]
+    for _ in range(TRIALS):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), number)
+        made = target(*args, **kwargs)
+        if not isinstance(made, Tensor) or bool(made.any()):
+            return False
+    return True

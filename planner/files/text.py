@@ -1,0 +1,113 @@
+"""Read a text file that a user named: a regular file of UTF-8, no larger than what it is for.
+
+A pipe is refused, since every process of a run reads a file anew; so is a device, which may never end.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+from planner.errors import PlanError, Where
+
+KIB, MIB = 1 << 10, 1 << 20
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def read_text(
+    path: str | PathLike[str],
+    what: str,
+    *,
+    most_bytes: int,
+    error: type[PlanError] = PlanError,
+    fix: str = "",
+) -> str:
+    """The text of the file at ``path``, without a byte order mark. ``what`` the file is, for the words of an error.
+
+    Raises ``error`` where there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
+    or is not UTF-8.
+    """
+    shown = shorten(path)
+    try:
+        content = _content(path, most_bytes + 1)
+    except FileNotFoundError:
+        raise error(f"there is no {what} file {shown}", where=shown, fix=fix) from None
+    except _NoFile as found:
+        raise error(f"the {what} {shown} is {found}", where=shown, fix=fix) from None
+    except (OSError, ValueError) as failed:  # ValueError: a name that no file can have
+        raise error(f"cannot read the {what} {shown}: {reason(failed)}", where=shown, fix=fix) from None
+    if len(content) > most_bytes:
+        size = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes // KIB} KiB"
+        raise error(f"the {what} {shown} is larger than {size}", where=shown, fix=f"give a {what} that is smaller")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as failed:
+        line = content.count(b"\n", 0, failed.start) + 1
+        raise error(
+            f"the {what} is not UTF-8 text", where=Where(file=shown, line=line), fix="save the file as UTF-8"
+        ) from None
+
+
+def open_regular(path: str | PathLike[str]) -> int:
+    """A descriptor to read a regular file by; whatever else lies there is told, and never waited for.
+
+    Raises OSError, ValueError for a name that no file can have.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    raise _NoFile(next((name for is_kind, name in _KINDS if is_kind(mode)), "something else") + ", not a regular file")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; False too for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory; False too for a name that none can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, in the system's words."""
+    if isinstance(error, UnicodeError):
+        return "its name is not UTF-8"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def shorten(text: object, most: int = 300) -> str:
+    """For the words of an error: all of a text, or its beginning and its end."""
+    text = str(text)
+    return text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-most // 3 :]}"
+
+
+def printable(text: str) -> str:
+    """``text`` without what would move a terminal's cursor, change its colours or turn the direction of writing."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+class _NoFile(OSError):
+    """There is something of this name that is no regular file."""
+
+
+def _content(path: str | PathLike[str], most: int) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(most)

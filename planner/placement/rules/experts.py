@@ -1,0 +1,72 @@
+"""Rows on their way to experts and back: the border between values typed over tp and values typed over etp.
+
+dispatch    rows whole on every rank of tp, each of which sends its share: R → whole on every rank of etp: R
+give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
+
+send_slots and return_slots likewise, of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.experts import exchange
+from planner.placement.rules.base import Covers, Option, Site
+from planner.placement.rules.forms import Form
+from planner.placement.types import I, P, Placement, R
+
+
+def dispatch(site: Site) -> Iterator[Option]:
+    """The gradient of a row is on the rank that sent it, and partial over those that got it."""
+    rows, here = (_type(R, site, "tp"), _type(R, site, "etp")) if site.grad(site.node) else (I, I)
+    yield Option((rows, I), here, Form.ROWS)
+
+
+def give_back(site: Site) -> Iterator[Option]:
+    yield Option((_type(P, site, "etp"), I), _type(P, site, "tp"), Form.ROWS)
+
+
+def send_slots(site: Site) -> Iterator[Option]:
+    for option in dispatch(site):
+        yield Option(option.args[: len(site.inputs)], option.out, option.form)
+
+
+def return_slots(site: Site) -> Iterator[Option]:
+    for option in give_back(site):
+        yield Option(option.args[:1], option.out, option.form)
+
+
+def join(site: Site) -> Iterator[Option]:
+    """Rows of several experts behind each other: sums of all of them, or of none, are partial."""
+    yield site.partial(site.inputs)
+
+
+def whole(site: Site) -> Iterator[Option]:
+    """What ranks know of the routing, and which rows are whose: the same on all ranks of the axis."""
+    return iter(())
+
+
+def _type(placement: Placement, site: Site, axis: str) -> Placement:
+    """Over one rank all types are one."""
+    return placement if site.sizes[axis] > 1 else I
+
+
+KNOWING = (
+    exchange.count_experts,
+    exchange.count_by_group,
+    exchange.count_taken,
+    exchange.meet,
+    exchange.ends_of,
+    exchange.ids_of,
+    exchange.part,
+    exchange.slots_of,
+)
+COVERS = (
+    Covers(whole, targets=KNOWING, gives=frozenset()),
+    Covers(dispatch, targets=(exchange.dispatch,), gives={Form.ROWS}),
+    Covers(join, targets=(exchange.join,)),
+    Covers(give_back, targets=(exchange.give_back,), gives={Form.ROWS}),
+    Covers(send_slots, targets=(exchange.send_slots,), gives={Form.ROWS}),
+    Covers(return_slots, targets=(exchange.return_slots,), gives={Form.ROWS}),
+)
+BORDERS = frozenset({exchange.dispatch, exchange.give_back, exchange.send_slots, exchange.return_slots})

@@ -1,0 +1,222 @@
+"""A piece as calls over memories: what may be let go, what must be kept, and what each call costs to run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from planner.decisions import Decisions
+from planner.experts.domain import domain_of
+from planner.graph.ops.flops import FLOPS_PER_BYTE, node_flops
+from planner.graph.ops.own_backward import OwnBackward
+from planner.placement.rules.forms import Form
+from planner.recompute.pieces import Homes, Key, Piece
+from planner.saved.fused import is_fused_bias, is_overlapped
+from planner.saved.trace import Call, StageTrace
+from planner.sharding.type_changes import type_at
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One stage: its calls, and where each runs."""
+
+    decisions: Decisions
+    trace: StageTrace
+    homes: Homes
+
+    @cached_property
+    def home(self) -> list[Piece | None]:
+        """Of each call its piece."""
+        found = []
+        for call in self.trace.calls:
+            of = self.homes.of_call(call.name) if call.changed is None else self.homes.of_change(call.changed)
+            found.append(of)
+        return found
+
+    @cached_property
+    def elsewhere(self) -> Mapping[int, set[int | None]]:
+        """Memory → the pieces (None: no piece) whose calls read or keep it."""
+        found: dict[int, set[int | None]] = {}
+        for call, home in zip(self.trace.calls, self.home, strict=True):
+            for memory in (*call.reads, *call.keeps):
+                found.setdefault(memory, set()).add(None if home is None else home.index)
+        return found
+
+    @cached_property
+    def kept_by(self) -> Mapping[int, set[int | None]]:
+        """Memory → the pieces whose calls keep it for their backward."""
+        found: dict[int, set[int | None]] = {}
+        for call, home in zip(self.trace.calls, self.home, strict=True):
+            for memory in call.keeps:
+                found.setdefault(memory, set()).add(None if home is None else home.index)
+        return found
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Memory of parameters."""
+        names, found = self.decisions.program.parameters, self.trace.memory_of
+        return {found[name] for name in names if name in found}
+
+    @cached_property
+    def received(self) -> set[int]:
+        return set(self.trace.received.values())
+
+    @cached_property
+    def fused_across(self) -> set[str]:
+        """Products of several pieces that one op computes, as all decoder blocks' keys of an encoder's output."""
+        found = set[str]()
+        for call in self.trace.calls:
+            change = call.changed
+            if change is not None and change.how.name in ("f", "gather") and is_overlapped(self.decisions, change):
+                homes = {id(self.homes.of_call(name)) for name in change.readers}
+                found |= set(change.readers) if len(homes) > 1 else set()
+        nodes = map(self.decisions.program.node, found)
+        return found | {user.name for node in nodes for user in node.users if is_fused_bias(self.decisions, user)}
+
+    @cached_property
+    def leaving(self) -> set[int]:
+        """Memory that the stage sends, and that of its loss."""
+        loss = self.decisions.program.loss
+        own = {self.trace.memory_of[loss]} if loss in self.trace.memory_of else set[int]()
+        return own | set(self.trace.sent.values())
+
+    def node(self, call: Call) -> fx.Node:
+        return self.decisions.program.node(call.name)
+
+    @cached_property
+    def keys(self) -> Mapping[int, set[Key]]:
+        """Memory → the values of the captured graph, in their types, that lie in it."""
+        found: dict[int, set[Key]] = {}
+        decisions, index = self.decisions, self.trace.index
+        for name, memory in self.trace.memory_of.items():
+            node = decisions.program.node(name)
+            if node.op == "call_function":
+                found.setdefault(memory, set()).add(
+                    (name, type_at(decisions.placements, decisions.stages, node, index))
+                )
+        for call in self.trace.calls:
+            if call.changed is not None:
+                for memory in call.makes:
+                    found.setdefault(memory, set()).add((call.name, call.changed.after))
+        return found
+
+
+@dataclass
+class Memories:
+    """One piece of a stage. ``maker``: memory → the call that made it, of those made here. ``writers``: all calls whose
+    results lie in it, views and what is summed in place too.
+
+    ``given``: memory from outside that its calls read. ``seen``: made here and read elsewhere, so there anyway.
+    ``saved``: made here, and only this piece's backward reads it: what may be let go.
+    """
+
+    scene: Scene
+    piece: Piece
+    calls: list[Call] = field(default_factory=list)
+    maker: dict[int, Call] = field(default_factory=dict)
+    writers: dict[int, list[Call]] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        scene, index = self.scene, self.piece.index
+        self.calls = [c for c, home in zip(scene.trace.calls, scene.home, strict=True) if home is self.piece]
+        for call in self.calls:
+            self.given |= {m for m in call.reads if m not in self.maker}
+            for memory in call.makes:
+                if memory not in self.given and memory not in call.reads:
+                    self.maker.setdefault(memory, call)
+                if memory in self.maker:
+                    self.writers.setdefault(memory, []).append(call)
+        for memory in self.maker:
+            others = scene.elsewhere.get(memory, set()) - {index}
+            if others or memory in scene.leaving:
+                self.seen.add(memory)
+            elif index in scene.kept_by.get(memory, ()):
+                self.saved.add(memory)
+
+    def made(self, call: Call) -> list[int]:
+        """Memory that ``call`` makes anew."""
+        return [memory for memory in dict.fromkeys(call.makes) if self.maker.get(memory) is call]
+
+    def bytes(self, memory: int) -> int:
+        return self.scene.trace.bytes_of[memory]
+
+    def costs_to_keep(self, memory: int) -> int:
+        """Bytes that are held for it alone; 0 for what is there anyway."""
+        trace, scene = self.scene.trace, self.scene
+        if memory in trace.outside or memory in self.seen or memory in scene.received:
+            return 0
+        if memory in self.given and scene.kept_by.get(memory):
+            return 0
+        return self.bytes(memory)
+
+    # ---- calls
+
+    def runs_once(self, call: Call) -> bool:
+        """What the experts' domain holds, and what is no op of PyTorch, is never computed again."""
+        node = self.scene.node(call)
+        if domain_of(node) is not None or (call.changed is None and call.name in self.scene.fused_across):
+            return True
+        own = isinstance(node.target, (torch._ops.OpOverload, OwnBackward))
+        return call.changed is None and not own and not str(getattr(node.target, "__module__", "")).endswith("operator")
+
+    def is_of_shape_alone(self, call: Call) -> bool:
+        """Whether the insides of a call do not depend on the values that it reads: a dropout's mask."""
+        return call.changed is None and self.scene.node(call).target is torch.ops.aten.dropout.default
+
+    def exchanges(self, call: Call) -> bool:
+        """Whether its forward talks to other ranks."""
+        if call.changed is not None:
+            return bool(call.changed.how.forward)
+        return self.scene.decisions.placements.options[call.name].form in (Form.OVER_RANKS, Form.CLASSES)
+
+    def flops(self, call: Call) -> int:
+        """Of one rank: a product with a part of something is a part of the product."""
+        node = self.scene.node(call)
+        if call.changed is not None:
+            return 0
+        option, size = self.scene.decisions.placements.options[call.name], self.scene.decisions.mesh.tp
+        is_cut = any(t.is_sharded for t in (option.out, *option.args))
+        return node_flops(node) // (size if is_cut else 1)
+
+    def moved(self, call: Call) -> int:
+        """Bytes that a call reads and writes; of views none."""
+        made = self.made(call)
+        return sum(map(self.bytes, (*dict.fromkeys(call.reads), *made))) if made else 0
+
+    def cost(self, call: Call) -> float:
+        """In operations: a product costs its own, anything else what it moves."""
+        return self.flops(call) or self.moved(call) * FLOPS_PER_BYTE
+
+    def reads_weights(self, call: Call) -> bool:
+        return not self.scene.weights.isdisjoint(call.reads)
+
+
+def closure(memories: Memories, needed: Sequence[int], insides: Sequence[Call], kept: set[int]) -> list[Call]:
+    """The calls that give ``needed`` again and run ``insides`` again, from what is given and kept, in their order."""
+    blank = [call for call in insides if memories.is_of_shape_alone(call)]
+    found: dict[int, Call] = {}
+    open_calls = [c for m in needed for c in memories.writers[m]] + [call for call in insides if call not in blank]
+    while open_calls:
+        call = open_calls.pop()
+        if id(call) in found:
+            continue
+        found[id(call)] = call
+        open_calls += [c for m in call.reads if m in memories.maker and m not in kept for c in memories.writers[m]]
+    found |= {id(call): call for call in blank}
+    return [call for call in memories.calls if id(call) in found]
+
+
+def sources_of(memories: Memories, needed: Sequence[int], again: Sequence[Call]) -> set[int]:
+    """What the calls of a rerun read that none of them makes, without weights and batches."""
+    made = {m for call in again for m in memories.made(call)}
+    wanted = set(needed) | {m for call in again for m in call.reads}
+    blank = [c for c in again if memories.is_of_shape_alone(c) and wanted.isdisjoint(memories.made(c))]
+    read = {m for call in again if call not in blank for m in call.reads}
+    return read - made - memories.scene.trace.outside

@@ -1,0 +1,89 @@
+"""A piece: what of one block is computed again together. A block is one, or one for each of its captured parts.
+
+A CUDA graph holds its own recompute: the backward that is captured has the rerun of what its forward let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.decisions import Decisions
+from planner.placement.types import Placement
+from planner.regions.regions import Region, calls_of, home_of
+from planner.sharding.type_changes import TypeChange
+
+Key = tuple[str, Placement]  # captured name of a value, and the type in which it is here
+
+
+@dataclass(frozen=True, slots=True)
+class AgainCall:
+    """A call of the rerun. ``bytes``: of what it gives back, for one microbatch; ``flops``, ``moved``: what it costs.
+
+    ``changed``: where it is no op but a change of type.
+    """
+
+    name: str
+    bytes: int
+    flops: int
+    moved: int
+    changed: TypeChange | None = None
+
+
+@dataclass
+class Piece:
+    """``nodes``: captured names. ``region``: the captured part of the block that it is; None for what is not captured.
+
+    ``needed``: of each memory that is let go, the values that lie in it. ``kept``: values at which the rerun begins,
+    beside what comes from outside. ``insides``: captured names of the ops of which the insides are let go. ``again``:
+    calls of the rerun. As memory of the stage's trace (planner.saved.trace): ``let_go`` after the forward, ``sources``
+    held for the rerun.
+    """
+
+    index: int
+    stage: int
+    block: str
+    kind: str
+    nodes: frozenset[str]
+    region: int | None = None
+    needed: tuple[frozenset[Key], ...] = ()
+    kept: frozenset[Key] = frozenset()
+    insides: frozenset[str] = frozenset()
+    again: tuple[AgainCall, ...] = ()
+    let_go: frozenset[int] = frozenset()
+    sources: frozenset[int] = frozenset()
+
+
+class Homes:
+    """Where calls and changes of type of one stage run. Owns: captured name → its piece, and → its captured region."""
+
+    def __init__(self, stage: int, pieces: Sequence[Piece], regions: Sequence[Region]) -> None:
+        mine = [piece for piece in pieces if piece.stage == stage]
+        self._owner = {name: piece for piece in mine for name in piece.nodes}
+        self._eager = {name: piece for name, piece in self._owner.items() if piece.region is None}
+        self._regions = {name: r for r in regions if r.stage == stage and not r.refused for name in r.nodes}
+        self._captured = {piece.region: piece for piece in mine if piece.region is not None}
+
+    def of_call(self, name: str) -> Piece | None:
+        return self._owner.get(name)
+
+    def of_change(self, change: TypeChange) -> Piece | None:
+        """A captured region that holds a change keeps it, as lowering does."""
+        region = home_of(change, self._regions)
+        return home_of(change, self._eager) if region is None else self._captured.get(region.index)
+
+
+def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[Region]) -> list[Piece]:
+    """The pieces of the blocks that ``kinds`` names, with what is in them."""
+    region_of = {name: region.index for region in regions if not region.refused for name in region.nodes}
+    pieces: list[Piece] = []
+    for block in decisions.blocks.instances:
+        if block.index not in kinds:
+            continue
+        parts: dict[tuple[int, int | None], list[str]] = {}
+        for node in calls_of(block, decisions):
+            place = decisions.stages.stage_of[node.name], region_of.get(node.name)
+            parts.setdefault(place, []).append(node.name)
+        for (stage, region), names in parts.items():
+            pieces.append(Piece(len(pieces), stage, block.path, kinds[block.index], frozenset(names), region))
+    return pieces

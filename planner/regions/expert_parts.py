@@ -1,0 +1,101 @@
+"""The parts of a block with a layer of experts: what is made before any expert computes, and what follows.
+
+    moe_router       norm → scores → choices and weights; and what runs beside the experts, as one that all tokens share
+    moe_preprocess   the order that sorts rows by expert, how many each gets, the rows
+    moe              all that is not attention
+    in no part       rows to their experts' ranks, the experts, rows back in order, weighted, summed
+
+The cut is where rows leave, or meet the first weights of experts: how many go where the host learns behind it, not
+before. A value that the rest reads is made in front of the cut if it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import fx
+
+from planner.experts.domain import domain_of
+from planner.experts.layers import Dispatch, ExpertLayer
+from planner.graph.ops.addends import num_addends
+from planner.graph.walks import operands, readers, walk
+
+ROUTER, PREPROCESS, WHOLE = "moe_router", "moe_preprocess", "moe"
+EXPERT_PARTS = frozenset({ROUTER, PREPROCESS, WHOLE})
+
+
+def layers_of(block: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[ExpertLayer]:
+    """Those whose router stands in a block."""
+    names = {node.name for node in block}
+    return [layer for layer in layers if layer.logits in names]
+
+
+def expert_parts_of(
+    rest: Sequence[fx.Node], layers: Sequence[ExpertLayer], on_batch: Collection[fx.Node]
+) -> list[tuple[str, list[fx.Node]]]:
+    """(part, nodes) of what a block has beside its attention, but for ``moe``, in the order in which they run.
+
+    A part is closed upwards within ``rest`` but for the part before it. ``on_batch``: nodes that read a batch tensor.
+    """
+    inside = set(rest)
+    behind = set(walk(_by_expert(rest, layers), readers, into=lambda n: n in inside))
+    behind |= _for_alone(behind, rest, on_batch)
+    before = [node for node in rest if node not in behind]
+    decisive = [node for layer in layers for node in _choices(before, layer)]
+    deciding = set(walk(decisive, operands, into=lambda n: n in inside))
+    planning = set(walk(decisive, readers, into=lambda n: n in inside and n not in behind)) - deciding
+    planning |= _for_alone(planning, before, on_batch)
+    router = {node for node in before if node not in planning}
+    router -= _too_late(router) - deciding
+    found = [
+        (ROUTER, [node for node in before if node in router]),
+        (PREPROCESS, [node for node in before if node in planning]),
+    ]
+    return [(part, nodes) for part, nodes in found if nodes]
+
+
+def _choices(before: Sequence[fx.Node], layer: ExpertLayer) -> list[fx.Node]:
+    """The choices, and a weight for each. Weights that were made for all experts follow from the choices."""
+    chosen, probs = ([node for node in before if node.name in names] for names in (layer.chosen, layer.probs))
+    sizes = [sum(node.meta["val"].numel() for node in nodes) for nodes in (chosen, probs)]
+    return chosen + probs if sizes[0] == sizes[1] else chosen
+
+
+def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[fx.Node]:
+    """Calls in the domain of experts, or that read their weights."""
+    names = {name for layer in layers for weight in layer.weights for name in weight.nodes}
+    names |= {name for layer in layers for name in layer.products}
+
+    def reads_experts(node: fx.Node) -> bool:
+        return not names.isdisjoint({node.name, *(n.name for n in node.all_input_nodes)})
+
+    return [node for node in rest if domain_of(node) is not None or reads_experts(node)]
+
+
+def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:
+    """What would change the order in which addends of a gradient meet: readers of a value that others read before them,
+    as an expert that all tokens share does behind a loop over experts. And all that depends on such."""
+    late = set[fx.Node]()
+    for value in dict.fromkeys(v for node in part for v in node.all_input_nodes if v.meta.get("grad")):
+        mine = [user for user in value.users if user in part]
+        others = [user for user in value.users if user not in part and user > min(mine)]
+        after = [user for user in mine if others and user > min(others)]
+        if sum(num_addends(n, value) for n in others) > 1 or sum(num_addends(n, value) for n in after) > 1:
+            late |= set(after)
+    return set(walk(late, readers, into=lambda n: n in part))
+
+
+def _for_alone(part: Collection[fx.Node], nodes: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> set[fx.Node]:
+    """Views of weights, and numbers, that ``part`` alone reads."""
+    found = set[fx.Node]()
+    for node in reversed(nodes):
+        if node not in on_batch and node.users and all(user in part or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def of_uncertain_size(nodes: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> fx.Node | None:
+    """The first product among ``nodes`` of which each expert gets as many rows as chose it; None where each has slots,
+    or all rows."""
+    products = {name for layer in layers if layer.dispatch is Dispatch.OFFSETS for name in layer.products}
+    return next((node for node in nodes if node.name in products), None)

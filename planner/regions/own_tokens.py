@@ -1,0 +1,56 @@
+"""Which values that are gathered along the sequence are not kept for the backward of the product that reads them.
+
+    scores = q @ gather(k)ᵀ: kept, k of all tokens would be as large on each rank whatever cp is; gathered again in the
+    backward, a rank keeps its own.
+
+What attention gathers for itself is not among them (planner.context.own_keys).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from planner.context.facts import Context, Exchange
+from planner.decisions import Decisions
+from planner.graph.ops.aten import aten, shape_of
+from planner.graph.ops.sequence import gather_sequence
+from planner.placement.rules.forms import Form
+from planner.sharding.shards import Shards
+
+READERS = {aten.matmul.default, aten.bmm.default}  # of equal batch dims these keep their operands as they are
+WAY = {aten.reshape.default, aten.permute.default, aten.expand.default}
+SAME_OP = {Form.WHOLE, Form.PARTS, Form.COLUMN, Form.ROW}
+
+
+def keep_own_tokens(decisions: Decisions, shards: Shards) -> Context:
+    """The context, in which such exchanges say by which way what is gathered comes to its reader."""
+    changed = {change.value for of_stage in shards.changes for change in of_stage}
+    found = [_kept_apart(decisions, exchange, changed) for exchange in decisions.context.exchanges]
+    return replace(decisions.context, exchanges=tuple(found))
+
+
+def _kept_apart(decisions: Decisions, exchange: Exchange, changed: set[str]) -> Exchange:
+    node = decisions.program.node(exchange.node)
+    if node.target is not gather_sequence or not node.meta["grad"]:
+        return exchange
+    way = [node]
+    while len(way[-1].users) == 1 and way[-1].name not in changed:
+        (reader,) = way[-1].users
+        if reader.target in WAY:
+            way.append(reader)
+        elif _reads_once(decisions, reader, way[-1]):
+            return replace(exchange, way=tuple(n.name for n in way), reader=reader.name)
+        else:
+            break
+    return exchange
+
+
+def _reads_once(decisions: Decisions, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether one product reads the value, in one place, as it is."""
+    if reader.target not in READERS or not reader.meta["grad"] or len(reader.all_input_nodes) < 2:
+        return False
+    left, right = (shape_of(n)[:-2] for n in reader.all_input_nodes)
+    is_kept = all(n.meta["grad"] for n in reader.all_input_nodes) and left == right != ()
+    return is_kept and value in reader.args and decisions.placements.options[reader.name].form in SAME_OP

@@ -1,0 +1,60 @@
+"""Which values that are gathered for linears are not kept for the backward, but gathered again there.
+
+Under sequence parallelism each rank has its part of the sequence. What a column-parallel linear reads is gathered, and
+its weight's gradient needs the whole of it once more: kept, it is t times the part that a rank holds anyway; gathered
+again while the gradient of the value is computed, only the part is kept (Korthikanti et al. 2022, section 4.2).
+
+    gathered value [s, h]      kept             gathered again
+    bytes a rank keeps         s·h              s·h / t, which its own op keeps or nobody
+    moved in the backward      reduce-scatter   all-gather + reduce-scatter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from planner.decisions import Decisions
+from planner.regions.regions import Region
+from planner.sharding.shards import Shards
+from planner.sharding.type_changes import TypeChange
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.linear.default, aten.mm.default)
+
+
+def gather_again(shards: Shards, decisions: Decisions, regions: Sequence[Region]) -> Shards:
+    """``shards``, in which changes say whether the whole is gathered ``again`` in the backward.
+
+    One op gathers and multiplies: where its linears stand in more than one region, the whole is kept.
+    """
+    home = {name: region.index for region in regions if not region.refused for name in region.nodes}
+    changes = tuple(
+        tuple(replace(c, again=True) if _is_for_products(c, decisions, home) else c for c in of_stage)
+        for of_stage in shards.changes
+    )
+    return replace(shards, changes=changes)
+
+
+def _is_for_products(change: TypeChange, decisions: Decisions, home: Mapping[str, int]) -> bool:
+    """Whether products with weights alone read what is gathered, and one of them trains."""
+    program = decisions.program
+    if change.how.name != "gather" or not change.how.backward or change.axis != "tp":
+        return False
+    if set(change.readers) & {"send", "loss"}:
+        return False
+    value, readers = program.node(change.value), [program.node(name) for name in change.readers]
+    weights = [_weight_of(reader, value) for reader in readers]
+    held = [w for w in weights if w is not None and w.name in program.parameters]
+    is_one_op = len({reader.target for reader in readers}) == 1 and len({home.get(n) for n in change.readers}) == 1
+    return is_one_op and len(held) == len(readers) and any(w.meta["grad"] for w in held)
+
+
+def _weight_of(reader: fx.Node, value: fx.Node) -> fx.Node | None:
+    """What a product without a bias multiplies ``value`` with."""
+    is_product = reader.target in _PRODUCTS and len(reader.args) == 2 and not reader.kwargs
+    weight = reader.args[1] if is_product and reader.args[0] is value else None
+    return weight if isinstance(weight, fx.Node) and weight is not value else None

@@ -1,0 +1,1 @@
+"""Two plans side by side: what came, what went, what is otherwise."""

@@ -1,0 +1,41 @@
+"""The section of what blocks let go and compute again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.recompute.rows import RecomputeRow
+from planner.report.fold import Fold, fold, unfolded
+from planner.report.section import TIMES, Section
+from planner.tables.tables import Tables
+
+
+def recompute_section(plan: Tables, *, full: bool) -> Section:
+    """What runs again, line by line; equal blocks share a row."""
+
+    def name(row: RecomputeRow) -> str:
+        return row.where if row.where.startswith(row.block) else f"{row.block} {row.where}"
+
+    def same(row: RecomputeRow) -> Any:
+        return row.kind, row.ops, row.bytes, row.flops, row.moved
+
+    folds = unfolded(plan.recompute, name) if full else fold(plan.recompute, name, same)
+    columns = ("where", TIMES, "kind", "ops", "let go", "FLOPs", "bytes moved")
+    right = frozenset({TIMES, "let go", "FLOPs", "bytes moved"})
+    return Section("Recompute", columns, tuple(map(_cells, folds)), _note(plan), right)
+
+
+def _cells(item: Fold) -> tuple[str, ...]:
+    row: RecomputeRow = item.rows[0]
+    return item.name, str(len(item.rows)), row.kind, row.ops, f"{row.bytes:,}", f"{row.flops:,}", f"{row.moved:,}"
+
+
+def _note(plan: Tables) -> str:
+    lines = []
+    for stage in sorted({row.stage for row in plan.recompute}):
+        mine = [row for row in plan.recompute if row.stage == stage]
+        given, flops, moved = (sum(getattr(row, key) for row in mine) for key in ("bytes", "flops", "moved"))
+        lines.append(
+            f"stage {stage}: {given:,} bytes let go, {flops:,} FLOPs and {moved:,} bytes moved to have them back"
+        )
+    return "\n".join(["of one microbatch on one rank", *lines])

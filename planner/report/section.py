@@ -1,0 +1,18 @@
+"""What a section of an explained plan is: a title, columns and cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table: every row has one cell for each of ``columns``; those in ``right`` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    right: frozenset[str] = frozenset()

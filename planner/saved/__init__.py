@@ -1,0 +1,1 @@
+"""What autograd keeps of a stage for its backward, seen on tensors without memory."""

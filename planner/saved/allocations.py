@@ -1,0 +1,58 @@
+"""How much memory ops take while they run: every tensor that an op makes is seen, and when its memory is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Allocations(TorchDispatchMode):
+    """Owns what was made under it and lives on, by memory; ``peak``: the most bytes at once since ``restart``.
+
+    ``known``: tensors whose memory is not counted. What a kernel takes for itself, and returns within, is not seen.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._known = {storage.cdata: storage for storage in map(_reference, known)}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes that live now."""
+        return sum(self.living.values())
+
+    @property
+    def living(self) -> dict[int, int]:
+        """Each memory that lives now → bytes."""
+        for memory in [memory for memory, (storage, _) in self._made.items() if storage.expired()]:
+            del self._made[memory]
+        return {memory: size for memory, (_, size) in self._made.items()}
+
+    def restart(self) -> None:
+        """What lives now is known from here on."""
+        self._known |= {memory: storage for memory, (storage, _) in self._made.items()}
+        self._made, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        new = False
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = _reference(leaf)
+                if storage.cdata not in self._known and storage.cdata not in self._made:
+                    self._made[storage.cdata] = (storage, leaf.untyped_storage().nbytes())
+                    new = True
+        if new:
+            self.peak = max(self.peak, self.live)
+        return result
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())

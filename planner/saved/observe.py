@@ -1,0 +1,203 @@
+"""What autograd keeps of one call: the call is run on fake tensors of the CPU, and the hooks of saved tensors look on.
+
+    mul(x, w)              keeps operands x and w
+    softmax(x)             keeps its result
+    layer_norm(x, w, b)    keeps x, w, and two tensors that are no operand and no result: mean and 1 / deviation
+
+A tensor is known by its memory, so a kept view of an operand is that operand. Which kernel an op takes, as attention
+does by its mask and dropout, is that of the CPU. Each signature (op, shapes, strides, dtypes, constants) is seen once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from planner.saved.allocations import Allocations
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor without memory, as one rank holds it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Like:
+        strides, size = list[int](), 1
+        for n in reversed(shape):
+            strides.insert(0, size)
+            size *= max(n, 1)
+        return cls(tuple(shape), tuple(strides), dtype, requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory of its own that it would need."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result: ``shares`` the memory of an operand (its number), or of an earlier result (−1 − its number), or is
+    new memory of ``bytes``."""
+
+    like: Like
+    shares: int | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; else in ``bytes`` of its own."""
+
+    is_given: bool
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a call makes and keeps. ``operands``, ``results``: numbers of those whose memory is kept; ``hidden``: bytes
+    of each memory that is kept and is neither; ``is_tuple``: whether its value is a tuple of the results.
+
+    ``peak``: the most new bytes at once in the forward, results and what is kept among them; ``backward_peak`` in the
+    backward, gradients among them. ``gradients``: of each operand; empty where the backward could not be seen.
+    """
+
+    made: tuple[Made, ...]
+    is_tuple: bool
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
+    peak: int = 0
+    gradients: tuple[Gradient | None, ...] = ()
+    backward_peak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands for a tensor among the arguments of a signature; the same tensor twice is one operand."""
+
+    number: int
+
+
+def observe(target: Callable[..., Any], args: Any, kwargs: dict[str, Any], operands: Sequence[Like]) -> Seen:
+    """What ``target(*args, **kwargs)`` keeps; the arguments have Operands where it reads tensors.
+
+    Raises whatever the op raises on tensors without values.
+    """
+    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands))
+
+
+def _frozen(value: Any) -> Any:
+    """The same, hashable, and 1 is not True nor 1.0."""
+    if isinstance(value, dict):
+        return ("dict", tuple((k, _frozen(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return ("list", tuple(_frozen(v) for v in value))
+    return value if isinstance(value, Operand) else (type(value).__name__, value)
+
+
+def _thawed(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, Operand):
+        return tensors[value.number]
+    kind, held = value
+    if kind == "dict":
+        return {k: _thawed(v, tensors) for k, v in held}
+    return [_thawed(v, tensors) for v in held] if kind == "list" else held
+
+
+@cache
+def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...]) -> Seen:
+    with _mode(), torch.enable_grad():
+        tensors = [_empty(like) for like in operands]
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept.setdefault(_memory(tensor), tensor)  # stays alive meanwhile: memory that is freed may be given again
+            return tensor
+
+        with Allocations(tensors) as allocations:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                value = target(*_thawed(args, tensors), **_thawed(kwargs, tensors))
+            made = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            found = _found(tensors, made, not isinstance(value, Tensor), kept)
+            found = replace(found, peak=allocations.peak)
+            kept.clear()
+            allocations.restart()
+            gradients = _gradients(tensors, made, allocations)
+        return found if gradients is None else replace(found, gradients=gradients, backward_peak=allocations.peak)
+
+
+def _gradients(
+    operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
+) -> tuple[Gradient | None, ...] | None:
+    """What the backward makes of gradients as large as the results; None where it cannot run without values."""
+    results = [tensor for tensor in made if tensor.requires_grad]
+    leaves = [tensor for tensor in operands if tensor.requires_grad]
+    given = [torch.empty_like(tensor) for tensor in results]
+    allocations.restart()
+    try:
+        found = torch.autograd.grad(results, leaves, given, allow_unused=True) if results and leaves else ()
+    except Exception:  # a backward of a user's own may do what it likes
+        return None
+    of_given = {_memory(tensor): number for number, tensor in enumerate(given)}
+    rest = iter(found)
+    return tuple(_gradient(next(rest, None), of_given) if x.requires_grad else None for x in operands)
+
+
+def _gradient(tensor: Tensor | None, of_given: dict[int, int]) -> Gradient | None:
+    if tensor is None:
+        return None
+    return Gradient(_memory(tensor) in of_given, tensor.untyped_storage().nbytes())
+
+
+@cache
+def _mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def _empty(like: Like) -> Tensor:
+    tensor = torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device="cpu")
+    return tensor.requires_grad_() if like.requires_grad else tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _found(operands: Sequence[Tensor], made: Sequence[Tensor], is_tuple: bool, kept: dict[int, Tensor]) -> Seen:
+    of_operand = {_memory(tensor): number for number, tensor in reversed(list(enumerate(operands)))}
+    of_result: dict[int, int] = {}
+    results = []
+    for number, tensor in enumerate(made):
+        memory = _memory(tensor)
+        shares = of_operand.get(memory)
+        if shares is None and memory in of_result:
+            shares = -1 - of_result[memory]
+        of_result.setdefault(memory, number)
+        results.append(Made(Like.of(tensor), shares, tensor.untyped_storage().nbytes()))
+    new = {memory: number for memory, number in of_result.items() if memory not in of_operand}
+    return Seen(
+        tuple(results),
+        is_tuple,
+        tuple(sorted(of_operand[memory] for memory in kept if memory in of_operand)),
+        tuple(sorted(new[memory] for memory in kept if memory in new)),
+        tuple(t.untyped_storage().nbytes() for m, t in kept.items() if m not in of_operand and m not in new),
+    )

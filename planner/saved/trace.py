@@ -1,0 +1,280 @@
+"""A stage on one rank, call by call: which memory each call reads, makes and keeps for its backward.
+
+    Call("softmax_3", reads (7,), makes (9,), keeps (9,))        memory 9 has bytes_of[9] bytes
+
+A memory is a number: views of one tensor share it. Parameters, buffers, constants and batches are ``outside``: a stage
+does not own them. Only shapes are computed, each kind of call once, so that equal blocks cost a look in a dictionary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.decisions import Decisions
+from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
+from planner.placement.types import Placement
+from planner.saved import stand_ins
+from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
+from planner.saved.local_calls import local_call
+from planner.saved.observe import Like, Made, Operand, Seen, observe
+from planner.sharding.shards import Shards
+from planner.sharding.type_changes import TypeChange, sent_type, type_at
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor as one rank holds it, its number, and which memory it lies in."""
+
+    like: Like
+    memory: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``name``: of the captured node, or of the value whose type is ``changed``. Memory by number.
+
+    ``hidden``: bytes of each tensor that it keeps and nobody else has. ``operands``, ``results``: numbers of values.
+    ``in_place``: what it makes takes the place of what it reads first, as lowering has it (planner.saved.fused).
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    keeps: tuple[int, ...]
+    hidden: tuple[int, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    seen: Seen
+    changed: TypeChange | None = None
+    in_place: bool = False
+
+
+@dataclass
+class StageTrace:
+    """Calls in their order. ``bytes_of`` memory; ``received`` and ``sent`` by name of the value.
+
+    ``memory_of``: of each value of the captured graph, in the type in which this stage has it (a tuple's first).
+    """
+
+    index: int
+    calls: list[Call] = field(default_factory=list)
+    bytes_of: list[int] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    outside: set[int] = field(default_factory=set)
+    received: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    memory_of: dict[str, int] = field(default_factory=dict)
+    unseen: list[str] = field(default_factory=list)  # calls that could not be looked at: all operands count as kept
+
+    def new(self, size: int, *, outside: bool = False) -> int:
+        self.bytes_of.append(size)
+        number = len(self.bytes_of) - 1
+        if outside:
+            self.outside.add(number)
+        return number
+
+    def value(self, like: Like, memory: int) -> Value:
+        self.values.append(Value(like, memory, len(self.values)))
+        return self.values[-1]
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """Memory that autograd keeps of one microbatch, each once → bytes; what is ``hidden`` is not in it."""
+        found = dict.fromkeys(m for call in self.calls for m in call.keeps if m not in self.outside)
+        return {memory: self.bytes_of[memory] for memory in found}
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of what is kept and is no value of the graph."""
+        return sum(sum(call.hidden) for call in self.calls)
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that autograd keeps of one microbatch."""
+        return sum(self.kept.values()) + self.hidden
+
+
+def trace_stage(decisions: Decisions, shards: Shards, index: int) -> StageTrace:
+    """What rank 0 of every axis but pp runs as stage ``index``; the other ranks hold as much."""
+    return _Tracer(decisions, shards, index).run()
+
+
+class _Tracer:
+    """Owns the trace while it grows, and the values of the stage: by name, and by name and type where it changes."""
+
+    def __init__(self, decisions: Decisions, shards: Shards, index: int) -> None:
+        self.decisions, self.shards, self.index = decisions, shards, index
+        self.program, self.mesh = decisions.program, decisions.mesh
+        self.trace = StageTrace(index)
+        self.values: dict[str, Any] = {}
+        self.changed: dict[tuple[str, Placement], Any] = {}
+        self.parts: dict[int, int] = {}  # memory of a whole that is gathered again in the backward → of what is kept
+        self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
+        self.changes: dict[str, list[TypeChange]] = {}
+        for change in shards.changes[index]:
+            self.changes.setdefault(change.value, []).append(change)
+
+    def run(self) -> StageTrace:
+        for boundary in self.shards.received(self.index):
+            like = Like.contiguous(boundary.shape, getattr(torch, boundary.dtype), boundary.requires_grad)
+            value = self.trace.value(like, self.trace.new(boundary.bytes))
+            self.trace.received[boundary.name] = value.memory
+            self._put(self.program.node(boundary.name), value)
+        for node in self._nodes():
+            if node.op == "placeholder":
+                self._put(node, self._outside(node))
+            elif node.target is operator.getitem:
+                source: Any = node.args
+                self._put(node, self._value(source[0], node)[source[1]])
+            else:
+                self._put(node, self._called(node))
+        for boundary in self.shards.sent(self.index):
+            node = self.program.node(boundary.name)
+            sent = self.changed.get(
+                (boundary.name, sent_type(self.decisions.placements.of(node))), self.values[boundary.name]
+            )
+            self.trace.sent[boundary.name] = sent.memory
+        return self.trace
+
+    def _nodes(self) -> Iterator[fx.Node]:
+        stages, received = self.decisions.stages, {b.name for b in self.shards.received(self.index)}
+        for node in self.program.graph.graph.nodes:
+            if node.op == "placeholder":
+                if self.index in stages.parameter_stages.get(node.name, ()):
+                    yield node
+            elif node.op == "call_function" and node.name not in received and stages.runs_on(node.name, self.index):
+                mine = is_here(node, self.mesh, 0)
+                yield from (node,) if mine else ()
+
+    def _put(self, node: fx.Node, value: Any) -> None:
+        """A value, and all the types that it is changed to right after."""
+        self.values[node.name] = value
+        first: Value | None = value[0] if isinstance(value, tuple) else value
+        if first is None:
+            return
+        self.trace.memory_of[node.name] = first.memory
+        for change in self.changes.get(node.name, ()):
+            self.changed[node.name, change.after] = self._change(node, first, change)
+
+    def _outside(self, node: fx.Node) -> Value:
+        held = node.meta["val"]
+        shape = self._local_shape(node)
+        trainable = bool(node.meta.get("parameter")) and bool(node.meta["grad"])
+        like = Like.contiguous(shape, held.dtype, trainable)
+        return self.trace.value(like, self.trace.new(like.bytes, outside=True))
+
+    def _change(self, node: fx.Node, value: Value, change: TypeChange) -> Value:
+        size = self.mesh.etp if change.axis == "etp" else self.mesh.tp
+        args: Any = (Operand(0), self._way(node, change), change.before, change.after, size)
+        if domain_of(node) is not None:  # how many rows there are follows the routing
+            args = (Operand(0), "g", change.before, change.before, 1)
+        seen = observe(stand_ins.converted, args, {}, [value.like])
+        in_place = change.how.name == "g" and is_summed_in_place(self.decisions, node, change, self.index)
+        (made,) = self._record(node, seen, [value], change, in_place)
+        if change.again:
+            self.parts[made.memory] = value.memory
+        return made
+
+    def _way(self, node: fx.Node, change: TypeChange) -> str:
+        """The conversion, as peephole rewrites leave it."""
+        name = change.how.name
+        if name == "f" and is_overlapped(self.decisions, change):
+            return "f overlapped"
+        return name
+
+    def _value(self, node: Any, reader: fx.Node) -> Any:
+        """A value in the type in which ``reader`` wants it."""
+        position = reader.all_input_nodes.index(node)
+        wanted = self.decisions.placements.wanted(reader, position)
+        return self.changed.get((node.name, wanted), self.values[node.name])
+
+    def _called(self, node: fx.Node) -> Any:
+        operands: list[Value] = []
+
+        def operand(value: fx.Node) -> Any:
+            if value.name not in self.values:  # of an expert of another rank
+                return None
+            held = self._value(value, node)
+            if isinstance(held, tuple):
+                return tuple(number_of(v) for v in held)
+            return number_of(held)
+
+        def number_of(value: Value) -> Operand:
+            if value not in operands:
+                operands.append(value)
+            return Operand(operands.index(value))
+
+        option = self.decisions.placements.options[node.name]
+        shape = self._local_shape(node) if isinstance(node.meta["val"], torch.Tensor) else ()
+        call = local_call(node, option, self.decisions.placements.size(node), shape)
+        target, args, kwargs = call or (None, node.args, node.kwargs)
+        given: Any = fx.map_arg((args, kwargs), operand)
+        seen = None if target is None else _observed(target, given[0], given[1], [v.like for v in operands])
+        if seen is None:
+            seen = self._unseen(node, operands)
+            self.trace.unseen.append(node.name)
+        made = self._record(node, seen, operands, None, is_fused_bias(self.decisions, node))
+        if node.name in self.gathered_again:
+            self.parts[made[0].memory] = self.parts.get(operands[0].memory, operands[0].memory)
+        return tuple(made) if seen.is_tuple else made[0] if made else None
+
+    def _record(
+        self, node: fx.Node, seen: Seen, operands: list[Value], change: TypeChange | None, in_place: bool = False
+    ) -> list[Value]:
+        made: list[Value] = []
+        for result in seen.made:
+            made.append(self.trace.value(result.like, self._memory(result, operands, made)))
+        keeps = [self.parts.get(operands[n].memory, operands[n].memory) for n in seen.operands]
+        keeps += [made[n].memory for n in seen.results]
+        if any(value.memory in self.parts for value in operands):  # it is gathered once more in the backward
+            whole = sum(self.trace.bytes_of[v.memory] for v in operands if v.memory in self.parts)
+            seen = replace(seen, backward_peak=seen.backward_peak + 2 * whole)
+        reads = tuple(dict.fromkeys(v.memory for v in operands))
+        makes = tuple(dict.fromkeys(v.memory for v in made))
+        numbers = tuple(v.number for v in operands), tuple(v.number for v in made)
+        kept = tuple(dict.fromkeys(keeps))
+        self.trace.calls.append(Call(node.name, reads, makes, kept, seen.hidden, *numbers, seen, change, in_place))
+        return made
+
+    def _memory(self, result: Made, operands: list[Value], made: list[Value]) -> int:
+        if result.shares is None:
+            return self.trace.new(result.bytes)
+        return operands[result.shares].memory if result.shares >= 0 else made[-1 - result.shares].memory
+
+    def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
+        """New memory of the planned shapes; every operand is kept that has a gradient, or whose neighbour has one."""
+        grad = bool(node.meta.get("grad"))
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        likes = [Like.contiguous(self._shape(node, tuple(v.shape)), v.dtype, grad) for v in values]
+        made = tuple(Made(like, None, like.bytes) for like in likes)
+        keeps = tuple(n for n, v in enumerate(operands) if v.like.dtype.is_floating_point) if grad else ()
+        return Seen(made, isinstance(node.meta["val"], (tuple, list)), keeps)
+
+    def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
+        return self._shape(node, tuple(int(n) for n in node.meta["val"].shape))
+
+    def _shape(self, node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+        placement = type_at(self.decisions.placements, self.decisions.stages, node, self.index)
+        domain = domain_of(node)
+        if domain is None:
+            return placement.local_shape(shape, self.mesh.tp)
+        local = list(in_domain(node, placement.local_shape(shape, self.mesh.etp), self.mesh))
+        if domain.rows >= 0:
+            local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, self.mesh))
+        return tuple(local)
+
+
+def _observed(target: Any, args: Any, kwargs: dict[str, Any], operands: list[Like]) -> Seen | None:
+    """None for an op that cannot be run without values, such as one whose sizes follow them."""
+    try:
+        return observe(target, args, kwargs, operands)
+    except Exception:  # whatever an op, or a user's function, says of tensors without values
+        return None

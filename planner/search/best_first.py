@@ -1,0 +1,148 @@
+"""The best layouts exactly, without estimating all: in the order of what they take at least.
+
+    bound(p) ≤ seconds(p)      so once the next bound is more than the k-th best, no other layout is among the k best
+
+What does not fit into memory is never among them. Parameters, gradients and the state of the optimizer are the same
+whatever the microbatch and the recompute: where they alone do not fit, the others are not estimated.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Protocol
+
+from planner.cost.memory import MemoryRow
+from planner.search.choice import Point
+
+
+class Estimated(Protocol):
+    """What is read of planner.cost.estimate.Estimate."""
+
+    @property
+    def cost(self) -> Any: ...
+
+    @property
+    def memory(self) -> Sequence[MemoryRow]: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was estimated."""
+
+    point: Point
+    estimate: Estimated
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.cost.step_seconds
+
+    @property
+    def fullest(self) -> MemoryRow:
+        """Of the pp rank that holds the most."""
+        return max(self.estimate.memory, key=lambda row: row.total)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Fastest first; ties by what is simpler."""
+        return self.seconds, self.point.key
+
+
+@dataclass
+class Found:
+    """``best`` in order; ``too_large``: what was estimated and does not fit; ``num_fixed``: was not even estimated, as
+    what training holds all the time does not fit."""
+
+    best: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    num_fixed: int = 0
+    least_fixed: tuple[float, Point | None] = (inf, None)
+    num_estimated: int = 0
+
+
+class BestFirst:
+    """Owns the bounds of all points, and each estimate once made."""
+
+    def __init__(
+        self,
+        points: Iterable[Point],
+        at_least: Callable[[Point], float],
+        estimate: Callable[[Point], Estimated],
+        fixed: Callable[[Point], float],
+        memory_bytes: float,
+    ) -> None:
+        """``fixed``: bytes that the fullest rank holds all the time, the same for all points ``of_weights`` of which
+        are equal; never more than an estimate's total."""
+        self.bounds = sorted(((at_least(point), point.key, point) for point in points), key=lambda row: row[:2])
+        self._estimate, self._fixed, self.memory_bytes = estimate, fixed, memory_bytes
+        self._known: dict[Point, Candidate] = {}
+        self._fixed_bytes: dict[Any, float] = {}
+        self._groups: dict[tuple[str, Any], list[tuple[float, Any, Point]]] | None = None
+
+    def search(
+        self,
+        top: int,
+        rows: Sequence[tuple[float, Any, Point]] | None = None,
+        most: int | None = None,
+        step: Callable[[int], None] = lambda done: None,
+    ) -> Found:
+        """The ``top`` fastest that fit, of ``rows`` (all). ``most``: give up after so many that do not fit."""
+        found, ranked = Found(), list[tuple[tuple[Any, ...], int]]()
+        candidates: list[Candidate] = []
+        for bound, _, point in self.bounds if rows is None else rows:
+            if len(ranked) >= top and bound > ranked[top - 1][0][0]:
+                break
+            if self._is_surely_too_large(point):
+                found.num_fixed += 1
+                found.least_fixed = min(found.least_fixed, (self._fixed_bytes[of_weights(point)], point), key=_first)
+                continue
+            candidate = self.of(point)
+            found.num_estimated += 1
+            step(found.num_estimated)
+            if candidate.fullest.total > self.memory_bytes:
+                found.too_large.append(candidate)
+                if most is not None and len(found.too_large) >= most and not ranked:
+                    break
+                continue
+            candidates.append(candidate)
+            insort(ranked, (candidate.order, len(candidates) - 1))
+        found.best = [candidates[index] for _, index in ranked[:top]]
+        return found
+
+    @property
+    def known(self) -> list[Candidate]:
+        """All that were estimated."""
+        return list(self._known.values())
+
+    def groups(self) -> dict[tuple[str, Any], list[tuple[float, Any, Point]]]:
+        """The rows of ``bounds`` that make a choice, by its name and value."""
+        if self._groups is None:
+            self._groups = {}
+            for row in self.bounds:
+                for choice in row[2].choices.items():
+                    self._groups.setdefault(choice, []).append(row)
+        return self._groups
+
+    def of(self, point: Point) -> Candidate:
+        """The estimate of a point, made once."""
+        known = self._known.get(point)
+        if known is None:
+            known = self._known[point] = Candidate(point, self._estimate(point))
+        return known
+
+    def _is_surely_too_large(self, point: Point) -> bool:
+        key = of_weights(point)
+        if key not in self._fixed_bytes:
+            self._fixed_bytes[key] = self._fixed(point)
+        return self._fixed_bytes[key] > self.memory_bytes
+
+
+def _first(row: tuple[float, Point | None]) -> tuple[Any, ...]:
+    return row[0], () if row[1] is None else row[1].held
+
+
+def of_weights(point: Point) -> Any:
+    """What the memory of weights depends on."""
+    return point.cut, point.layout.mesh, point.layout.sizes

@@ -1,0 +1,193 @@
+"""What one cut does to the captured model: decided once for each tp, cp and so on, on the folded program.
+
+    captured → folded         three blocks of each row of equal ones
+    cp, ep, etp → variant     the sequence cut, the experts opened
+    + tp, sequence parallel   placements, stages of one pipeline rank, shards → CutWork, unfolded
+
+A cut that the model does not admit is refused by what refuses it in a plan, with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+from torch import nn
+
+from planner.capture.loss.shares import LossTerms
+from planner.context.cut import cut_sequence
+from planner.context.facts import Context
+from planner.context.own_keys import keep_own_keys
+from planner.cost.work import CutWork, cut_work, own_tokens
+from planner.decisions import Decisions
+from planner.experts.find import find_experts
+from planner.experts.layers import Experts
+from planner.experts.open import open_experts
+from planner.graph.blocks.blocks import Blocks, find_blocks
+from planner.graph.program import Program
+from planner.mesh import Mesh
+from planner.pipeline.stages import assign_stages, balance, block_costs
+from planner.placement.attention.sites import attention_sites, check_attention
+from planner.placement.decide import decide_placements
+from planner.placement.overrides.kinds import kinds_by_override
+from planner.placement.uncut import check_something_is_cut
+from planner.recompute.asked import NONE
+from planner.search.choice import Cut
+from planner.search.fold import Folded, copied, fold
+from planner.search.space import Facts
+from planner.sharding.shards import decide_shards
+from planner.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model as it was captured: what all cuts begin with. ``micro``: sequences of the microbatch it was seen with."""
+
+    program: Program
+    terms: LossTerms
+    model: nn.Module
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The program of some cp, ep and etp. ``source``: for each block of the model, which of ``blocks`` it is here."""
+
+    program: Program
+    blocks: Blocks
+    source: tuple[int, ...]
+    context: Context
+    experts: Experts
+    costs: tuple[int, ...]
+
+
+class Cuts:
+    """Owns the folded model, its variants and the work of each cut. The captured program stays as it is."""
+
+    def __init__(self, captured: Captured, spec: Spec, kinds: Sequence[str]) -> None:
+        """``kinds``: of recompute that will be asked about."""
+        self.captured, self.spec = captured, spec
+        program = captured.program
+        self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
+        self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
+        self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
+        self._variants: dict[tuple[int, ...], _Variant] = {}
+        self._sizes: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    @property
+    def facts(self) -> Facts:
+        """What a space asks of the model."""
+        values = [self.captured.program.node(name).meta["val"] for name in self.captured.program.inputs]
+        layers = find_experts(self.folded.program).layers
+        return Facts(
+            len(self.blocks.instances),
+            tuple(layer.num_experts for layer in layers),
+            max((int(value.shape[1]) for value in values if value.dim() > 1), default=0),
+        )
+
+    def works(self, cut: Cut) -> dict[str, CutWork]:
+        """What the cut costs under each kind of recompute, for all blocks of the model.
+
+        Raises PlanError where the model does not admit it.
+        """
+        variant, mesh = self._variant(cut), mesh_of(cut)
+        asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
+        spec = self.spec.model_copy(update={"tensor_parallel": asked})
+        program, blocks = variant.program, variant.blocks
+        placements = decide_placements(
+            program,
+            blocks,
+            cut.tp,
+            dict(asked.overrides),
+            sequence_parallel=cut.sequence_parallel,
+            vocabulary_multiple=asked.vocabulary_multiple,
+            etp=cut.etp,
+        )
+        sites = attention_sites(program, blocks, placements)
+        check_attention(program, placements, sites)
+        check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
+        decisions = Decisions(
+            program, blocks, placements, assign_stages(program, blocks, 1), self.captured.terms, mesh, self.spec.seed,
+            experts=variant.experts, context=variant.context,
+        )  # fmt: skip
+        return self._unfolded(decisions, spec, variant)
+
+    def stages(self, cut: Cut, num_stages: int) -> list[int]:
+        """Blocks of each stage, as a plan deals them out."""
+        key = _key(cut), num_stages
+        if key not in self._sizes:
+            variant = self._variant(cut)
+            costs = [variant.costs[index] for index in variant.source]
+            self._sizes[key] = balance(costs, num_stages) if costs else [0]
+        return self._sizes[key]
+
+    def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
+        """Over cp a plan without recompute may gather more values again: then it is a work of its own."""
+        shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
+        again = own_tokens(decisions, shards) if spec.cuda_graphs.impl == "none" else decisions
+        parts = [(decisions, self.kinds)]
+        if again.context != decisions.context:
+            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in self.kinds if kind != NONE))]
+        for decided, kinds in parts:
+            if not kinds or not set(kinds) <= set(self.kinds):
+                continue
+            work = cut_work(decided, shards, spec, kinds)
+            if len(variant.source) > len(work.units):
+                work = replace(work.repeated(variant.source), num_noted=_num_noted(decisions))
+            found |= dict.fromkeys(kinds, work)
+        return found
+
+    def _variant(self, cut: Cut) -> _Variant:
+        key = _key(cut)
+        if key not in self._variants:
+            folded = self.folded
+            found = self._cut(folded, cut)
+            if found is None:  # other blocks were found in it
+                found = self._cut(_whole(self.captured.program, self.blocks), cut)
+            assert found is not None, "the blocks of a whole program are its own"
+            self._variants[key] = found
+        return self._variants[key]
+
+    def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
+        program, blocks = copied(folded.program), folded.blocks
+        context = keep_own_keys(program, cut_sequence(program, cut.cp), cut.tp)
+        experts = open_experts(program, find_experts(program), mesh_of(cut))
+        if cut.cp > 1 or cut.has_expert_axes:
+            seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
+            if folded.is_folded and _pattern(seen) != _pattern(blocks):
+                return None
+            blocks = replace(seen, times=blocks.times)
+        source = folded.source if folded.is_folded else tuple(range(len(blocks.instances)))
+        return _Variant(program, blocks, source, context, experts, tuple(block_costs(program, blocks)))
+
+
+def mesh_of(cut: Cut) -> Mesh:
+    """The smallest mesh of one pipeline rank that has these axes."""
+    ranks = lcm(cut.tp * cut.cp, cut.etp * cut.ep)
+    return Mesh(tp=cut.tp, cp=cut.cp, ep=cut.ep, etp=cut.etp, dp=ranks // (cut.tp * cut.cp))
+
+
+def _num_noted(decisions: Decisions) -> int:
+    """Figures of experts that a step of the whole model sums."""
+    block_of, times = decisions.blocks.block_of(), decisions.blocks.times
+    noted = zip(decisions.experts.layers, decisions.noted_experts, decisions.noted_limits, strict=False)
+    return sum(
+        (times[block_of[layer.combined]] if layer.combined in block_of else 1) * (experts + (limit > 0))
+        for layer, experts, limit in noted
+    )
+
+
+def _whole(program: Program, blocks: Blocks) -> Folded:
+    return Folded(copied(program), blocks, tuple(range(len(blocks.instances))))
+
+
+def _key(cut: Cut) -> tuple[int, ...]:
+    """What the program of a cut depends on; over cp it depends on tp too."""
+    return cut.cp, cut.ep, cut.etp if cut.has_expert_axes else 0, cut.tp if cut.cp > 1 else 0
+
+
+def _pattern(blocks: Blocks) -> list[tuple[int, str]]:
+    """Kinds counted in the order in which they come, and paths."""
+    numbers: dict[int, int] = {}
+    return [(numbers.setdefault(block.kind, len(numbers)), block.path) for block in blocks.instances]

@@ -1,0 +1,151 @@
+"""Why the others lose: of every other choice than the winner's the best layout, and what it costs, in words.
+
+tp 8      14 % slower (1.31 s against 1.15 s): tp_comm 310 ms against 90 ms, over InfiniBand at 40 GB/s
+pp 1      needs 91.2 GB of 78.1 on pp rank 0: optimizer 54.0 GB, activations 20.3 GB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import group, wires
+from planner.cost.memory import MemoryRow
+from planner.mesh import Mesh
+from planner.search.best_first import BestFirst, Candidate, Found
+
+MOST_TRIED = 16  # layouts of one choice that do not fit, before it is told that they do not
+MOST_NAMED = 3
+PARTS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tp_comm": "tp collectives",
+    "cp_comm": "cp collectives",
+    "ep_comm": "ep collectives",
+    "pp_comm": "messages between stages",
+    "pp_bubble": "bubble",
+    "dp_comm": "dp collectives",
+    "optimizer": "update",
+}
+AXES = {"tp_comm": "tp", "cp_comm": "cp", "ep_comm": "ep", "dp_comm": "dp"}
+HELD = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "graph_buffers")
+
+
+@dataclass(frozen=True)
+class Loser:
+    """The best layout with ``choice``, such as ``tp 8``; ``fits`` or not."""
+
+    choice: str
+    candidate: Candidate
+    fits: bool
+    why: str
+
+
+def losers(order: BestFirst, found: Found, cluster: Cluster) -> tuple[Loser, ...]:
+    """One for each value of each axis that the winner does not have, those nearest to it in speed first."""
+    winner, result = found.best[0], list[Loser]()
+    own = winner.point.choices
+    for (name, value), rows in order.groups().items():
+        if name == "dp" or own[name] == value:
+            continue
+        if name == "etp":
+            rows = [row for row in rows if row[2].cut.has_expert_axes]
+        of_choice = order.search(1, rows, most=MOST_TRIED)
+        choice = f"{name} {_word(value)}"
+        if of_choice.best:
+            result.append(Loser(choice, of_choice.best[0], True, why_slower(of_choice.best[0], winner, cluster)))
+        elif of_choice.too_large:
+            least = min(of_choice.too_large, key=lambda candidate: candidate.fullest.total)
+            tried = f"none of the {MOST_TRIED} fastest fits; " if len(of_choice.too_large) == MOST_TRIED else ""
+            result.append(Loser(choice, least, False, tried + why_too_large(least, order.memory_bytes)))
+        elif of_choice.least_fixed[1] is not None:
+            least = order.of(of_choice.least_fixed[1])
+            result.append(Loser(choice, least, False, why_too_large(least, order.memory_bytes)))
+    return tuple(_joined(sorted(result, key=lambda loser: (not loser.fits, loser.candidate.order))))
+
+
+def _joined(rows: list[Loser]) -> Iterator[Loser]:
+    """Choices whose best layout is the same are one row: ``pp 2, vpp 2``."""
+    for _, same in groupby(rows, key=lambda loser: loser.candidate.point):
+        together = list(same)
+        yield replace(together[0], choice=", ".join(loser.choice for loser in together))
+
+
+def _word(value: Any) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def why_slower(candidate: Candidate, winner: Candidate, cluster: Cluster) -> str:
+    """By how much, and the parts of the step that make it so, largest first."""
+    more = candidate.seconds / winner.seconds - 1
+    if more < 5e-4:
+        return "as fast; it sends more messages, or cuts more"
+    parts = sorted(_differences(candidate, winner), reverse=True)
+    largest = parts[0][0] if parts else 0.0
+    named = [words for difference, words in _worded(parts, candidate, winner, cluster) if difference > 0.15 * largest]
+    return f"{percent(more)} slower: {', '.join(named[:MOST_NAMED])}"
+
+
+def _differences(candidate: Candidate, winner: Candidate) -> Iterator[tuple[float, str]]:
+    for part in PARTS:
+        difference = getattr(candidate.estimate.cost, part, 0.0) - getattr(winner.estimate.cost, part, 0.0)
+        if difference > 0:
+            yield difference, part
+
+
+def _worded(
+    parts: list[tuple[float, str]], candidate: Candidate, winner: Candidate, cluster: Cluster
+) -> Iterator[tuple[float, str]]:
+    for difference, part in parts:
+        here, there = (getattr(c.estimate.cost, part) for c in (candidate, winner))
+        if part == "pp_bubble":
+            shares = [percent(c.estimate.cost.pp_bubble / c.seconds) for c in (candidate, winner)]
+            seconds = [seconds_text(here), seconds_text(there)]
+            yield difference, "bubble {} against {}".format(*(seconds if shares[0] == shares[1] else shares))
+            continue
+        words = f"{PARTS[part]} {seconds_text(here)} against {seconds_text(there)}"
+        if part in AXES:
+            words += _over(candidate.point.layout.mesh, AXES[part], cluster)
+        if part == "compute":
+            words += f" ({percent(here / there - 1)} more on a rank)" if there else ""
+        yield difference, words
+
+
+def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
+    """The slowest link that a group of ``axis`` uses."""
+    token = mesh.data_axis if axis == "dp" else axis
+    levels = [level for level, size in enumerate(group(mesh, token, cluster).sizes) if size > 1]
+    if not levels:
+        return ""
+    link, wire = cluster.links[levels[-1]], wires(cluster)[levels[-1]]
+    return f" over {link.name} at {wire.bandwidth / 1e9:.3g} GB/s"
+
+
+def why_too_large(candidate: Candidate, memory_bytes: float) -> str:
+    """What its fullest rank needs, of what there is, and what dominates."""
+    row = candidate.fullest
+    return f"needs {gigabytes(row.total)} of {gigabytes(memory_bytes)} on pp rank {row.pp_rank}: {dominates(row)}"
+
+
+def dominates(row: MemoryRow) -> str:
+    """The largest categories."""
+    parts = sorted(((getattr(row, part), part) for part in HELD), reverse=True)
+    return ", ".join(f"{part.replace('_', ' ')} {gigabytes(size)}" for size, part in parts[:2] if size)
+
+
+def gigabytes(size: float) -> str:
+    """``73.6 GB``; small ones in MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``1.31 s`` or ``310 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def percent(share: float) -> str:
+    """``4 %``; below ten with one digit."""
+    return f"{share * 100:.0f} %" if abs(share) >= 0.1 else f"{share * 100:.1f} %"

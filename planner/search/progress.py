@@ -1,0 +1,26 @@
+"""What a search is at, while it runs: one line on stderr, in a terminal alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that is told what is done, how many are, and of how many (0: not known)."""
+    console = Console(stderr=True)
+    if not (sys.stderr.isatty() and console.is_terminal):
+        yield lambda what, done, total: None
+        return
+    with console.status("searching") as status:
+
+        def show(what: str, done: int, total: int) -> None:
+            count = f" {done} of {total}" if total else f" {done}" if done else ""
+            status.update(escape(f"{what}{count}"))
+
+        yield show

@@ -1,0 +1,174 @@
+"""search(captured, spec, cluster): every layout that the devices and the spec allow, the fastest first.
+
+cuts      each (tp, sequence parallel, cp, ep, etp) decided once on the captured model
+bounds    of every layout what it takes at least
+best      estimated in that order, until no other can be among the best
+losers    of every other choice of the winner's (another tp, another pp, …) the best layout, and why it loses
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.cluster.cluster import Cluster
+from planner.cost.estimate import at_least, estimate, rank_holdings
+from planner.cost.work import CutWork
+from planner.errors import PlanError
+from planner.mesh import MOST_RANKS
+from planner.search.best_first import BestFirst, Candidate, Estimated, Found
+from planner.search.choice import Cut, Point
+from planner.search.cuts import Captured, Cuts
+from planner.search.losers import Loser, losers
+from planner.search.refusals import check_devices, check_pins, fits_nowhere, no_layout
+from planner.search.space import BOUNDS, Space
+from planner.spec.fields import AUTO
+from planner.spec.spec import Spec
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many are, of how many (0: not known)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``best``: the fastest that fit, in order. ``refused``: cuts that the model does not admit, and why. ``pruned``:
+    layouts that were not estimated, by reason. ``seconds``: of the search, by what they were spent on."""
+
+    spec: Spec
+    cluster: Cluster
+    devices: int
+    best: tuple[Candidate, ...]
+    losers: tuple[Loser, ...]
+    refused: tuple[tuple[Cut, str], ...]
+    pruned: dict[str, int]
+    num_considered: int
+    num_estimated: int
+    memory_bytes: float
+    bounds: tuple[str, ...] = BOUNDS
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def winner(self) -> Candidate:
+        return self.best[0]
+
+
+def search(
+    captured: Captured, spec: Spec, cluster: Cluster, top: int = 5, progress: Progress = lambda what, done, all: None
+) -> Result:
+    """The ``top`` fastest layouts. Raises PlanError where there is none, and says what would help."""
+    devices = check_devices(spec, cluster)
+    check_pins(spec, devices)
+    return _Search(captured, spec, cluster, devices, progress).run(top)
+
+
+class _Search:
+    """Owns one search: the work of each cut, the layouts with their bounds, and the clock."""
+
+    def __init__(self, captured: Captured, spec: Spec, cluster: Cluster, devices: int, progress: Progress) -> None:
+        self.spec, self.cluster, self.devices, self.progress = spec, cluster, devices, progress
+        self.seconds: dict[str, float] = {}
+        self.works: dict[Cut, dict[str, CutWork]] = {}
+        self.refused: dict[Cut, PlanError] = {}
+        with self._clock("blocks"):
+            kinds = _kinds(spec)
+            self.cuts = Cuts(captured, spec, kinds)
+            inner = cluster.links[0].devices
+            self.space = Space(spec, devices, inner, self.cuts.facts)
+
+    def run(self, top: int) -> Result:
+        points = self._points()
+        with self._clock("bounds"):
+            order = BestFirst(points, self._at_least, self._estimate, self._fixed, memory_of(self.cluster))
+        with self._clock("estimates"):
+            found = order.search(top, step=lambda done: self.progress("estimating layouts", done, 0))
+        if not found.best:
+            raise self._fits_nowhere(order, found)
+        with self._clock("reasons"):
+            lost = losers(order, found, self.cluster)
+        num_large = sum(c.fullest.total > order.memory_bytes for c in order.known)
+        pruned = dict(self.space.pruned)
+        if num_large or found.num_fixed:
+            pruned["estimated, but larger than the memory of a device"] = num_large
+            pruned["not estimated: weights, gradients and optimizer alone are larger than it"] = found.num_fixed
+        num_slower = len(order.bounds) - len(order.known) - found.num_fixed
+        pruned["not estimated: its bound is slower than the last of those shown"] = num_slower
+        return Result(
+            self.spec, self.cluster, self.devices, tuple(found.best), lost,
+            tuple((cut, error.what) for cut, error in self.refused.items()),
+            {reason: count for reason, count in pruned.items() if count},
+            len(points) + sum(self.space.pruned.values()), len(order.known), order.memory_bytes, seconds=self.seconds,
+        )  # fmt: skip
+
+    def _points(self) -> list[Point]:
+        points: list[Point] = []
+        with self._clock("cuts"):
+            cuts = list(self.space.cuts())
+            for done, cut in enumerate(cuts):
+                self.progress(f"cutting the model over {cut}", done, len(cuts))
+                points += self._of_cut(cut)
+        if not points:
+            raise no_layout(self.spec, self.devices, self.space, list(self.refused.values()))
+        return points
+
+    def _of_cut(self, cut: Cut) -> list[Point]:
+        """Its layouts; none where the model does not admit the cut, which is decided only if there are any."""
+        plain = self.refused.get(Cut(cut.tp, etp=cut.tp))
+        if plain is not None and not cut.has_expert_axes:  # the sequence does not change what tp can divide
+            self.refused[cut] = plain
+            return []
+        try:
+            points = list(self.space.points(cut, lambda stages: self.cuts.stages(cut, stages)))
+            if points:
+                self.works[cut] = self.cuts.works(cut)
+            return points
+        except PlanError as error:
+            self.refused[cut] = error
+            return []
+
+    def _fits_nowhere(self, order: BestFirst, found: Found) -> PlanError:
+        grown = self.cluster.links[-1].model_copy(update={"devices": MOST_RANKS})
+        larger = self.cluster.model_copy(update={"links": (*self.cluster.links[:-1], grown)})
+
+        def estimated(point: Point) -> Candidate:
+            work = self.works[point.cut][point.layout.recompute]
+            return Candidate(point, estimate(work, point.layout, larger, self.spec))
+
+        with self._clock("more devices"):
+            return fits_nowhere(order, found, self.spec, self.cluster, self.devices, self._points_over, estimated)
+
+    def _points_over(self, devices: int) -> Iterator[Point]:
+        """Layouts of more devices, over those cuts that were decided."""
+        space = Space(self.spec, devices, self.cluster.links[0].devices, self.cuts.facts)
+        for cut in self.works:
+            yield from space.points(cut, lambda stages, cut=cut: self.cuts.stages(cut, stages))
+
+    def _at_least(self, point: Point) -> float:
+        return at_least(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
+
+    def _estimate(self, point: Point) -> Estimated:
+        return estimate(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
+
+    def _fixed(self, point: Point) -> float:
+        """Bytes of weights, gradients and optimizer on the fullest rank."""
+        holds = rank_holdings(self.works[point.cut][point.layout.recompute], point.layout, self.spec)
+        return max(held.parameters + held.gradients + held.optimizer for held in holds)
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+
+def memory_of(cluster: Cluster) -> float:
+    """Bytes that a process may fill."""
+    return cluster.device.memory * cluster.device.usable_memory
+
+
+def _kinds(spec: Spec) -> tuple[str, ...]:
+    given: Any = spec.recompute
+    return ("none", "selective", "full") if given == AUTO else (str(given),)

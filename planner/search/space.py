@@ -1,0 +1,203 @@
+"""Which layouts there are: every one that the devices, the batch, the model and the spec's own sizes allow.
+
+    tp · cp · pp · dp = devices        no device is left out
+    etp · ep divides  tp · cp · dp     experts live on the ranks of a stage
+    dp · micro divides batch.global    every rank runs equally many microbatches
+
+What the spec writes is a pin; what it leaves to the search is taken from here. Outer bounds keep the space finite where
+sizes go on for ever; each is told beside the result, and a pin goes beyond it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from planner.cost.layout import Layout
+from planner.errors import PlanError
+from planner.mesh import Mesh
+from planner.pipeline.schedule import check_sizes
+from planner.pipeline.split import layout_of
+from planner.placement.divisibility import divisors
+from planner.ranks import DEFAULT_ORDER
+from planner.search.choice import KINDS_OF_RECOMPUTE, Cut, Point
+from planner.spec.fields import AUTO
+from planner.spec.spec import Spec
+
+DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
+LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
+MOST_CHUNKS, MOST_MICRO = 8, 64
+MOST_NODES = 2  # of tp: what leaves a node only loses more with every further one
+BOUNDS = (
+    f"tp: at most {MOST_NODES} times the devices of the innermost link",
+    f"cp: no chunk of a sequence (of 2 · cp) shorter than {LEAST_CHUNK} tokens",
+    f"vpp: at most {MOST_CHUNKS} chunks on a rank",
+    f"batch.micro: at most {MOST_MICRO} sequences",
+    "etp: tp, or 1",
+    f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} where a pipeline may lie inside of what dp joins",
+    "pipeline.schedule: 1f1b, or interleaved_1f1b where vpp is more than 1 (gpipe waits as long and holds more)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of the captured model: its repeated blocks, experts of each layer, the longest sequence."""
+
+    num_blocks: int
+    num_experts: tuple[int, ...] = ()
+    length: int = 0
+
+
+class Space:
+    """Owns the sizes that each axis may have, and ``pruned``: how many layouts each reason ruled out."""
+
+    def __init__(self, spec: Spec, devices: int, inner_devices: int, facts: Facts) -> None:
+        """``inner_devices``: joined by the innermost link."""
+        self.spec, self.devices, self.inner_devices, self.facts = spec, devices, inner_devices, facts
+        self.pruned: Counter[str] = Counter()
+
+    def cuts(self) -> Iterator[Cut]:
+        """Those that devices and pins allow; whether the model does is seen when one is decided."""
+        mesh = self.spec.mesh
+        most = MOST_NODES * self.inner_devices
+        for tp in self._sizes(mesh.tp, [n for n in divisors(self.devices) if n <= most]):
+            for cp in self._sizes(mesh.cp, self._of_sequence()):
+                for ep in self._sizes(mesh.ep, self._of_experts()):
+                    for etp in self._etp(tp):
+                        yield from self._with_sequence(tp, cp, ep, etp)
+
+    def points(self, cut: Cut, sizes_of: Callable[[int], Sequence[int]]) -> Iterator[Point]:
+        """Every layout of ``cut``. ``sizes_of``: number of stages → blocks of each."""
+        inner = cut.tp * cut.cp
+        pipelines = self._sizes(
+            self.spec.mesh.pp, [n for n in divisors(self.devices) if n <= max(1, self.facts.num_blocks)]
+        )
+        for pp in pipelines:
+            if pp > max(1, self.facts.num_blocks):
+                self.pruned[f"pp {pp}: the model has {self.facts.num_blocks} blocks"] += 1
+            elif self.devices % (inner * pp) == 0:
+                dp = self.devices // (inner * pp)
+                if self.spec.mesh.dp in (AUTO, dp):
+                    yield from self._of_mesh(cut, pp, dp, sizes_of)
+
+    def _sizes(self, given: Any, allowed: Sequence[int]) -> Sequence[int]:
+        return allowed if given == AUTO else [given]
+
+    def _of_sequence(self) -> list[int]:
+        length = self.facts.length
+        return [
+            n for n in divisors(self.devices) if n == 1 or (length % (2 * n) == 0 and length >= 2 * n * LEAST_CHUNK)
+        ]
+
+    def _of_experts(self) -> list[int]:
+        common = gcd(*self.facts.num_experts) if self.facts.num_experts else 1
+        return [n for n in divisors(common) if self.devices % n == 0]
+
+    def _etp(self, tp: int) -> list[int]:
+        given = self.spec.mesh.etp
+        if given is None or (given == AUTO and not self.facts.num_experts):
+            return [tp]
+        return sorted({tp, 1}) if given == AUTO else [int(given)]
+
+    def _with_sequence(self, tp: int, cp: int, ep: int, etp: int) -> Iterator[Cut]:
+        cut = Cut(tp, False, cp, ep, etp)
+        if self.devices % (tp * cp) or self.devices % (etp * ep):
+            return
+        if cp > 1 and cut.has_expert_axes:
+            self.pruned["cp beside axes of experts: they are not cut together"] += 1
+            return
+        given = self.spec.tensor_parallel.sequence_parallel
+        for sequence_parallel in (False, True) if given == AUTO else (given,):
+            if not (sequence_parallel and tp == 1 and given == AUTO):
+                yield Cut(tp, bool(sequence_parallel), cp, ep, etp)
+
+    def _of_mesh(self, cut: Cut, pp: int, dp: int, sizes_of: Callable[[int], Sequence[int]]) -> Iterator[Point]:
+        size = self.spec.batch.global_size
+        if size % dp:
+            self.pruned[f"dp {dp} does not divide batch.global = {size}"] += 1
+            return
+        if (cut.tp * cut.cp * dp) % (cut.etp * cut.ep):
+            self.pruned["etp · ep does not divide the ranks of a stage"] += 1
+            return
+        for vpp in self._vpp(pp):
+            sizes = self._stages(pp, vpp, sizes_of)
+            for order in self._orders(cut, pp, dp):
+                mesh = self._mesh(cut, pp, dp, vpp, order)
+                if mesh is not None and sizes is not None:
+                    yield from self._of_batch(cut, mesh, tuple(sizes))
+
+    def _vpp(self, pp: int) -> list[int]:
+        given = self.spec.mesh.vpp
+        if given != AUTO:
+            return [int(given)]
+        most = min(MOST_CHUNKS, self.facts.num_blocks // pp) if pp > 1 else 1
+        return list(range(1, max(1, most) + 1))
+
+    def _stages(self, pp: int, vpp: int, sizes_of: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
+        split = self.spec.pipeline.split
+        if pp * vpp > max(1, self.facts.num_blocks):
+            self.pruned[f"pp · vpp = {pp * vpp}: the model has {self.facts.num_blocks} blocks"] += 1
+            return None
+        if split == AUTO:
+            return sizes_of(pp * vpp)
+        try:
+            return layout_of(split, pp, vpp, self.facts.num_blocks).sizes
+        except PlanError as error:
+            self.pruned[error.what] += 1
+            return None
+
+    def _orders(self, cut: Cut, pp: int, dp: int) -> Sequence[str]:
+        given = self.spec.mesh.order
+        if given != AUTO:
+            return [given]
+        matters = pp > 1 and dp > 1 and self.devices > self.inner_devices and cut.cp == 1 and not cut.has_expert_axes
+        return (PP_OUTSIDE, DP_OUTSIDE) if matters else (PP_OUTSIDE,)
+
+    def _mesh(self, cut: Cut, pp: int, dp: int, vpp: int, order: str) -> Mesh | None:
+        try:
+            return Mesh(tp=cut.tp, pp=pp, vpp=vpp, dp=dp, cp=cut.cp, ep=cut.ep, etp=cut.etp, order=order)
+        except PlanError as error:
+            self.pruned[error.what] += 1
+            return None
+
+    def _of_batch(self, cut: Cut, mesh: Mesh, sizes: tuple[int, ...]) -> Iterator[Point]:
+        rows, given = self.spec.batch.global_size // mesh.dp, self.spec.batch.micro
+        for micro in [n for n in divisors(rows) if n <= MOST_MICRO] if given == AUTO else [int(given)]:
+            if rows % micro:
+                self.pruned[f"batch.micro = {micro} does not divide the {rows} sequences of a dp rank"] += 1
+                continue
+            schedule = self._schedule(mesh, rows // micro)
+            if schedule:
+                for recompute in self._recompute():
+                    yield Point(
+                        cut, Layout(mesh, micro, rows // micro, cut.sequence_parallel, recompute, schedule, sizes)
+                    )
+
+    def _schedule(self, mesh: Mesh, num_microbatches: int) -> str | None:
+        given, group = self.spec.pipeline.schedule, self.spec.pipeline.group_size
+        schedule = given if given != AUTO else "interleaved_1f1b" if mesh.vpp > 1 else "1f1b"
+        try:
+            check_sizes(schedule, mesh.pp, num_microbatches, mesh.vpp, mesh.pp if group is None else group)
+        except PlanError as error:
+            self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1
+            return None
+        return schedule
+
+    def _recompute(self) -> Sequence[str]:
+        given = self.spec.recompute
+        if given != AUTO:
+            return [str(given)]
+        has_none = not self.facts.num_blocks or self.spec.cuda_graphs.impl == "transformer_engine"
+        return ("none",) if has_none else KINDS_OF_RECOMPUTE
+
+
+def _without_numbers(error: PlanError) -> str:
+    """One reason for all sizes: which sizes do not fit one another, not which they are."""
+    words = {
+        "batch.global": "too few microbatches for its groups, or too many actions",
+        "mesh.vpp": "it needs several chunks on several ranks",
+    }
+    return words.get(str(error.where), error.what)

@@ -1,0 +1,151 @@
+"""Boxes of a whole tensor: what a run of a rank's flattened part is there, whatever the layout that cut it.
+
+    a run of the flattened part  --rectangles-->  boxes of the part  --in_whole-->  boxes of the whole tensor
+
+A box names its elements without a word of tp, dp or padding, so that what one layout has written any other finds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from planner.sharding.parts import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Of each dim the elements ``start`` up to, but not with, ``stop``; of a tensor without dims, its one element."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """The common elements; None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a tensor that holds ``outer``."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of the whole tensor, and where a run of the rank's flattened part holds it.
+
+    The run's elements [``first``, ``first`` + size of ``outer``) have the shape of ``outer``, a box of the part, in
+    which ``inner`` is what ``box`` is in the whole tensor. ``is_shared``: every rank of its axis holds it.
+    """
+
+    box: Box
+    first: int
+    outer: Box
+    inner: Box
+    is_shared: bool
+
+
+def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes, one after another, whose elements are [start, stop) of a tensor of ``shape``, flattened."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner, rest = prod(shape[1:]), tuple(shape[1:])
+    row, end_row = start // inner, stop // inner
+    if start % inner:
+        until = min(stop - row * inner, inner)
+        yield from _in_row(row, rectangles(rest, start % inner, until))
+        row += 1
+    if row < end_row:
+        yield Box((row, *(0 for _ in rest)), (end_row, *rest))
+    if row <= end_row and stop % inner:
+        yield from _in_row(end_row, rectangles(rest, 0, stop % inner))
+
+
+def pieces_of_run(
+    part: Part, shape: Sequence[int], local_shape: Sequence[int], start: int, stop: int
+) -> Iterator[Piece]:
+    """What [start, stop) of a flattened part is in the whole tensor of ``shape``; nothing for what is padding."""
+    first = start
+    for outer in rectangles(local_shape, start, stop):
+        yield from _in_whole(part, shape, outer, first - start)
+        first += outer.num_elements
+
+
+def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Whether the boxes hold each element of ``shape`` exactly once.
+
+    The indicator functions of boxes add up to that of the whole exactly where their signed corners do.
+    """
+    boxes = list(boxes)
+    if not prod(shape):
+        return not boxes
+    whole = Box(tuple(0 for _ in shape), tuple(shape))
+    cut = _cut_dims(shape, boxes)
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(1, whole), *((-1, b) for b in boxes)]:
+        for corner in product(*(((box.start[d], 1), (box.stop[d], -1)) for d in cut)):
+            corners[tuple(place for place, _ in corner)] += sign * prod(s for _, s in corner)
+    return not any(corners.values())
+
+
+def num_corners(shape: Sequence[int], boxes: Sequence[Box]) -> int:
+    """How many ``tiles`` looks at."""
+    return len(boxes) << len(_cut_dims(shape, boxes))
+
+
+def _cut_dims(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
+    return [d for d, n in enumerate(shape) if any((b.start[d], b.stop[d]) != (0, n) for b in boxes)]
+
+
+def _in_row(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((row, *box.start), (row + 1, *box.stop))
+
+
+def _in_whole(part: Part, shape: Sequence[int], outer: Box, first: int) -> Iterator[Piece]:
+    ranges = part.ranges
+    runs = [list(_runs_of_dim(part, ranges[dim], dim, shape[dim], outer)) for dim in ranges]
+    for chosen in product(*runs):
+        places = dict(zip(ranges, chosen, strict=True))
+        local = [places[d][0] if d in places else (a, b) for d, (a, b) in enumerate(_extents(outer))]
+        whole = [places[d][1] if d in places else (a, b) for d, (a, b) in enumerate(_extents(outer))]
+        yield Piece(_box(whole), first, outer, _box(local), any(is_shared for *_, is_shared in chosen))
+
+
+def _runs_of_dim(
+    part: Part, ranges: Sequence[tuple[int, int]], dim: int, size: int, outer: Box
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
+    """(in the part, in the whole, whether all ranks of the axis hold it) of what ``outer`` has of a dim that is cut."""
+    offset = 0
+    segments = part.placement.segments if dim == part.placement.dim else ()
+    for index, (start, stop) in enumerate(ranges):
+        first = max(outer.start[dim], offset)
+        last = min(outer.stop[dim], offset + min(stop, size) - start)
+        if first < last:
+            shift = start - offset
+            is_shared = bool(segments) and not segments[index].sharded
+            yield (first, last), (first + shift, last + shift), is_shared
+        offset += stop - start
+
+
+def _extents(box: Box) -> Iterator[tuple[int, int]]:
+    return zip(box.start, box.stop, strict=True)
+
+
+def _box(extents: Sequence[tuple[int, int]]) -> Box:
+    return Box(tuple(a for a, _ in extents), tuple(b for _, b in extents))

@@ -1,0 +1,43 @@
+"""What is gathered twice under sequence parallelism, in bytes: not kept on the one hand, moved again on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from planner.decisions import Decisions
+from planner.graph.places import Places
+from planner.sharding.shards import Shards
+from planner.sharding.type_changes import TypeChange
+from planner.tables.rows import Diagnostic
+from planner.tables.sizes import format_bytes
+
+
+def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
+    """One note for each stage that gathers again; and what is gathered and kept all the same, with the reason."""
+    again = any(change.again for of_stage in shards.changes for change in of_stage)
+    for stage, of_stage in enumerate(shards.changes if again else ()):
+        sizes = [_bytes(decisions, change) for change in of_stage if change.again]
+        whole, tp = sum(sizes), decisions.mesh.tp
+        if sizes:
+            yield Diagnostic(
+                "info",
+                f"stage {stage} gathers what {len(sizes)} groups of linears read again in the backward: "
+                f"of a microbatch {format_bytes(whole * (tp - 1) // tp)} are not kept, {format_bytes(whole)} gathered "
+                "once more",
+                "tensor_parallel.regather",
+            )
+        for change in of_stage:
+            if change.how.name == "gather" and change.how.backward and change.axis == "tp" and not change.again:
+                value = decisions.program.node(change.value)
+                yield Diagnostic(
+                    "info",
+                    f"a gathered value of {format_bytes(_bytes(decisions, change))} is kept for the backward: not only "
+                    "products with weights that train read it, or CUDA graphs part them",
+                    places.text(value),
+                )
+
+
+def _bytes(decisions: Decisions, change: TypeChange) -> int:
+    value = decisions.program.node(change.value).meta["val"]
+    return prod(value.shape) * value.element_size()

@@ -1,0 +1,134 @@
+"""The text of a cluster file, with what was measured in its comments; written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from planner.cluster.cluster import Cluster
+from planner.errors import PlanError, RunError
+from planner.spec.messages import spec_error
+from planner.spec.schema import json_schema
+from runtime.calibrate.found import Found, Timed
+
+_KEYS = {
+    "memory": "bytes: all of it / the ranks",
+    "bandwidth": "bytes a second, the best copy or op",
+    "product_fraction": "of the peak, by the slope over sizes",
+    "half_tile": "the side at which a product runs at half its speed",
+    "attention_fraction": "forward and backward, all operations counted",
+    "bandwidth_fraction": "copies and the ops between products, both ways",
+    "launch": "seconds",
+}
+
+
+def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
+    """YAML with comments. Raises RunError where what was measured is no machine."""
+    try:
+        Cluster.model_validate(values)
+    except ValidationError as error:
+        told = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
+        raise RunError(f"what was measured makes no cluster file: {told}") from error
+    lines = [*_head(found, date), f"name: {values['name']}", "device:"]
+    for key, value in values["device"].items():
+        said = f"  {key}: {_value(value)}"
+        lines.append(f"{said:<42}  # {_comment(key, found)}" if _comment(key, found) else said)
+    lines.append(f"{'links:':<42}  # bandwidth: bytes a second, one way, of one rank; latency: seconds")
+    lines += [f"  - {_value(link)}" for link in values["links"]]
+    lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
+    return "\n".join(lines) + "\n"
+
+
+def _head(found: Found, date: str) -> list[str]:
+    machine = found.machine
+    shared = f" on {machine.cores} cores" if machine.cores else ""
+    lines = [
+        f"Measured by `meshwright calibrate` on {date}: {machine.num_ranks} ranks at once{shared}; {machine.backend}, "
+        f"torch {machine.torch},",
+        f"load average {machine.load:.1f} before. Of several passes the fastest, of a pass the slowest rank.",
+    ]
+    if machine.sharing > 1:
+        lines += [
+            f"{machine.sharing:g} ranks shared a core: peaks and bandwidths below are that many times what was seen,",
+            "latency and launch that part of it, as one has them that shares with none.",
+        ]
+    lines += ["", "What was seen, of one rank beside the others:"]
+    lines += [f"  product {_seen(t, 'FLOP/s')}" for t in found.products]
+    lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in found.attention]
+    lines += [f"  {_seen(t, 'B/s')}" for t in found.moved]
+    lines += [f"  {_exchange(t)}" for t in found.exchanged]
+    lines += [f"  left out: {what}" for what in found.skipped]
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def _seen(timed: Timed, unit: str) -> str:
+    sides = "" if timed.sides is None else " [{}, {}] · [{}, {}]".format(*timed.sides[:2], *timed.sides[1:])
+    return f"{timed.name}{sides}: {_short(timed.rate)}{unit} at {_short(timed.work)}{unit.partition('/')[0]}"
+
+
+def _exchange(timed: Timed) -> str:
+    return f"{timed.name} of {_short(timed.work)}B: {timed.seconds * 1e3:.3g} ms"
+
+
+def _comment(key: str, found: Found) -> str:
+    if key == "at_once":
+        return "ranks that compute at this speed at the same time: the cores"
+    return _KEYS.get(key, "")
+
+
+def _overlap(found: Found) -> str:
+    if found.overlap is None:
+        return ""
+    product, exchange, both = (f"{seconds * 1e3:.3g}" for seconds in found.overlap)
+    return f"  # products of {product} ms beside an all-reduce of {exchange} ms took {both} ms"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return _quoted(value) if isinstance(value, str) else str(value)
+    if 1e-3 <= value < 1e4:
+        return f"{value:g}" if value % 1 else f"{value:.1f}"
+    power = int(f"{value:e}".partition("e")[2]) // 3 * 3
+    digits = f"{value / 10.0**power:.4g}"
+    return f"{digits if '.' in digits else f'{digits}.0'}e{power}"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _short(value: float) -> str:
+    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= power:
+            return f"{value / power:.3g} {letter}"
+    return f"{value:.3g} "
+
+
+def check_writable(path: Path) -> None:
+    """Before anything is measured. Raises PlanError."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a directory" if path.is_dir() else f"{folder} is no directory to write to"
+        raise PlanError(f"cannot write {path}: {why}", where="--output", fix="name a writable file")
+
+
+def write_whole(text: str, path: Path) -> None:
+    """A reader sees the old file or the new one. Raises PlanError where it cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise PlanError(
+            f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"
+        ) from error

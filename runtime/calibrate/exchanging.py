@@ -1,0 +1,84 @@
+"""What the links between ranks carry: the collectives of a training step over all ranks, at a few sizes.
+
+``work`` is the bytes of the whole tensor: of an all-reduce what each rank has before and after, of an all-gather what
+each has after, of a reduce-scatter before; of p2p what each rank sends the next while it receives as much.
+
+Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and wait.
+What the product takes alone is told beside, to be taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from passes.ops.collectives import all_gather_single, reduce_scatter_single
+from runtime.calibrate.found import Timed
+from runtime.calibrate.timing import Clock
+
+_ON_CPU = (1 << 14, 1 << 18, 1 << 22)
+_ON_CUDA = (1 << 16, 1 << 22, 1 << 28)
+
+
+def product(clock: Clock) -> Callable[[], Tensor]:
+    """What stands before each exchange."""
+    m = 4096 if clock.device.type == "cuda" else 384
+    x, weight = torch.full((m, m), 0.5, device=clock.device), torch.full((m, m), 0.5, device=clock.device)
+    return lambda: F.linear(x, weight)
+
+
+def exchanges(clock: Clock) -> Iterator[Timed]:
+    """Every kind at every size, in bytes, with the product before it."""
+    size, before = clock.groups.mesh.world_size, product(clock)
+    for num_bytes in _ON_CUDA if clock.device.type == "cuda" else _ON_CPU:
+        whole = torch.zeros(num_bytes // 4 // size * size, device=clock.device)
+        part = torch.zeros(whole.numel() // size, device=clock.device)
+        for kind, call in _calls(clock, whole, part):
+            seconds = clock.seconds(lambda call=call: (before(), call()))
+            yield Timed(kind, 4.0 * whole.numel(), seconds)
+
+
+def _calls(clock: Clock, whole: Tensor, part: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+    group = clock.groups.world
+    yield "all_reduce", lambda: dist.all_reduce(whole, group=group)
+    yield "all_gather", lambda: all_gather_single(whole, part, group=group)
+    yield "reduce_scatter", lambda: reduce_scatter_single(part, whole, group=group)
+    yield "p2p", _to_the_next(clock, whole)
+
+
+def _to_the_next(clock: Clock, sent: Tensor) -> Callable[[], object]:
+    rank, size = clock.groups.rank, clock.groups.mesh.world_size
+    group, received = clock.groups.world, torch.empty_like(sent)
+
+    def call() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % size, group),
+            dist.P2POp(dist.irecv, received, (rank - 1) % size, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return call
+
+
+def overlap(clock: Clock) -> tuple[float, float, float]:
+    """Seconds of a product, of an all-reduce that takes about as long, and of both at once."""
+    num_bytes = 1 << 28 if clock.device.type == "cuda" else 1 << 22
+    whole = torch.zeros(num_bytes // 4, device=clock.device)
+    group, call = clock.groups.world, product(clock)
+    exchange = clock.seconds(lambda: dist.all_reduce(whole, group=group))
+    alone = clock.seconds(call)
+    times = max(1, round(exchange / alone))
+
+    def both() -> None:
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        for _ in range(times):
+            call()
+        assert work is not None
+        work.wait()
+
+    return times * alone, exchange, clock.seconds(both)

@@ -1,0 +1,92 @@
+"""What was measured: each call with its work and its seconds, all ranks at it at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+_LEAST = 0.001  # of what was measured: a difference below is noise
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One call. ``work``: operations, bytes that are read and written, or bytes of the whole tensor of an exchange.
+
+    ``sides``: m, k and n of a product.
+    """
+
+    name: str
+    work: float
+    seconds: float
+    sides: tuple[int, int, int] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Work a second."""
+        return self.work / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured. ``cores``: that the ranks share; 0: each has a device of its own. ``memory``: bytes of a
+    rank. ``load``: the load average before."""
+
+    device: str
+    backend: str
+    num_ranks: int
+    cores: int
+    memory: int
+    load: float = 0.0
+    torch: str = ""
+
+    @property
+    def sharing(self) -> float:
+        """How many ranks one core has."""
+        return max(1.0, self.num_ranks / self.cores) if self.cores else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Names: of products their dtype, of exchanges their kind. ``before``: the product that stands before each exchange
+    alone. ``overlap``: seconds of products, of an exchange, of both at once.
+    """
+
+    machine: Machine
+    products: tuple[Timed, ...]
+    attention: tuple[Timed, ...]
+    moved: tuple[Timed, ...]
+    small: Timed
+    exchanges: tuple[Timed, ...] = ()
+    before: Timed | None = None
+    overlap: tuple[float, float, float] | None = None
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def exchanged(self) -> tuple[Timed, ...]:
+        """The exchanges, without the product before each."""
+        beside = 0.0 if self.before is None else self.before.seconds
+        return tuple(replace(t, seconds=max(t.seconds - beside, _LEAST * t.seconds)) for t in self.exchanges)
+
+    @classmethod
+    def fastest(cls, passes: Sequence[Found]) -> Found:
+        """Of everything the fastest of several passes; what one of them left out is left out."""
+        first = passes[0]
+        return cls(
+            first.machine,
+            _fastest(found.products for found in passes),
+            _fastest(found.attention for found in passes),
+            _fastest(found.moved for found in passes),
+            min((found.small for found in passes), key=lambda timed: timed.seconds),
+            _fastest(found.exchanges for found in passes),
+            min((f.before for f in passes if f.before is not None), key=lambda timed: timed.seconds, default=None),
+            min((f.overlap for f in passes if f.overlap is not None), key=sum, default=None),
+            first.skipped,
+        )
+
+
+def _fastest(passes: Iterable[Sequence[Timed]]) -> tuple[Timed, ...]:
+    first, *others = ({(timed.name, timed.work, timed.sides): timed for timed in one} for one in passes)
+    return tuple(
+        replace(timed, seconds=min([timed.seconds, *(other[key].seconds for other in others if key in other)]))
+        for key, timed in first.items()
+    )

@@ -1,0 +1,35 @@
+"""The command ``calibrate``: measure this machine and write a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli import write_text
+
+EPILOG = "Example: meshwright calibrate -o this-machine.yaml --nproc 4"
+
+
+def calibrate_command(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="CLUSTER.yaml", help="Write here, not to stdout.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks that measure at once; if not given, the GPUs, or the cores of the CPU.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 12.0,
+) -> None:
+    """Measure what this machine's devices and links do, and write it as a cluster file.
+
+    Products, attention, memory and collectives, on local processes that it starts itself, all at the same time.
+    """
+    from runtime.calibrate.cluster_file import check_writable, write_whole
+    from runtime.calibrate.run import calibrate
+
+    if output is None:
+        write_text(calibrate(nproc, seconds))
+        return
+    check_writable(output)
+    write_whole(calibrate(nproc, seconds, output.name.partition(".")[0] or "this-machine"), output)

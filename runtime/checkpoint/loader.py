@@ -1,0 +1,68 @@
+"""Load a save into an engine of any layout: all is checked on all ranks first, then each reads what it owns.
+
+    manifest      every rank: sound, of this model, the same on all
+    files         each is read whole by one rank, dealt out over the ranks, and its checksum compared
+    values        every rank: the boxes that it owns, straight into place
+
+Until the last step nothing of the engine has changed.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.pieces import PieceReader, check_files
+from runtime.checkpoint.saves import read_step, resolve
+from runtime.checkpoint.training_state import TrainingState
+from runtime.distributed.agreement import agree, agreed
+from runtime.distributed.groups import Groups
+from runtime.weights.gather import from_rank_0
+
+
+def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> Manifest:
+    """The same call on every rank. ``groups``: those of the saver, which wait for a slow disk.
+
+    Raises PlanError on every rank, naming the file; then nothing was changed, unless it says so.
+    """
+    directory = Path(directory)
+    with agreed(groups):
+        save = resolve(directory) if groups.rank == 0 else directory
+        name = "" if save == directory else save.name
+    name = from_rank_0(groups, name)
+    save = directory / name if name else directory
+    with agreed(groups):
+        manifest, checksum = read_step(save)
+        state.check(manifest)
+    _require_same(groups, checksum, save)
+    with agreed(groups):
+        check_files(save, manifest.files[groups.rank :: groups.mesh.world_size])
+    with agreed(groups):
+        reader = PieceReader(save, manifest, state.needed(manifest))
+    with reader:
+        try:
+            state.restore(manifest, reader)
+            error = None
+        except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
+            what = failed.what if isinstance(failed, PlanError) else str(failed)
+            error = PlanError(f"loading broke off, the training state is now incomplete: {what}", fix="load it again")
+        agree(groups, error)
+    return manifest
+
+
+def _require_same(groups: Groups, checksum: str, save: Path) -> None:
+    if groups.host is None:
+        return
+    seen: list[str | None] = [None] * groups.mesh.world_size
+    dist.all_gather_object(seen, checksum, group=groups.host)
+    odd = [rank for rank, told in enumerate(seen) if told != seen[0]]
+    if odd:
+        raise PlanError(
+            f"rank {odd[0]} sees another save under this name than rank 0",
+            where=str(save),
+            fix="save to, and load from, a directory that all nodes share",
+        )

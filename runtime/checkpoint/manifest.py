@@ -1,0 +1,222 @@
+"""The manifest of a save: one JSON file that says what was saved and where each element of it lies. Written last.
+
+    {"checksum": "…", "manifest": {"step": 12, "files": […], "tensors": {name: {shape, values, pieces}}, …}}
+
+The checksum is of the bytes of the manifest; those of the files are in it, so a flipped bit anywhere is found. They are
+XXH3 of 128 bits: as fast as memory on any CPU, where SHA-256 without instructions of its own would take longer than the
+disk. They find accidents; who can write a checkpoint can write its checksums too.
+
+What is read here may come from anyone. Sizes are checked before memory is taken, and names before paths are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
+
+from planner.errors import PlanError
+from planner.sharding.boxes import Box, num_corners, tiles
+from runtime.checkpoint.atomic_directory import sync
+from runtime.checkpoint.regular_files import read_small
+
+MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 1
+MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
+_MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
+_MAX_CORNERS = 2_000_000
+_HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
+_DIGITS = 32
+
+Size = Annotated[int, Field(ge=0, le=2**48)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=8)]
+Kind = Literal["parameter", "main", "exp_avg", "exp_avg_sq", "buffer"]
+Axis = Literal["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp"]
+DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+_ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class FileEntry(_Strict):
+    """One file of a rank: its size and the checksum of all its bytes."""
+
+    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
+    bytes: Size
+    checksum: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class TensorEntry(_Strict):
+    """A parameter or buffer: its whole shape, the dtype of each kind of values that is there, and where they lie.
+
+    ``pieces``: (index of the file, start, stop) of boxes that hold each element of the whole shape once.
+    """
+
+    shape: Sizes
+    values: dict[Kind, DType]
+    aliases: Annotated[tuple[str, ...], FailFast()] = ()
+    pieces: Annotated[tuple[tuple[Size, Sizes, Sizes], ...], FailFast()]
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [Box(start, stop) for _, start, stop in self.pieces]
+
+    @property
+    def bytes_per_element(self) -> int:
+        return sum(_ITEM_BYTES[dtype] for dtype in self.values.values())
+
+
+class OptimizerEntry(_Strict):
+    """``updates``: those that were not skipped; of the first on there are moments."""
+
+    name: str
+    updates: Size
+
+
+class LossScaleEntry(_Strict):
+    """The scale and the good steps since it last changed."""
+
+    scale: float
+    num_good: Size
+
+
+class Manifest(_Strict):
+    """What was saved. ``mesh`` and ``seed`` tell how; any other mesh reads it. ``texts``: config files by name."""
+
+    format: Literal["meshwright checkpoint"] = FORMAT
+    version: Literal[1] = VERSION
+    step: Size
+    written: Annotated[str, Field(pattern=r"^[0-9T:+.-]{10,40}$")]
+    mesh: dict[Axis, Size]
+    order: Annotated[str, Field(pattern=r"^[a-z-]{2,40}$")]
+    zero: Size
+    seed: int
+    optimizer: OptimizerEntry
+    loss_scale: LossScaleEntry | None
+    files: Annotated[tuple[FileEntry, ...], FailFast()]
+    tensors: Annotated[dict[str, TensorEntry], FailFast()]
+    texts: dict[Literal["config.json", "generation_config.json"], JsonValue]
+    extra: dict[str, JsonValue]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.bytes for file in self.files)
+
+
+def key_of(kind: str, name: str, start: Iterable[int]) -> str:
+    """The name of a piece in its safetensors file."""
+    return f"{kind}/{name}@{','.join(map(str, start))}"
+
+
+def checksum(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """On the disk when it returns. Raises OSError, and PlanError for one that would not be read again."""
+    inner = json.dumps(manifest.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
+    text = _HEAD + checksum(inner).encode() + _MIDDLE + inner + _TAIL
+    if len(text) > MAX_BYTES:
+        raise PlanError(
+            f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}",
+            where=str(path),
+            fix="give less as extra",
+        )
+    _checked(inner, path)
+    path.write_bytes(text)
+    sync(path)
+
+
+def read_manifest(directory: Path) -> tuple[Manifest, str]:
+    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is whole and sound."""
+    path = directory / MANIFEST
+    text = read_small(path, MAX_BYTES)
+    start = len(_HEAD) + _DIGITS
+    told, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
+    is_framed = text.startswith(_HEAD) and text[start:].startswith(_MIDDLE) and text.endswith(_TAIL)
+    if not is_framed or told != checksum(inner):
+        raise _damaged(path, "its bytes are not those that were written")
+    return _checked(inner, path), told
+
+
+def _checked(inner: bytes, path: Path) -> Manifest:
+    manifest = _parsed(inner, path)
+    if problem := _problem(manifest):
+        raise _damaged(path, problem)
+    return manifest
+
+
+def _parsed(inner: bytes, path: Path) -> Manifest:
+    if too_many := [sign.decode() for sign, most in _MOST.items() if inner.count(sign) > most]:
+        raise _damaged(path, f"more of {too_many[0]} than any save has")
+    try:
+        content = json.loads(inner)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)[:200]) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _damaged(path, "it is of no checkpoint")
+    if content.get("version") != VERSION:
+        raise PlanError("it was written by another version of meshwright", where=str(path), fix="load it with that one")
+    # Every name that is absent would be told with a copy of all the rest.
+    if odd := content.keys() ^ Manifest.model_fields.keys():
+        raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
+    del content
+    try:
+        return Manifest.model_validate_json(inner)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part)[:80] for part in first["loc"])
+        raise _damaged(path, f"{place!r}: {first['msg'][:200]}") from None
+
+
+def _problem(manifest: Manifest) -> str:
+    """What contradicts itself; empty where nothing does."""
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        return "a file is listed twice"
+    held, corners = [0] * len(names), 0
+    for name, entry in manifest.tensors.items():
+        boxes = entry.boxes
+        for (file, *_), box in zip(entry.pieces, boxes, strict=True):
+            if not _is_inside(box, entry.shape) or file >= len(held):
+                return f"a piece of {name[:200]!r} lies outside of it, or in no file"
+            held[file] += box.num_elements * entry.bytes_per_element
+        corners += num_corners(entry.shape, boxes)
+        if corners > _MAX_CORNERS:
+            return f"more than {_MAX_CORNERS:,} corners of pieces"
+        if not entry.values or not tiles(entry.shape, boxes):
+            return f"the pieces of {name[:200]!r} do not hold each element once"
+    for file, size in zip(manifest.files, held, strict=True):
+        if size > file.bytes:
+            return f"{file.name} is smaller than what it is said to hold"
+    return ""
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.start) == len(box.stop) == len(shape):
+        return False
+    return all(a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True))
+
+
+def _damaged(path: Path, how: str) -> PlanError:
+    return PlanError(f"{path.name} is damaged: {how}", where=str(path), fix="load another save")
+
+
+def json_of(extra: Any) -> dict[str, JsonValue]:
+    """``extra`` as it will come back. Raises PlanError for what JSON does not hold."""
+    try:
+        text = json.dumps(dict(extra or {}), allow_nan=False)
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanError(
+            f"extra does not fit into JSON: {error}", where="extra", fix="give numbers, strings, lists and dicts"
+        ) from None

@@ -1,0 +1,185 @@
+"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked as a whole, and in again.
+
+rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the whole tensor that begins at [0, 768]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.sharding.boxes import Box
+from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
+from runtime.checkpoint.pretrained_save import Entry, header_of
+from runtime.checkpoint.regular_files import check_whole, opened
+from runtime.checkpoint.safetensors_files import DTYPES
+
+_CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Python's lock seldom
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPiece:
+    """``values`` of one kind, of ``box`` of the whole tensor ``name``."""
+
+    name: str
+    kind: str
+    box: Box
+    values: Tensor
+
+    @property
+    def entry(self) -> Entry:
+        key = key_of(self.kind, self.name, self.box.start)
+        return Entry(key, tuple(self.values.shape), self.values.dtype)
+
+    def copied(self) -> WrittenPiece:
+        """With values of its own, in host memory."""
+        values = torch.empty(self.values.shape, dtype=self.values.dtype)
+        return WrittenPiece(self.name, self.kind, self.box, values.copy_(self.values.detach()))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank tells of its file: ``file`` None where it had nothing to write. ``updates``: of its optimizer."""
+
+    file: FileEntry | None
+    held: tuple[tuple[str, str, str, Box], ...]  # name, kind, dtype, box
+    updates: int = 0
+
+
+def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], updates: int = 0) -> Record:
+    """This rank's file, on the disk when it returns. Raises OSError."""
+    if not pieces:
+        return Record(None, (), updates)
+    # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
+    ordered = sorted(pieces, key=lambda piece: -piece.values.dtype.itemsize)
+    path, digest, size = directory / f"rank-{rank:05d}.safetensors", xxhash.xxh3_128(), 0
+    with path.open("xb") as file:
+        for part in (header_of(piece.entry for piece in ordered), *ordered):
+            content = memoryview(part if isinstance(part, bytes) else _bytes_of(part.values))
+            for start in range(0, len(content), _CHUNK):
+                digest.update(content[start : start + _CHUNK])
+                file.write(content[start : start + _CHUNK])
+            size += len(content)
+        file.flush()
+        os.fsync(file.fileno())
+    held = tuple((p.name, p.kind, str(p.values.dtype).removeprefix("torch."), p.box) for p in pieces)
+    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, updates)
+
+
+def tables_of(
+    names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]
+) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
+    """The manifest's files and tensors, from what the ranks have written. ``names`` with aliases, in order."""
+    files = [record.file for record in records if record.file is not None]
+    values: dict[str, dict[str, str]] = {}
+    places: dict[str, dict[Box, int]] = {}
+    for index, record in enumerate(record for record in records if record.file is not None):
+        for name, kind, dtype, box in record.held:
+            values.setdefault(name, {})[kind] = dtype
+            places.setdefault(name, {})[box] = index
+    tensors = {}
+    names = list(names)
+    assert {name for name, _ in names} == places.keys(), "what ranks have written is not what the plan holds"
+    for name, aliases in names:
+        held = places[name]
+        shape = tuple(map(max, *(box.stop for box in held))) if len(held) > 1 else next(iter(held)).stop
+        pieces = tuple((index, box.start, box.stop) for box, index in held.items())
+        tensors[name] = TensorEntry(shape=shape, values=values[name], aliases=aliases, pieces=pieces)  # pyright: ignore[reportArgumentType]
+    return tuple(files), tensors
+
+
+class PieceReader:
+    """Reads boxes of whole tensors from a save's files; to be used in a ``with``.
+
+    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file whose header is not what
+    the manifest says.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._stack, self._handles = ExitStack(), {}
+        wanted = {file.name for file in manifest.files} if needed is None else set(needed)
+        try:
+            self._open(wanted)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles = {}
+        self._stack.close()
+
+    def read_into(self, target: Tensor, name: str, kind: str, box: Box) -> None:
+        """Copy ``box`` of the whole tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
+        found = 0
+        for index, start, stop in self._manifest.tensors[name].pieces:
+            held = Box(start, stop)
+            common = held.intersection(box)
+            if common is not None:
+                path = self._directory / self._manifest.files[index].name
+                try:
+                    values = self._handles[index].get_tensor(key_of(kind, name, start))
+                except (OSError, SafetensorError) as error:
+                    raise PlanError(f"{name} cannot be read from {path.name}: {error}", where=str(path)) from error
+                target[common.slices_in(box)].copy_(values[common.slices_in(held)])
+                found += common.num_elements
+        assert found == box.num_elements, f"{name}: {found} of {box.num_elements} elements"
+
+    def _open(self, wanted: set[str]) -> None:
+        files = {index: entry for index, entry in enumerate(self._manifest.files) if entry.name in wanted}
+        expected = _expected(self._manifest, files)
+        for index, entry in files.items():
+            path = self._directory / entry.name
+            with opened(path):
+                pass  # that it is a regular file
+            try:
+                handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+                found = {key: _described(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise _not_as_said(path, str(error)) from error
+            if found != expected[index]:
+                raise _not_as_said(path, "it holds other tensors")
+            self._handles[index] = handle
+
+
+def check_files(directory: Path, files: Iterable[FileEntry]) -> None:
+    """Raise PlanError, naming the file, unless each is whole."""
+    for entry in files:
+        check_whole(directory / entry.name, entry.bytes, entry.checksum)
+
+
+def _expected(manifest: Manifest, files: Iterable[int]) -> dict[int, dict[str, tuple[tuple[int, ...], str]]]:
+    """Of each of the files: key → shape and dtype."""
+    found: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {index: {} for index in files}
+    for name, entry in manifest.tensors.items():
+        for index, start, stop in entry.pieces:
+            if index in found:
+                described = {key_of(kind, name, start): (Box(start, stop).shape, d) for kind, d in entry.values.items()}
+                found[index].update(described)
+    return found
+
+
+def _described(values: Any) -> tuple[tuple[int, ...], str]:
+    dtype = DTYPES.get(str(values.get_dtype()))
+    return tuple(values.get_shape()), str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _not_as_said(path: Path, how: str) -> PlanError:
+    return PlanError(f"{path.name} is not what the manifest says: {how}", where=str(path), fix="load another save")

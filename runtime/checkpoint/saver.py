@@ -1,0 +1,210 @@
+"""Save the training state: every rank its own file, then rank 0 the manifest, then the name, then ``latest``.
+
+    step-00000012 is there   ⟺   all ranks have said that their files are on the disk, and the manifest is
+    wait=False               values are copied to host memory; a thread writes them, and the ranks' threads agree
+
+Whatever goes wrong on a rank is the same error on all: the save before stays, what was begun is removed, and training
+can go on. torch.distributed.checkpoint is not below it: it reads damaged and mixed files without a word, and pickles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_args
+
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from planner.errors import PlanError
+from runtime.checkpoint.atomic_directory import replaced_directory
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    Axis,
+    LossScaleEntry,
+    Manifest,
+    OptimizerEntry,
+    json_of,
+    write_manifest,
+)
+from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
+from runtime.checkpoint.pretrained_save import texts_of
+from runtime.checkpoint.saves import name_of, write_latest
+from runtime.checkpoint.training_state import TrainingState
+from runtime.distributed.agreement import agreed
+from runtime.distributed.groups import Groups
+from runtime.distributed.patience import PATIENCE
+from runtime.weights.gather import from_rank_0
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank writes, and all that rank 0 tells of a save beside it."""
+
+    step: int
+    pieces: list[WrittenPiece]
+    names: dict[str, tuple[str, ...]]
+    mesh: dict[str, int]
+    order: str
+    zero: int
+    seed: int
+    optimizer: str
+    updates: int
+    loss_scale: LossScaleEntry | None
+    texts: dict[str, Any]
+    extra: dict[str, JsonValue]
+
+
+def content_of(state: TrainingState, step: int, extra: dict[str, JsonValue], *, copied: bool) -> Content:
+    """``copied``: in memory of its own, so that training may go on."""
+    pieces = [piece.copied() if copied else piece for piece in state.written()]
+    plan, mesh = state.plan, state.plan.mesh
+    return Content(
+        step=step,
+        pieces=pieces,
+        names=state.names(),
+        mesh={axis: mesh.size(axis) for axis in get_args(Axis)},
+        order=mesh.order,
+        zero=plan.optimizer.zero,
+        seed=int(plan.spec.get("seed", 0)),
+        optimizer=plan.optimizer.name,
+        updates=state.num_updates,
+        loss_scale=state.loss_scale_entry(),
+        texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
+        extra=extra,
+    )
+
+
+class Saver:
+    """Owns: the group over which ranks agree about saves, and the thread of the save that is under way.
+
+    The group is one of its own, since the thread's exchanges must not meet those of the steps; and patient, since one
+    rank's disk may be slower than another's by more than the engine's timeout.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._engine_groups = groups
+        self._groups: Groups | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def groups(self) -> Groups:
+        """Made at the first use, by all ranks together."""
+        if self._groups is None:
+            given = self._engine_groups
+            host = None
+            if given.host is not None:
+                host = dist.new_group(timeout=PATIENCE, backend="gloo")
+                given.made.append(host)  # pyright: ignore[reportArgumentType]
+            self._groups = replace(given, world=None, host=host, made=[], timeout=PATIENCE)
+        return self._groups
+
+    def save(self, state: TrainingState, directory: str | PathLike[str], step: int, extra: Any, *, wait: bool) -> None:
+        """The same call on every rank. Raises PlanError on all, also for what the save before it met."""
+        self.wait()
+        groups = self.groups
+        with agreed(groups), _told(directory):
+            content = content_of(state, step, json_of(extra), copied=not wait)
+        write = partial(write_save, groups, Path(directory).absolute(), content)
+        if wait:
+            write()
+        else:
+            self._thread = threading.Thread(target=self._in_background, args=(write,), name="meshwright-save")
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises what the last one in the background met, once, on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _in_background(self, write: Any) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+
+def write_save(groups: Groups, directory: Path, content: Content) -> None:
+    """On every rank; raises PlanError on all, when what was begun is removed."""
+    try:
+        _write(groups, directory, content)
+    except PlanError:
+        groups.barrier()
+        raise
+
+
+def _write(groups: Groups, directory: Path, content: Content) -> None:
+    name = name_of(content.step)
+    with ExitStack() as unfinished:
+        new = directory
+        with agreed(groups), _told(directory):
+            if groups.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                place = replaced_directory(directory / name, lambda _: True, lambda file: file == MANIFEST)
+                new = unfinished.enter_context(place)
+        new = directory / from_rank_0(groups, new.name)
+        with agreed(groups), _told(directory):
+            record = write_pieces(new, groups.rank, content.pieces, content.updates)
+        content.pieces.clear()
+        records = _at_rank_0(groups, record)
+        with agreed(groups), _told(directory):
+            if groups.rank == 0:
+                write_manifest(new / MANIFEST, _manifest(content, records))
+                unfinished.close()  # the new directory takes its place
+                write_latest(directory, name)
+
+
+def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
+    files, tensors = tables_of(content.names.items(), records)
+    # A rank without trainable parameters knows of no updates.
+    updates = max(record.updates for record in records)
+    return Manifest(
+        step=content.step,
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        mesh=content.mesh,  # pyright: ignore[reportArgumentType] - pydantic checks it
+        order=content.order,
+        zero=content.zero,
+        seed=content.seed,
+        optimizer=OptimizerEntry(name=content.optimizer, updates=updates),
+        loss_scale=content.loss_scale,
+        files=files,
+        tensors=tensors,
+        texts=content.texts,  # pyright: ignore[reportArgumentType]
+        extra=content.extra,
+    )
+
+
+def _at_rank_0(groups: Groups, record: Record) -> list[Record]:
+    """Every rank's record, in their order, on rank 0."""
+    if groups.host is None:
+        return [record]
+    records: list[Any] | None = [None] * groups.mesh.world_size if groups.rank == 0 else None
+    dist.gather_object(record, records, 0, group=groups.host)
+    return records or []
+
+
+@contextmanager
+def _told(directory: str | PathLike[str]) -> Iterator[None]:
+    """Any failure is a PlanError, which all ranks hear of: a rank that only raised would leave the others waiting."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise PlanError(
+            f"cannot write the checkpoint: {reason}",
+            where=str(directory),
+            fix="free space there or save elsewhere; saves from before are as they were, and training can go on",
+        ) from error

@@ -1,0 +1,203 @@
+"""A directory of saves: which there are, which is the last, which are intact, and whose run writes here.
+
+step-00000012/manifest.json     a save is there when its manifest is, and not before
+step-00000012/rank-….safetensors
+latest                          the name of the save that was written last, and a checksum of that name
+.lock                           held by the run that writes here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+
+from planner.errors import PlanError
+from runtime.checkpoint.atomic_directory import sync
+from runtime.checkpoint.manifest import MANIFEST, Manifest, checksum, read_manifest
+from runtime.checkpoint.pieces import PieceReader, check_files
+from runtime.checkpoint.regular_files import check_size, read_small
+
+LATEST, LOCK = "latest", ".lock"
+_STEP = re.compile(r"step-([0-9]{8,12})")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def saves_in(directory: str | PathLike[str]) -> list[Path]:
+    """Every save, by step, whether or not its files are whole. Raises PlanError for a directory that cannot be read."""
+    directory = Path(directory)
+    try:
+        entries = list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise PlanError(f"cannot read the directory of saves: {error.strerror}", where=str(directory)) from None
+    found = {int(match[1]): path for path in entries if (match := _STEP.fullmatch(path.name))}
+    return [found[step] for step in sorted(found) if os.path.lexists(found[step] / MANIFEST)]
+
+
+def latest_in(directory: str | PathLike[str]) -> Path | None:
+    """The save that was written last; None where there is none. Raises PlanError, naming the file, if it is damaged."""
+    directory = Path(directory)
+    path = directory / LATEST
+    if not os.path.lexists(path):
+        return saves[-1] if (saves := saves_in(directory)) else None
+    name, _, told = read_small(path, 200).decode("latin-1").removesuffix("\n").partition(" ")
+    if not _STEP.fullmatch(name) or told != checksum(name.encode()):
+        raise PlanError("latest is damaged", where=str(path), fix=f"name a save: {directory}/step-…")
+    return directory / name
+
+
+def write_latest(directory: Path, name: str) -> None:
+    """Replaced at once. Raises OSError."""
+    new = directory / f".{LATEST}.partial"
+    new.write_text(f"{name} {checksum(name.encode())}\n")
+    sync(new)
+    new.replace(directory / LATEST)
+    sync(directory)
+
+
+def resolve(directory: str | PathLike[str]) -> Path:
+    """The save that a directory is, or of a directory of saves the one that was written last. Raises PlanError."""
+    directory = Path(directory)
+    if os.path.lexists(directory / MANIFEST):
+        return directory
+    found = latest_in(directory) if directory.is_dir() else None
+    if found is None:
+        is_there = "there is no save in it" if directory.is_dir() else "there is no such directory"
+        raise PlanError(f"nothing to load: {is_there}", where=str(directory), fix="name what engine.save wrote")
+    return found
+
+
+def verify(save: Path) -> Manifest:
+    """The manifest, when every file of the save is as it was written. Raises PlanError, naming the file."""
+    manifest = read_step(save)[0]
+    check_files(save, manifest.files)
+    PieceReader(save, manifest).__exit__()
+    return manifest
+
+
+def look(save: Path) -> Manifest:
+    """The manifest, when every file is there and has its size; their bytes are not read. Raises PlanError."""
+    manifest = read_step(save)[0]
+    for entry in manifest.files:
+        check_size(save / entry.name, entry.bytes)
+    return manifest
+
+
+def read_step(save: Path) -> tuple[Manifest, str]:
+    """The manifest and its checksum; its step must be that of the directory's name. Raises PlanError."""
+    manifest, told = read_manifest(save)
+    match = _STEP.fullmatch(save.name)
+    if match and int(match[1]) != manifest.step:
+        raise PlanError(
+            f"{MANIFEST} is of step {manifest.step}: the directory of another save",
+            where=str(save / MANIFEST),
+            fix="load another save, or give the directory back its name",
+        )
+    return manifest, told
+
+
+def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanError]]:
+    """The saves to go on from, the best first: what ``latest`` names, then the others from the last step down.
+
+    And what is wrong with ``latest``, if anything.
+    """
+    candidates = saves_in(directory)[::-1]
+    try:
+        last = latest_in(directory)
+    except PlanError as error:
+        return candidates, [error]
+    return sorted(candidates, key=lambda path: path != last), []
+
+
+def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
+    """The save to go on from, verified; and why others, newer ones, were skipped."""
+    candidates, skipped = by_newest(directory)
+    for save in candidates:
+        try:
+            verify(save)
+        except PlanError as error:
+            skipped.append(error)
+        else:
+            return save, skipped
+    return None, skipped
+
+
+def prune(directory: str | PathLike[str], keep: int) -> list[Path]:
+    """Remove all but the last ``keep`` saves; what ``latest`` names stays. For the owner of the directory.
+
+    Returns what was removed. Raises PlanError.
+    """
+    if keep < 1:
+        raise PlanError(f"keep is {keep}", fix="keep at least one save")
+    directory = Path(directory)
+    best, _ = by_newest(directory)
+    old = [save for save in saves_in(directory)[:-keep] if save not in best[:1]]
+    try:
+        for save in old:
+            gone = save.with_name(f".{save.name}.pruned.partial")
+            shutil.rmtree(gone, ignore_errors=True)
+            save.rename(gone)  # a save is whole or not there
+            shutil.rmtree(gone, ignore_errors=True)
+    except OSError as error:
+        raise PlanError(f"cannot remove old saves: {error.strerror}", where=str(error.filename or directory)) from None
+    return old
+
+
+def remove_partial(directory: Path) -> None:
+    """What killed saves have left. For the owner of the directory, while no save is under way."""
+    for left_over in directory.glob(".step-*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+def check_writable(directory: str | PathLike[str]) -> None:
+    """Make the directory where it is not there, and try a file in it. Raises PlanError."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".try-"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(
+            f"cannot write saves here: {reason}", where=str(directory), fix="name a directory that can be written"
+        ) from None
+
+
+@contextmanager
+def owned(directory: str | PathLike[str]) -> Iterator[None]:
+    """One run at a time: hold the directory's lock, which ends with the process however that ends.
+
+    Raises PlanError, naming the other run, where it is held.
+    """
+    check_writable(directory)
+    path = Path(directory) / LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PlanError(
+                f"another run writes here: {file.read(200).strip() or 'it has not told its name yet'}",
+                where=str(directory),
+                fix="wait for it, end it, or save elsewhere",
+            ) from None
+        except OSError as error:
+            warnings.warn(f"{directory}: no lock against a second run ({error.strerror})", stacklevel=3)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        remove_partial(Path(directory))
+        yield
+        file.truncate(0)

@@ -1,0 +1,202 @@
+"""The training state of one rank: which elements it writes, and where it puts those that it reads.
+
+    written   each logical element by one rank: of equal copies over dp, tp and stages one alone
+    read      all that this rank owns, whoever has written it, straight into place; ZeRO's gather brings the rest
+
+What is padding is not written, and zero when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from passes.stage_module import RankProgram
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.sharding.boxes import Box, Piece, pieces_of_run
+from planner.sharding.buckets import Range
+from planner.sharding.parts import part_of
+from runtime.checkpoint.manifest import LossScaleEntry, Manifest
+from runtime.checkpoint.pieces import PieceReader, WrittenPiece
+from runtime.checkpoint.pretrained_load import hub_of
+from runtime.checkpoint.safetensors_files import listed
+from runtime.distributed.groups import Groups
+from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.state import MOMENTS, OwnedRun, begin_at, num_updates, owned_runs
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.weights.initial_weights import buffers_of
+from runtime.weights.shards import Kept
+
+_SPREAD_FROM = 1 << 16  # elements: of equal copies of fewer the first rank writes all
+OTHER = "load a save of this model with this precision, or export it: meshwright checkpoint DIR --export HF_DIR"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What an engine has to save and to restore; nothing is copied here."""
+
+    plan: Plan
+    program: RankProgram
+    optimizer: DistributedOptimizer
+    groups: Groups
+    kept: Kept
+    loss_scale: LossScale
+
+    # ---- out
+
+    def written(self) -> Iterator[WrittenPiece]:
+        """What this rank writes, as views of its memory."""
+        for run in self._runs():
+            for piece in self._of_run(run, self._written_range(run)):
+                if not (piece.is_shared and self.groups.place[run.local.axis]):
+                    for kind, values in run.values.items():
+                        yield WrittenPiece(run.local.fqn, kind, piece.box, _view(values, piece))
+        for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
+            for name, tensor in tensors.items():
+                yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """All that is saved, in the model's order, with the other names of what is tied. Buffers come last."""
+        rows = {row.name: tuple(row.aliases) for row in self.plan.parameters}
+        return rows | dict.fromkeys(hub_of(self.plan).persistent_buffers, ())
+
+    @property
+    def num_updates(self) -> int:
+        """That changed the parameters; 0 on a rank without trainable ones."""
+        return num_updates(self.optimizer)
+
+    def loss_scale_entry(self) -> LossScaleEntry | None:
+        if self.loss_scale.tensor is None:
+            return None
+        return LossScaleEntry(scale=self.loss_scale.value, num_good=int(self.loss_scale.num_good))
+
+    # ---- in
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise PlanError, with the name, unless the save is of this model."""
+        if manifest.optimizer.name != self.plan.optimizer.name:
+            raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=OTHER)
+        given = {name for name, entry in manifest.tensors.items() if "buffer" not in entry.values}
+        known = {row.name: row for row in self.plan.parameters}
+        buffers = set(hub_of(self.plan).persistent_buffers)
+        saved_buffers = manifest.tensors.keys() - given
+        problems = []
+        if absent := [*(n for n in known if n not in given), *sorted(buffers - saved_buffers)]:
+            problems.append(f"absent: {listed(absent)}")
+        if extra := [n[:200] for n in manifest.tensors if n not in (known if n in given else buffers)]:
+            problems.append(f"unexpected: {listed(extra)}")
+        problems += self._misfits(manifest, [name for name in known if name in given])[:1]
+        if problems:
+            raise PlanError(f"the save is of another model: {'; '.join(problems)}", fix=OTHER)
+
+    @torch.no_grad()
+    def restore(self, manifest: Manifest, reader: PieceReader) -> None:
+        """Read all that this rank owns. Raises PlanError where a file cannot be read after all."""
+        begin_at(self.optimizer, manifest.optimizer.updates)
+        for target, name, kind, box in self._targets():
+            reader.read_into(target, name, kind, box)
+        self._restore_loss_scale(manifest.loss_scale)
+
+    def needed(self, manifest: Manifest) -> set[str]:
+        """The names of the files in which anything lies that this rank owns."""
+        held = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
+        found = set()
+        for _, name, kind, box in self._targets():
+            if kind in ("parameter", "buffer"):
+                found |= {index for (index, *_), other in held[name] if other.intersection(box) is not None}
+        return {manifest.files[index].name for index in found}
+
+    def _targets(self) -> Iterator[tuple[Tensor, str, str, Box]]:
+        """Where this rank's values go: (its memory, name, kind, box of the whole tensor)."""
+        for run in self._runs():
+            for piece in self._of_run(run, Range(0, len(run.range))):
+                for kind, values in run.values.items():
+                    yield _view(values, piece), run.local.fqn, kind, piece.box
+        for name, tensor in self.kept.parameters.items():
+            yield tensor, name, "parameter", _all_of(tensor.shape)
+        for name in hub_of(self.plan).persistent_buffers:
+            kept = [self.kept.buffers[name]] if name in self.kept.buffers else []
+            for tensor in (*kept, *buffers_of(self.plan, self.program, name)):
+                yield tensor, name, "buffer", _all_of(tensor.shape)
+
+    def _restore_loss_scale(self, saved: LossScaleEntry | None) -> None:
+        if saved is not None and self.loss_scale.tensor is not None:
+            self.loss_scale.tensor.fill_(saved.scale)
+            self.loss_scale.num_good.fill_(saved.num_good)
+
+    # ---- what lies where
+
+    def _runs(self) -> Iterator[OwnedRun]:
+        """Trainable parameters as the optimizer owns them, then frozen ones, whole; each once."""
+        yield from owned_runs(self.optimizer)
+        seen = set()
+        for stage in self.program.stages:
+            for local in stage.parameters:
+                if not local.requires_grad and local.fqn not in seen:
+                    seen.add(local.fqn)
+                    values = stage.parameter(local.fqn).data.view(-1)
+                    num_equal = self.groups.mesh.size(local.reduced_over)
+                    yield OwnedRun(local, Range(0, len(values)), {"parameter": values}, num_equal)
+
+    def _written_range(self, run: OwnedRun) -> Range:
+        """Of the run's elements those that this rank writes: of equal copies each rank has its share."""
+        local, mesh, place = run.local, self.groups.mesh, self.groups.place
+        if local.tied_stages and place["pp"] != min(local.tied_stages) % mesh.pp:
+            return Range(0, 0)
+        copies = 1 if local.placement.is_sharded else mesh.size(local.axis)
+        index = place[local.reduced_over] % run.num_equal * copies + place[local.axis] % copies
+        count, size = run.num_equal * copies, len(run.range)
+        if count > 1 and size < _SPREAD_FROM:
+            return Range(0, 0 if index else size)
+        return Range(size * index // count, size * (index + 1) // count)
+
+    def _of_run(self, run: OwnedRun, within: Range) -> Iterator[Piece]:
+        """``within``: which of the run's elements; the pieces' places count from the run's begin."""
+        local = run.local
+        part = part_of(local, self.groups.mesh, self.groups.place)
+        start = run.range.start
+        for piece in pieces_of_run(part, local.global_shape, local.shape, start + within.start, start + within.stop):
+            yield Piece(piece.box, piece.first + within.start, piece.outer, piece.inner, piece.is_shared)
+
+    def _misfits(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """Shapes and dtypes that are not the plan's, and what was trained then and is frozen now, or the other way."""
+        rows = {row.name: row for row in self.plan.parameters}
+        main = self.plan.to_run()[1].main_dtypes(self.plan.mesh.ep)
+        found = []
+        for name in names:
+            entry, row = manifest.tensors[name], rows[name]
+            wanted = _kinds(row.dtype, main.get(name), manifest.optimizer.updates > 0)
+            if entry.shape != tuple(row.shape):
+                found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
+            elif entry.values.get("parameter") != row.dtype:
+                found.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
+            elif entry.values != wanted:
+                found.append(
+                    f"{name} was saved with {listed(entry.values, 5)}, and to go on takes {listed(wanted, 5)} "
+                    "(it is trained in one, and frozen in the other)"
+                )
+        return found
+
+
+def _kinds(dtype: str, main: torch.dtype | None, has_moments: bool) -> dict[str, str]:
+    """What is saved of a parameter; ``main`` None for one that is not trained."""
+    found = {"parameter": dtype}
+    if main is not None:
+        of_main = str(main).removeprefix("torch.")
+        found |= {"main": of_main} if of_main != dtype else {}
+        found |= dict.fromkeys(MOMENTS, of_main) if has_moments else {}
+    return found
+
+
+def _view(values: Tensor, piece: Piece) -> Tensor:
+    whole = values[piece.first : piece.first + piece.outer.num_elements].view(piece.outer.shape)
+    return whole[piece.inner.slices_in(piece.outer)]
+
+
+def _all_of(shape: Iterable[int]) -> Box:
+    shape = tuple(shape)
+    return Box(tuple(0 for _ in shape), shape)

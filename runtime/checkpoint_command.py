@@ -1,0 +1,78 @@
+"""The command ``meshwright checkpoint``: which saves a directory holds, whether they are intact, and one as weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli import print_table, write_text
+from planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.manifest import Manifest
+
+DAMAGED = 1
+EPILOG = (
+    "Examples: meshwright checkpoint run --verify · meshwright checkpoint run/step-00000012 --export weights "
+    "· meshwright checkpoint run --export weights"
+)
+
+
+def checkpoint_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of saves, or one save.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="HF_DIR", help="Write the weights of DIR, or of its last save, as Hugging Face has them."),
+    ] = None,
+) -> None:
+    """List the saves of a directory, verify them, export one. Needs no launch. Exit 1 where a save is damaged."""
+    from runtime.checkpoint.export import export as export_save
+    from runtime.checkpoint.manifest import MANIFEST
+    from runtime.checkpoint.saves import LATEST, latest_in, resolve, saves_in
+    from runtime.checkpoint.saves import verify as verify_save
+
+    if export is not None:
+        save = resolve(directory)
+        export_save(save, verify_save(save), export)
+        write_text(f"{save} → {export}")
+        return
+    is_one = os.path.lexists(directory / MANIFEST)
+    saves = [directory] if is_one else saves_in(directory)
+    if not saves:
+        raise PlanError("there is no save in this directory", where=str(directory), fix="name what engine.save wrote")
+    problem = ""
+    try:
+        last = None if is_one else latest_in(directory)
+    except PlanError as error:
+        last, problem = None, f"{LATEST}: {error.what}"
+    rows = [_row(save, verify, save == last) for save in saves]
+    print_table("Saves", ("save", "step", "layout", "bytes", "written", "state"), [row for row, _ in rows])
+    if problem:
+        write_text(problem)
+    if problem or not all(is_good for _, is_good in rows):
+        raise typer.Exit(DAMAGED)
+
+
+def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bool]:
+    """What is printed of a save, and whether nothing is wrong with it."""
+    from runtime.checkpoint.saves import look, verify
+
+    try:
+        manifest = verify(save) if thorough else look(save)
+        good = "intact" if thorough else "complete, not verified"
+    except PlanError as error:
+        return (save.name, "", "", "", "", error.what), False
+    state = good + (", latest" if is_last else "")
+    return (save.name, str(manifest.step), _layout(manifest), f"{manifest.num_bytes:,}", manifest.written, state), True
+
+
+def _layout(manifest: Manifest) -> str:
+    mesh = manifest.mesh
+    usual = {"etp": mesh.get("tp"), "edp": mesh.get("edp")}  # what follows from the others is not told
+    text = " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size != usual.get(axis, 1))
+    is_shared = mesh.get("dp", 1) * mesh.get("cp", 1) != 1
+    return (text or "1 rank") + (", ZeRO-1" if manifest.zero and is_shared else "")

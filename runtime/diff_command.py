@@ -1,0 +1,103 @@
+"""The command ``meshwright diff``: two saved plans, or two specs of one model, and what the second has otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli import Format, write_text
+from planner.errors import PlanError
+from planner.files.json_text import parse_json
+from planner.files.text import MIB, read_text, shorten
+
+if TYPE_CHECKING:
+    from planner.frozen_plan import Plan
+
+DIFFERENT = 1
+EPILOG = (
+    "Examples: meshwright diff before.json after.json · meshwright diff specs/tp2_pp2.yaml specs/tp4.yaml "
+    "--model hf:examples/gpt2_small.json"
+)
+_MOST_BYTES = 64 * MIB
+
+
+def is_saved_plan(path: Path) -> bool:
+    """Whether the file holds JSON with a plan's version; a spec has none. Raises PlanError for what is no text file."""
+    text = read_text(path, "plan or spec", most_bytes=_MOST_BYTES, fix="give two saved plans, or two specs")
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        if '"version"' not in text:
+            return False  # YAML in braces: the spec's own reader tells what is wrong with it
+        words = f"the plan is damaged or cut short: {error}"
+        raise PlanError(words, where=shorten(path), fix="save the plan again") from None
+    return isinstance(values, dict) and "version" in values
+
+
+def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
+    """Both loaded, or both made of ``model``. Raises PlanError where they are not of one kind."""
+    kinds = [is_saved_plan(path) for path in (first, second)]
+    if kinds[0] != kinds[1]:
+        plan, spec = (first, second) if kinds[0] else (second, first)
+        raise PlanError(
+            f"{shorten(plan)} is a saved plan, {shorten(spec)} is none",
+            where=shorten(spec),
+            fix="give two saved plans, as `meshwright plan MODEL SPEC --format json -o FILE` writes them; or two specs",
+        )
+    return _loaded(first, second, model) if kinds[0] else _planned(first, second, model)
+
+
+def _loaded(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
+    from planner.frozen_plan import Plan
+
+    if model is not None:
+        raise PlanError("two saved plans need no model", where="--model", fix="leave out --model, or give two specs")
+    return Plan.load(first), Plan.load(second)
+
+
+def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
+    from planner.api import plan
+    from planner.capture.model.reference import load_model
+    from planner.spec.spec import Spec
+
+    if model is None:
+        raise PlanError(
+            f"{shorten(first)} and {shorten(second)} are no saved plans",
+            where=shorten(first),
+            fix="add --model MODEL if they are specs; else save plans by `meshwright plan MODEL SPEC --format json`",
+        )
+    specs = Spec.load(first), Spec.load(second)  # both are checked before anything takes long
+    return plan(load_model(model), specs[0]), plan(load_model(model), specs[1])
+
+
+def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) -> tuple[str, bool]:
+    """What the command prints, and whether anything differs."""
+    from planner.report.differences.compare import differences
+    from planner.report.differences.show import differences_text
+
+    before, after = two_plans(first, second, model)
+    found = differences(before, after)
+    if as_json:
+        return json.dumps({"before": str(first), "after": str(second), **found.to_dict()}, indent=2), found.any
+    return differences_text(found, str(first), str(second)), found.any
+
+
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A saved plan (JSON); or, with --model, a spec.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Plan this model by both specs, and compare the plans.")
+    ] = None,
+    format: Annotated[Format, typer.Option(help="How to print the differences.")] = Format.table,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where they differ, else with 0.")] = False,
+) -> None:
+    """Tell two plans apart: what B has otherwise than A in cuts, collectives, stages, memory and time."""
+    text, differ = diff_text(first, second, model, as_json=format is Format.json)
+    write_text(text)
+    if exit_code and differ:
+        raise typer.Exit(DIFFERENT)

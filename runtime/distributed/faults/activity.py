@@ -1,0 +1,97 @@
+"""What the main thread of a rank is at: told with every failure and every heartbeat.
+
+The executor sets it before each action, the engine around each call: an assignment and a line of text in a page of
+memory, some microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from planner.pipeline.schedule import Action
+from planner.undisturbed import frame_of
+from runtime.distributed.faults.page import Page
+
+START, BETWEEN = "start", "between steps"
+_OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))
+
+
+class Now(NamedTuple):
+    """``step`` counts from 0. ``since``: by the monotonic clock."""
+
+    phase: str
+    step: int
+    since: float
+    stage: int | None = None
+    action: Action | None = None
+
+
+class Activity:
+    """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out."""
+
+    def __init__(self, rank: int = 0, coordinate: Mapping[str, int] | None = None) -> None:
+        self.name_after(rank, coordinate)
+        self.is_failing = False
+        self.page: Page | None = None
+        self.now = Now(START, 0, time.monotonic())
+        self._thread = threading.get_ident()
+
+    def name_after(self, rank: int, coordinate: Mapping[str, int] | None) -> None:
+        self.rank = rank
+        self.name = f"rank {rank}" + (f" ({_listed(coordinate)})" if coordinate else "")
+
+    def begin(self, phase: str, step: int) -> None:
+        self.is_failing = False
+        self._set(Now(phase, step, time.monotonic()))
+
+    def at(self, step: int, stage: int, action: Action) -> None:
+        self._set(Now(self.now.phase, step, time.monotonic(), stage, action))
+
+    def off(self, phase: str) -> None:
+        """Of the same step, no more at an action."""
+        self._set(Now(phase, self.now.step, time.monotonic()))
+
+    def _set(self, now: Now) -> None:
+        self.now = now
+        if self.page is not None:
+            self.page.write(str(self))
+
+    @property
+    def is_engaged(self) -> bool:
+        """Inside of a call that other ranks take part in."""
+        return self.now.phase != BETWEEN and not self.is_failing
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.now.since
+
+    def __str__(self) -> str:
+        """``rank 2 (tp 0 · pp 1 · dp 0), stage 1, step 5, microbatch 3, forward (F3.0)``"""
+        now = self.now
+        if now.action is None:
+            return f"{self.name}, step {now.step}, {now.phase}" if now.phase != START else f"{self.name}, start"
+        verb = "forward" if now.action.kind == "F" else "backward"
+        return (
+            f"{self.name}, stage {now.stage}, step {now.step}, "
+            f"microbatch {now.action.microbatch}, {verb} ({now.action})"
+        )
+
+    def line(self) -> tuple[str, bool]:
+        """The line of Python that the main thread is at, and whether it waits there for other ranks.
+
+        The runtime and the passes call nothing long in Python but exchanges: what stands still there, waits.
+        """
+        frame = frame_of(self._thread)
+        if frame is None:
+            return "", False
+        file = frame.f_code.co_filename
+        waits = file.startswith(_OURS) or "torch/distributed" in file
+        return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+
+
+def _listed(coordinate: Mapping[str, int]) -> str:
+    return " · ".join(f"{axis} {i}" for axis, i in coordinate.items())

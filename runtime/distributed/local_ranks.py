@@ -1,0 +1,185 @@
+"""The processes of one launch, as the process that started them sees them.
+
+It holds the store, so that this lives as long as any rank, and it is the first to know that a rank died: it tells so on
+the ranks' board, where those that lost the rank look for the cause.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from math import inf
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from runtime.distributed.default_group import BOARD
+from runtime.distributed.faults.board import Board
+from runtime.distributed.faults.failure import Failure
+from runtime.distributed.faults.page import Page
+from runtime.distributed.faults.processes import start_of, state_of
+from runtime.distributed.forwarding import Forwarding
+from runtime.distributed.outcomes import Outbox, Outcome
+from runtime.distributed.rank_process import run_rank
+
+HOST = "127.0.0.1"
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
+GRACE_SECONDS = 3.0  # how long ranks may go on after the first failure, to end by themselves
+WATCHED_SECONDS = 12.0  # the same where they watch each other, and end when they have heard of it
+LOOK_SECONDS = 0.5
+TELLS_SECONDS = 1.0  # what the rank that failed first has for its last words, when all others have ended
+
+
+class LocalRanks:
+    """One attempt. Owns: the store, the processes, their outboxes and pages, the pipe by which they notice our end."""
+
+    def __init__(self, num_ranks: int, attempt: int, timeout_seconds: float) -> None:
+        self.num_ranks, self.attempt = num_ranks, attempt
+        self.timed_out = False
+        self.outcomes: list[Outcome] = []
+        self.failures: list[Failure] = []
+        self._deadline = time.monotonic() + timeout_seconds
+        self._context = _context()
+        self._store = TCPStore(HOST, 0, None, True, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+        self._board = Board(self._store)
+        self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
+        self._outboxes = [Outbox() for _ in range(num_ranks)]
+        self._pages = [Page.make() for _ in range(num_ranks)]
+        self._processes: list[Any] = []
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        directory = multiprocessing.util.get_temp_dir()  # where the fork server listens: ours, to remove at the end
+        for rank, told in enumerate(zip(self._outboxes, self._pages, strict=True)):
+            job = (rank, self._environment(rank), self._alive_here, directory, *told, function, args)
+            process = self._context.Process(target=run_rank, args=job, daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.exitcode is None]
+
+    def wait(self, signals: Forwarding) -> None:
+        """Until all ranks ended well, or one failed (then shortly for the rest), or time ran out."""
+        running = {process.sentinel: rank for rank, process in enumerate(self._processes)}
+        failed_at = inf
+        if signals.received is not None:
+            signals.tell()
+        while running:
+            grace_ends = inf if failed_at == inf else failed_at + self._grace(running.values())
+            remaining = min(self._deadline, signals.deadline, grace_ends) - time.monotonic()
+            if remaining <= 0:
+                self.timed_out = signals.received is None and failed_at == inf
+                return
+            for sentinel in multiprocessing.connection.wait(list(running), timeout=min(remaining, LOOK_SECONDS)):
+                rank = running.pop(sentinel)
+                self._processes[rank].join()
+                if self._processes[rank].exitcode:
+                    failed_at = min(failed_at, time.monotonic())
+                    self._tell_end(rank)
+
+    def _grace(self, running: Iterable[int]) -> float:
+        """What the ranks that still run have after the first end by a failure."""
+        self._board = self._board.latest()
+        if self._board.session is None:
+            return GRACE_SECONDS
+        told = {failure.rank for failure in self._board.failures()}
+        return TELLS_SECONDS if told.issuperset(running) else WATCHED_SECONDS
+
+    @contextmanager
+    def ended(self, signals: Forwarding) -> Iterator[None]:
+        """No process is left behind, and what they told is read."""
+        try:
+            yield
+        finally:
+            _end(self._processes, GRACE_SECONDS if signals.received is None else 0.0)
+            self._alive_there.close()
+            self._alive_here.close()
+            for rank, process in enumerate(self._processes):
+                self.outcomes.append(self._outboxes[rank].read() or _silent(rank, process.exitcode))
+            for memory in (*self._outboxes, *self._pages):
+                memory.close()
+            self.failures = list(self._board.failures())
+
+    def _tell_end(self, rank: int) -> None:
+        """What a rank that failed could not tell the others, or has told only us."""
+        outcome = self._outboxes[rank].read()
+        if outcome is None:
+            outcome = _silent(rank, self._processes[rank].exitcode)
+            told = Failure(rank, self._pages[rank].read() or f"rank {rank}", outcome.last_line)
+        elif outcome.failed and not outcome.of_a_peer:
+            assert outcome.failure is not None
+            told = outcome.failure
+        else:
+            return
+        if all(failure.rank != rank for failure in self._board.failures()):
+            Board(self._store).publish(told)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(self._store.port),
+            BOARD: f"{HOST}:{self._store.port}",
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch.distributed then joins the parent's store as a client
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+        }
+
+
+def _context() -> Any:
+    """A fork server that has imported torch before any rank starts; spawn where there is none."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([*PRELOADED, *(name for name in sys.modules if _is_slow_to_import(name))])
+    return context
+
+
+def _is_slow_to_import(name: str) -> bool:
+    """What this process already needed, each rank will need again: Hugging Face model files take seconds."""
+    if name in ("runtime.engine", "planner.api"):
+        return True
+    return name == "transformers" or (name.startswith("transformers.models.") and ".modeling_" in name)
+
+
+def _join_all(processes: list[Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end(processes: list[Any], grace_seconds: float) -> None:
+    """SIGTERM, then SIGKILL: the only one that a stopped process hears."""
+    for process in processes:
+        if process.is_alive():
+            process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
+    _join_all(processes, grace_seconds)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _silent(rank: int, exit_code: int | None) -> Outcome:
+    """One that ended without a word died before the peers that complain about it, unless it was ended here."""
+    if exit_code is not None and exit_code < 0:
+        said = f"killed by {signal.Signals(-exit_code).name}"
+    else:
+        said = f"ended without a result, exit code {exit_code}"
+    ended_here = exit_code == -signal.SIGTERM
+    failure = Failure(rank, f"rank {rank}", said)
+    return Outcome(rank, failure=failure, last_line=said, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)

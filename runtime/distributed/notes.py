@@ -1,0 +1,108 @@
+"""What ranks tell each other with the figures of an update, in the exchange that sums the norm: no exchange of its own.
+
+    [asked to stop,  digest of the batch of rank 0, 1, …,  busy seconds of rank 0, 1, …]      zeros but for this rank's
+
+Digests show ranks that were given another batch than the others: of a global batch all must be alike, of local shares
+those with one place on dp. Where they differ nothing is updated, on any rank. All values are whole in float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.errors import PlanError
+from planner.mesh import Mesh
+
+_DIGEST_BYTES = 6  # a whole number in float64
+_MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
+
+
+def digest_of(batch: Mapping[str, Tensor]) -> int:
+    """Of every integer in host memory; where a batch has none, of some thousand floats of each tensor.
+
+    Floats beside integers are not compared, as with the first batch: hosts may compute them apart by a last bit. What
+    lies on a device is not read.
+    """
+    here = {name: value.detach() for name, value in batch.items() if _is_readable(value)}
+    integers = {n: v for n, v in here.items() if not (v.is_floating_point() or v.is_complex())}
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for _, value in sorted((integers or {n: _sample(v) for n, v in here.items()}).items()):
+        with suppress(RuntimeError):  # a tensor that stands for others has no content
+            content: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
+            found.update(content)
+    return 1 + int.from_bytes(found.digest(), "little")
+
+
+def _is_readable(value: Tensor) -> bool:
+    return value.device.type == "cpu" and not isinstance(value, FakeTensor)
+
+
+def _sample(value: Tensor) -> Tensor:
+    flat = value.reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_FLOATS)]
+
+
+class Notes:
+    """One rank's side. ``is_local``: of the last batch. ``stages``: the pp coordinate of each rank."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+        self.rank, self.device, self.size = rank, device, mesh.world_size
+        self.digest, self.is_local = 0, False
+        self.stages = [mesh.place(r)["pp"] for r in range(self.size)]
+        dp = [mesh.place(r)["dp"] for r in range(self.size)]
+        self._dp = dp
+        self._first_of_dp = torch.tensor([dp.index(d) for d in dp], device=device)
+
+    def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
+        """The batch of the next update."""
+        self.is_local = is_local
+        if self.size > 1:
+            self.digest = digest_of(batch)
+
+    def here(self, is_to_stop: bool, busy_seconds: float) -> Tensor:
+        """This rank's addend; filled on the device, for which the host does not wait."""
+        notes = torch.zeros(1 + 2 * self.size, dtype=torch.float64, device=self.device)
+        if is_to_stop:
+            notes[0].fill_(1.0)
+        notes[1 + self.rank].fill_(float(-self.digest if self.is_local else self.digest))
+        if busy_seconds:
+            notes[1 + self.size + self.rank].fill_(busy_seconds)
+        return notes
+
+    def differ(self, sums: Tensor) -> Tensor:
+        """Whether batches differ, on the device. ``sums``: of all addends; the notes are last."""
+        digests = sums[-2 * self.size : -self.size]
+        are_local = digests < 0
+        like = digests[self._first_of_dp] if self.is_local else digests[:1]
+        return (digests != like).any() | (are_local != are_local[:1]).any()
+
+    def check(self, sums: Sequence[float], step: int) -> None:
+        """Raise PlanError, the same on every rank, where batches differ."""
+        digests = list(sums[-2 * self.size : -self.size])
+        kinds = {digest < 0 for digest in digests}
+        if len(kinds) > 1:
+            raise _differ(step, "some ranks gave it as local, some did not")
+        for dp in sorted(set(self._dp)) if kinds == {True} else [None]:
+            members = [r for r in range(self.size) if dp is None or self._dp[r] == dp]
+            usual, _ = Counter(digests[r] for r in members).most_common(1)[0]
+            odd = [r for r in members if digests[r] != usual]
+            if odd:
+                others = next(r for r in members if digests[r] == usual)
+                names = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
+                raise _differ(step, f"{names} had another than rank {others}")
+
+
+def _differ(step: int, how: str) -> PlanError:
+    return PlanError(
+        f"the batch of step {step} is not the same on all ranks: {how}",
+        where="batch",
+        fix="give every rank the same global batch, or each dp rank its own share with train_step(batch, local=True)",
+    )

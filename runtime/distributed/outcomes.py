@@ -1,0 +1,88 @@
+"""How a rank ended, as it tells the process that launched it: over memory without a name, so that nothing can be left
+behind in a directory, and a rank that is stopped in the middle of its words holds nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+from planner.errors import PlanError
+from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended: its result, or its failure and when that was (seconds, one clock for all ranks).
+
+    ``error``: the PlanError itself. ``of_a_peer``: the failure says no more than that another rank is gone.
+    ``last_line``: of all that the rank would say.
+    """
+
+    rank: int
+    result: Any = None
+    failure: Failure | None = None
+    error: PlanError | None = None
+    of_a_peer: bool = False
+    last_line: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def failed_by(cls, rank: int, error: BaseException) -> Outcome:
+        """Of a function; what an engine's error names, it has published itself."""
+        where = str(error).partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
+        return cls(
+            rank,
+            failure=Failure.of(rank, where, error),
+            error=error if isinstance(error, PlanError) else None,
+            of_a_peer=is_of_a_peer(error),
+            last_line=str(error).splitlines()[-1] if str(error) else type(error).__name__,
+            seconds=time.monotonic(),
+        )
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
+
+
+class Outbox:
+    """A file without a name, shared by the launching process and one rank; it is gone when both let go of it."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = _anonymous() if descriptor is None else descriptor
+
+    def __reduce__(self) -> tuple[Callable[..., Outbox], tuple[Any, ...]]:
+        """To another process as it is started."""
+        return _received, (reduction.DupFd(self._descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def write(self, content: bytes) -> None:
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.write(content)
+
+    def read(self) -> Outcome | None:
+        """What the rank wrote, once it has ended; None where it wrote nothing, or not all."""
+        with open(self._descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
+            file.seek(0)
+            return pickle.load(file)
+        return None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _anonymous() -> int:
+    if hasattr(os, "memfd_create"):  # memory: a full disk cannot keep a rank from telling of it
+        return os.memfd_create("meshwright-outcome")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _received(duplicate: Any) -> Outbox:
+    return Outbox(duplicate.detach())

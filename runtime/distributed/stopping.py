@@ -1,0 +1,79 @@
+"""SIGTERM and Ctrl-C of a rank: finish the step, and stop after the same one on every rank.
+
+    a signal                     a flag of this process; nothing is interrupted
+    each update of an engine     sums the flags of all ranks, in the exchange that sums the norm
+    ``agreed(report)``           so every rank learns at the same step that some rank is to stop
+
+Signals reach the ranks of one job at different moments, some before and some after a step; the sum does not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Protocol, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 2.0  # one Ctrl-C comes twice where a launcher forwards what the terminal has sent to all
+_received: int | None = None
+_received_at = 0.0
+
+
+def stop_requested() -> int | None:
+    """The signal that asks this process to stop, inside of ``with Stopping()``; None where none came."""
+    return _received
+
+
+class Told(Protocol):
+    """What ``agreed`` reads of a StepReport."""
+
+    @property
+    def stop_requested(self) -> bool: ...
+
+
+class Stopping:
+    """Owns the handlers of both signals while a loop of steps runs, in the main thread; elsewhere it does nothing.
+
+    A signal that is ignored stays so: ranks of ``launch`` get SIGTERM alone. A second Ctrl-C raises KeyboardInterrupt.
+
+    with Engine(plan) as engine, Stopping() as stopping:
+        for step in range(steps):
+            report = engine.train_step(batch(step))
+            if stopping.agreed(report):
+                break
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        global _received
+        _received = None
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, _note) for number in heeded}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _received
+        _received = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self, report: Told) -> bool:
+        """Whether any rank was asked to stop before the update that ``report`` tells of: the same on every rank.
+
+        It reads the report, so it waits for the device where the step still runs there.
+        """
+        return report.stop_requested
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _received, _received_at
+    now = time.monotonic()
+    if _received is None:
+        _received, _received_at = number, now
+    elif number == signal.SIGINT and now - _received_at > SAME_SECONDS:
+        raise KeyboardInterrupt

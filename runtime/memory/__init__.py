@@ -1,0 +1,1 @@
+"""What a rank really holds, beside what the plan says."""

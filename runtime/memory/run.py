@@ -1,0 +1,152 @@
+"""The command `memory`: start the plan's ranks here, run a step, and set what the plan says beside what they hold.
+
+parameters, gradients, optimizer    the buffers that are held          within 1 %
+activations                         with logits: what autograd keeps of all microbatches in flight, where the plan
+                                    has its peak                       within 3 %
+at the peak                         with working memory and messages: all that lives at the step's peak; told, not
+                                    judged: when a message is taken over is for the backend to say
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.cost.memory import MemoryRow
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from planner.tables.sizes import format_bytes
+from runtime.cuda_graphs.choice import check_backend_here
+from runtime.distributed.launch import launch
+from runtime.engine import Engine
+from runtime.memory.watch import MemoryWatch, Moment
+from runtime.verify.run import random_batch
+
+TIMEOUT_SECONDS = 1800.0
+ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03}
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Bytes of one category on one rank. ``allowed``: by how much of the measured bytes they may differ; None: told
+    alone."""
+
+    rank: int
+    category: str
+    predicted: int
+    measured: int
+    allowed: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """Of the measured bytes."""
+        return (self.predicted - self.measured) / max(self.measured, 1)
+
+    @property
+    def passed(self) -> bool:
+        return self.allowed is None or abs(self.difference) <= self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """``rows`` of every rank. ``notes``: what a reader must know."""
+
+    rows: tuple[Compared, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [asdict(row) | {"difference": row.difference, "passed": row.passed} for row in self.rows]
+        return {"passed": self.passed, "rows": rows, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        lines = [f"{'rank':>4}  {'category':<12}{'predicted':>12}{'measured':>12}{'difference':>12}  allowed"]
+        for row in self.rows:
+            allowed = "" if row.allowed is None else f"{row.allowed:.0%}" + ("" if row.passed else "  EXCEEDED")
+            sizes = f"{format_bytes(row.predicted):>12}{format_bytes(row.measured):>12}{row.difference:>12.2%}"
+            lines.append(f"{row.rank:>4}  {row.category:<12}{sizes}  {allowed}".rstrip())
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "AS PREDICTED" if self.passed else "NOT AS PREDICTED"])
+
+
+def compare_memory(model_ref: str, spec_path: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> MemoryReport:
+    """Start the plan's ranks here, each with its part of the model, and compare one step of each with the plan.
+
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    spec = Spec.load(spec_path)
+    check_backend_here(spec)
+    decided = plan(load_model(model_ref), spec)
+    if decided.mesh.world_size == 1:
+        found = [memory_of_rank(model_ref, spec_path)]
+    else:
+        found = launch(memory_of_rank, decided.mesh.world_size, model_ref, spec_path, timeout_seconds=timeout_seconds)
+    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in decided.memory)
+    return MemoryReport(tuple(row for rows in found for row in rows), (f"peak: {peaks}",))
+
+
+def memory_of_rank(model_ref: str, spec_path: str) -> list[Compared]:
+    """This rank's part, on the CPU or the device that the launcher gave it."""
+    spec = Spec.load(spec_path)
+    model = load_model(model_ref, materialize=True, seed=spec.seed)
+    decided = plan(model, spec)
+    return measured(decided, model, [random_batch(spec, decided, seed) for seed in range(2)])
+
+
+def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> list[Compared]:
+    """What this rank holds in the second step; the first makes what is made once, as the optimizer's moments."""
+    rank = int(os.environ.get("RANK", "0"))
+    with Engine(decided) as engine:
+        engine.train_step(batches[0])
+        outside = held_tensors(engine)
+        watch = MemoryWatch(engine.executor, [*outside, *batches[1].values()])
+        engine.executor.around = watch.around
+        engine.train_step(batches[1])
+        row = decided.memory[engine.mesh.pp_rank]
+        buffers = engine.optimizer.measured_bytes()
+        return [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, watch.moments)]
+
+
+def held_tensors(engine: Engine) -> list[Tensor]:
+    """What every step finds there: weights, gradient buffers, the model's own buffers and constants."""
+    modules = [stage.module for stage in engine.program.stages]
+    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    for buffer in engine.optimizer.buffers.buffers:
+        found += [buffer.parameters, buffer.gradients]
+    return found
+
+
+def registered_bytes(engine: Engine) -> int:
+    """Buffers, constants and frozen parameters, each memory once in a stage."""
+    total = 0
+    for stage in engine.program.stages:
+        own = [*stage.module.buffers(), *(p for p in stage.module.parameters() if not p.requires_grad)]
+        total += sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+    return total
+
+
+def _held(rank: int, row: MemoryRow, buffers: dict[str, int], registered: int) -> list[Compared]:
+    found = {
+        "parameters": buffers["parameters"] + registered,
+        "gradients": buffers["gradients"],
+        "optimizer": buffers["optimizer"] + buffers["main_parameters"] + buffers["main_gradients"],
+    }
+    return [Compared(rank, name, getattr(row, name), size, ALLOWED[name]) for name, size in found.items()]
+
+
+def _activations(rank: int, row: MemoryRow, moments: Sequence[Moment]) -> list[Compared]:
+    there = next(moment for moment in moments if moment.action == row.peak)
+    kept, live = row.activations + row.logits, max(moment.live for moment in moments)
+    return [
+        Compared(rank, "activations", kept, there.kept, ALLOWED["activations"]),
+        Compared(rank, "at the peak", kept + row.working + row.communication, live),
+    ]

@@ -1,0 +1,79 @@
+"""Looks at the memory of a rank while it runs the actions of a step, as live tensors have it.
+
+    live    all memory that was made in a forward, a backward, or for a message, and that still lives
+    kept    what of it lives between two actions, but for messages under way: what autograd saved, what a rerun begins
+            with, and received values that wait for their backward
+
+Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
+are not counted. What a kernel takes for itself is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from planner.pipeline.schedule import Action
+from planner.saved.allocations import Allocations
+from runtime.pipeline.executor import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes while an action ran: ``kept`` for all microbatches in flight, its own among them; ``live`` at its peak."""
+
+    action: str
+    kept: int
+    live: int
+
+
+class MemoryWatch:
+    """Owns the ``moments`` of a step, one for each action."""
+
+    def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
+        """``outside``: what is not counted."""
+        self.executor = executor
+        self.moments: list[Moment] = []
+        self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
+        self._allocations = Allocations(self._outside.values())
+        self._saved: dict[int, StorageWeakRef] = {}
+        gc.collect()
+        gc.freeze()  # so that what follows is collected fast
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        before = self._kept() if action.kind == "B" else 0
+        self._allocations.peak = 0
+        with self._allocations, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+        kept = before if action.kind == "B" else self._kept()
+        self.moments.append(Moment(str(action), kept, max(self._allocations.peak, self._allocations.live)))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._outside:
+            self._saved[storage._cdata] = StorageWeakRef(storage)
+        return tensor
+
+    def _kept(self) -> int:
+        """A message that is saved too, as a value that the next stage gets, is kept."""
+        gc.collect()  # of Python's cycles nothing is kept
+        living = self._allocations.living
+        saved = {memory for memory, storage in self._saved.items() if not storage.expired()}
+        for of_microbatch in self.executor.in_flight:
+            saved |= {t.untyped_storage()._cdata for t in of_microbatch.received}
+        holders = Counter(t.untyped_storage()._cdata for t in self.executor.transport.buffers)
+        under_way = {memory for memory, count in holders.items() if not _is_held(memory, count)} - saved
+        return sum(size for memory, size in living.items() if memory not in under_way)
+
+
+def _is_held(memory: int, num_buffers: int) -> bool:
+    """Whether somebody holds it beside so many buffers of messages, and Python's own object: a rerun begins with it."""
+    return torch._C._storage_Use_Count(memory) > num_buffers + 1

@@ -1,0 +1,74 @@
+"""What a checkpoint holds of the optimizer: of each parameter the elements that this rank owns, as views of its memory.
+
+parameter      in the model's precision
+main           where the optimizer's is higher
+exp_avg, exp_avg_sq      AdamW's moments; there are none before the first update that is not skipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from planner.sharding.buckets import Range
+from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.zero1 import DistributedOptimizer, MainShard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRun:
+    """Elements ``range`` of the flattened part that this rank holds of a parameter; ``values`` of them by kind, 1-d.
+
+    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 where they are sharded.
+    """
+
+    local: LocalParameter
+    range: Range
+    values: dict[str, Tensor]
+    num_equal: int = 1
+
+
+def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
+    """Of every trainable parameter; each once, also where it is tied."""
+    for shard in optimizer.shards:
+        dp = shard.data_parallel
+        locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
+        tensors = _tensors(optimizer, shard)
+        for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+            values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
+            yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
+
+
+def num_updates(optimizer: DistributedOptimizer) -> int:
+    """Updates that changed the parameters, so without those that were skipped: what AdamW corrects its bias by."""
+    states = optimizer.optimizer.state.values() if optimizer.optimizer is not None else ()
+    return max((int(state["step"]) for state in states), default=0)
+
+
+def begin_at(optimizer: DistributedOptimizer, updates: int) -> None:
+    """Moments of zero and a count of ``updates``, before a checkpoint's moments are read into them."""
+    if optimizer.optimizer is None:
+        return
+    for shard in optimizer.shards:
+        state = optimizer.optimizer.state[shard.main]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.main.device)
+            state.update({kind: torch.zeros_like(shard.main) for kind in MOMENTS})
+        state["step"].fill_(updates)
+        for kind in MOMENTS:
+            state[kind].zero_()
+
+
+def _tensors(optimizer: DistributedOptimizer, shard: MainShard) -> dict[str, Tensor]:
+    found = {"parameter": shard.bucket.own_parameters}
+    if shard.owns_main:
+        found["main"] = shard.main
+    state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
+    if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
+        return found
+    return found | {kind: state[kind] for kind in MOMENTS}

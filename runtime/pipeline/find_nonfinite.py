@@ -1,0 +1,72 @@
+"""Run a step again with every value looked at, and agree on the first one that is NaN or infinite.
+
+    parameters before the step -> forwards and backwards, op by op -> sums of gradients
+
+The same dropout is drawn, as it depends on the step and the microbatch alone; nothing is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.stage_module import StageModule
+from runtime.distributed.groups import Groups
+from runtime.pipeline.executor import Executor, Step
+from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
+
+
+def find_nonfinite(
+    executor: Executor, step: Step, groups: Groups, gradients: Callable[[], dict[str, Tensor]]
+) -> NonFinite | None:
+    """The first value of ``step`` that is not finite; the same on every rank, which all call it.
+
+    ``gradients``: finishes the sums of gradients, and gives those of this rank. Buffers are as before afterwards.
+    """
+    watch = Watch(groups.rank, step.first_microbatch)
+    _look_at_parameters(watch, executor.stages)
+    with _same_buffers(executor.stages), watch.over(executor):
+        executor.run(step)
+    found = first_of(_of_all(groups, watch.seen))
+    summed = gradients()
+    if found is not None:
+        return found
+    for name, gradient in summed.items():
+        if bad := worst(gradient):
+            watch.gradient_sum(name, bad)
+    return first_of(_of_all(groups, watch.seen))
+
+
+def _of_all(groups: Groups, seen: Seen) -> list[Seen]:
+    if groups.host is None:
+        return [seen]
+    found: list[Seen] = [seen] * groups.mesh.world_size
+    dist.all_gather_object(found, seen, group=groups.host)
+    return found
+
+
+def _look_at_parameters(watch: Watch, stages: Sequence[StageModule]) -> None:
+    for stage in stages:
+        for parameter in stage.parameters:
+            if bad := worst(stage.parameter(parameter.fqn).data):
+                watch.parameter(parameter.fqn, bad)
+        for fqn in stage.buffers:
+            if (bad := worst(stage.module.get_buffer(stage.attributes[fqn]))) == "NaN":  # infinity may mask something
+                watch.parameter(fqn, bad)
+
+
+@contextmanager
+def _same_buffers(stages: Sequence[StageModule]) -> Iterator[None]:
+    """What forwards write into buffers is undone."""
+    buffers = [stage.module.get_buffer(stage.attributes[fqn]) for stage in stages for fqn in stage.buffers]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in zip(buffers, before, strict=True):
+                buffer.copy_(values)

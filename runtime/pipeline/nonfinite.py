@@ -1,0 +1,328 @@
+"""Which op made the first value that is no number: the stages of a rank run again, op by op, each value looked at.
+
+    forward     a value that is not finite comes from the first of its makers whose own inputs were finite
+    backward    likewise among gradients, where all losses were finite
+
+An infinity that code asks for (``masked_fill(…, -inf)``) is no fault, and neither is one that reaches no loss. What
+other ranks sent is theirs to name: each rank tells what it saw, and ``first_of`` finds the first over all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.base import kind_of
+from passes.ops.region import run_region
+from passes.stage_module import StageModule
+from planner.errors import Where
+from planner.graph.source_lines import module_of, where_of
+from planner.pipeline.schedule import Action
+from runtime.pipeline.executor import Executor
+
+PARAMETER, BATCH, FORWARD, BACKWARD, SUM = "parameter", "batch", "forward", "backward", "sum"
+_PHASES = (PARAMETER, BATCH, FORWARD, BACKWARD, SUM)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """The first value that is NaN or infinite: the same on every rank.
+
+    ``phase``: "parameter" (it was so before the step), "batch" (an input), "forward", "backward" (a gradient), or "sum"
+    (every gradient was finite, and their sum over microbatches and ranks is not). ``name``: the dotted name of the
+    module or parameter, or of the input. ``op`` and ``where``: what computed it, and the user's line. ``value``: NaN or
+    infinity. ``microbatch`` counts over the global batch; -1 where none is meant.
+    """
+
+    phase: str
+    name: str
+    value: str
+    op: str = ""
+    where: Where | None = None
+    rank: int = 0
+    stage: int = -1
+    microbatch: int = -1
+    place: tuple[int, ...] = field(default=(), repr=False)  # among those of one phase, microbatch and stage
+
+    def __str__(self) -> str:
+        at = f"rank {self.rank}" + (f", stage {self.stage}" if self.stage >= 0 else "")
+        at += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
+        what = {
+            PARAMETER: f"the parameter {self.name} held {self.value} before the step",
+            BATCH: f"the batch's {self.name} holds {self.value}",
+            FORWARD: f"the first {self.value} of the forward is made by {self.op} in {self.name or 'the model'}",
+            BACKWARD: f"the first {self.value} of the backward is made by {self.op} in {self.name or 'the model'}",
+            SUM: f"the gradient of {self.name} is {self.value} only after it was summed up",
+        }[self.phase]
+        line = f"\n  at:  {self.where}" if self.where is not None and str(self.where) else ""
+        return f"{what} ({at}){line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank saw: ``found`` of its own; of each microbatch whose loss is bad, whether it came from elsewhere."""
+
+    found: tuple[NonFinite, ...] = ()
+    sent: tuple[NonFinite, ...] = ()  # of its own, and only sent on: a fault if a loss comes of it
+    bad_losses: frozenset[int] = frozenset()
+
+
+def first_of(seen: Iterable[Seen]) -> NonFinite | None:
+    """The first of all that the ranks saw; None where every value was finite."""
+    seen = list(seen)
+    bad_losses = frozenset[int]().union(*(s.bad_losses for s in seen))
+    found = [f for s in seen for f in s.found]
+    found += [f for s in seen for f in s.sent if f.microbatch in bad_losses]
+    if any(f.phase == FORWARD for f in found):  # what follows from a bad forward says nothing
+        found = [f for f in found if _PHASES.index(f.phase) <= _PHASES.index(FORWARD)]
+    return min(found, key=_order, default=None)
+
+
+def _order(found: NonFinite) -> tuple[Any, ...]:
+    stage = -found.stage if found.phase == BACKWARD else found.stage
+    return _PHASES.index(found.phase), found.microbatch, stage, found.place, found.rank
+
+
+def worst(values: Any) -> str:
+    """ "NaN" or "infinity" if a tensor among the values holds one, else ""."""
+    if isinstance(values, (list, tuple)):
+        return max(map(worst, values), key=("", "infinity", "NaN").index, default="")
+    if not isinstance(values, Tensor) or not (values.is_floating_point() or values.is_complex()) or values.is_meta:
+        return ""
+    if bool(torch.isfinite(values).all()):
+        return ""
+    return "NaN" if bool(torch.isnan(values).any()) else "infinity"
+
+
+class Watch:
+    """Looks at what one rank computes. Owns what it found; ``seen`` tells it when the step is over."""
+
+    def __init__(self, rank: int, first_microbatch: int) -> None:
+        self.rank, self.first_microbatch = rank, first_microbatch
+        self._found: list[NonFinite] = []
+        self._sent: list[NonFinite] = []
+        self._bad_losses: set[int] = set()
+        self._backward: dict[tuple[int, int], NonFinite | None] = {}  # by (stage, microbatch); None: from elsewhere
+        self.action: Action | None = None
+
+    @property
+    def seen(self) -> Seen:
+        gradients = (maker for maker in self._backward.values() if maker is not None)
+        return Seen((*self._found, *gradients), tuple(self._sent), frozenset(self._bad_losses))
+
+    @property
+    def microbatch(self) -> int:
+        assert self.action is not None, "no forward runs"
+        return self.first_microbatch + self.action.microbatch
+
+    @contextmanager
+    def over(self, executor: Executor) -> Iterator[None]:
+        """Every forward of the stages runs op by op inside."""
+        modules, before = [stage.module for stage in executor.stages], executor.before_forward
+
+        def note(action: Action) -> None:
+            self.action = action
+
+        for stage in executor.stages:
+            stage.module = _Checked(stage, self)  # pyright: ignore[reportAttributeAccessIssue]
+        executor.before_forward = note
+        try:
+            yield
+        finally:
+            executor.before_forward = before
+            for stage, module in zip(executor.stages, modules, strict=True):
+                stage.module = module
+
+    def parameter(self, name: str, value: str) -> None:
+        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank))
+
+    def gradient_sum(self, name: str, value: str) -> None:
+        self._found.append(NonFinite(SUM, name, value, rank=self.rank))
+
+    def input(self, stage: StageModule, name: str, value: str) -> None:
+        self._found.append(NonFinite(BATCH, name, value, "", None, self.rank, stage.index, self.microbatch))
+
+    def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
+        """What is to be said of an op. One that we have put in stands where the value that it moves was made."""
+        known = next((n for n in _upwards(node) if module_of(n) or n.meta.get("stack_trace")), node)
+        where = where_of(known)
+        return NonFinite(
+            FORWARD, module_of(known), value, kind_of(node), where, self.rank, stage.index, microbatch, place
+        )
+
+    def forward_ended(self, stage: StageModule, sent: Sequence[NonFinite | None], loss: NonFinite | str | None) -> None:
+        """``sent``: who made what is bad in each sent value; ``loss``: who made it bad, "" for another rank."""
+        self._sent += [maker for maker in sent if maker is not None]
+        if loss is None:
+            return
+        self._bad_losses.add(self.microbatch)
+        if isinstance(loss, NonFinite):
+            self._found.append(loss)
+
+    def gradient(self, stage: StageModule, microbatch: int, maker: NonFinite | None) -> None:
+        """A bad gradient of a microbatch. The first one counts, unless (None) bad ones came from the next stage."""
+        if maker is None:
+            self._backward[stage.index, microbatch] = None
+        else:
+            first = replace(maker, phase=BACKWARD, place=tuple(-n for n in maker.place))
+            self._backward.setdefault((stage.index, microbatch), first)
+
+
+def _upwards(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, then what it reads, what that reads, …, along first inputs."""
+    yield node
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+class _Checked:
+    """In the place of a stage's module: the same values, each looked at."""
+
+    def __init__(self, stage: StageModule, watch: Watch) -> None:
+        self.stage, self.watch, self.module = stage, watch, stage.module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, *values: Any) -> Any:
+        stage, watch = self.stage, self.watch
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        makers: dict[str, Any] = {}
+        for index, (node, value) in enumerate(zip(nodes, values, strict=True)):
+            if bad := worst(value):
+                makers[node.name] = _ELSEWHERE
+                at = index - len(stage.receives)
+                if 0 <= at < len(stage.inputs):
+                    watch.input(stage, stage.inputs[at], bad)
+        run = _Run(self.module, stage, watch, makers)
+        outputs = run.run(*values)
+        by_output = [makers.get(node.name) for node in _returned(self.module.graph)]
+        sent = [maker for maker in by_output[: len(stage.sends)] if isinstance(maker, NonFinite)]
+        loss = by_output[-1] if stage.has_loss and worst(outputs[-1]) else None
+        watch.forward_ended(stage, sent, "" if loss is _ELSEWHERE else loss)
+        for value in outputs[: len(stage.sends)]:
+            run.note_received_gradient(value)
+        run.hooked.clear()  # functions that hold hooks that hold this would never go
+        return outputs
+
+
+_ELSEWHERE = "elsewhere"  # made by another rank, or by who made the batch
+_MEANT = "meant"  # an infinity that the code asks for
+
+
+class _Run(fx.Interpreter):
+    """One forward. ``makers``: of each value that is not finite, who made it so; filled on the way."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        stage: StageModule,
+        watch: Watch,
+        makers: dict[str, Any],
+        place: tuple[int, ...] = (),
+        functions: set[Any] | None = None,
+    ) -> None:
+        super().__init__(module)
+        self.stage, self.watch, self.makers, self.place = stage, watch, makers, place
+        self.microbatch = watch.microbatch
+        self.index = {node: index for index, node in enumerate(module.graph.nodes)}
+        self.hooked: set[Any] = set() if functions is None else functions
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.target is run_region:
+            return self._region(n)
+        result = super().run_node(n)
+        if n.op == "get_attr":
+            if worst(result):
+                self.makers[n.name] = _ELSEWHERE if isinstance(result, torch.nn.Parameter) else _MEANT
+        elif n.op == "call_function":
+            if bad := worst(result):
+                self.makers[n.name] = self._maker(n, bad)
+            for value in result if isinstance(result, (list, tuple)) else [result]:
+                self._hook(n, value)
+        return result
+
+    def _maker(self, node: fx.Node, bad: str) -> Any:
+        known = [self.makers[i.name] for i in node.all_input_nodes if i.name in self.makers]
+        own = [maker for maker in known if isinstance(maker, NonFinite)]
+        if own:
+            return min(own, key=lambda maker: maker.place)
+        if _ELSEWHERE in known:
+            return _ELSEWHERE
+        if bad == "infinity" and (_MEANT in known or _asks_for_infinity(node)):
+            return _MEANT
+        return self.watch.made(self.stage, self.microbatch, node, (*self.place, self.index[node]), bad)
+
+    def _region(self, node: fx.Node) -> Any:
+        """Part of a stage that is a graph of its own: looked at inside, eagerly."""
+        handle, inputs, held = self.fetch_args_kwargs_from_env(node)[0]
+        given: list[Any] = [*_nodes(node.args[1]), *_nodes(node.args[2])]
+        makers: dict[str, Any] = {}
+        for inner, outer in zip(handle.module.graph.find_nodes(op="placeholder"), given, strict=True):
+            if outer.name in self.makers:
+                makers[inner.name] = self.makers[outer.name]
+        place = (*self.place, self.index[node])
+        outputs = _Run(handle.module, self.stage, self.watch, makers, place, self.hooked).run(*inputs, *held)
+        by_output = [makers.get(n.name) for n in _returned(handle.module.graph)]
+        known = [m for m in (*by_output, *(self.makers.get(given[i].name) for i in handle.through)) if m is not None]
+        if known:  # of all that it gives: which one is bad is seen where it is taken out
+            self.makers[node.name] = min(known, key=lambda maker: getattr(maker, "place", (math.inf,)))
+        return (*outputs, *(inputs[i] for i in handle.through))
+
+    # ---- gradients
+
+    def _hook(self, node: fx.Node, value: Any) -> None:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return
+        function = value.grad_fn
+        if function not in self.hooked:  # a view or a part of a tuple shares it with what it is a part of
+            self.hooked.add(function)
+
+            def made(inputs: Any, outputs: Any) -> None:
+                bad = worst(inputs)
+                if bad and not worst(outputs):
+                    self._gradient(node, bad)
+
+            function.register_hook(made)
+        users = [user for user in node.users if user.op == "call_function"]
+
+        def arrived(gradient: Tensor) -> None:
+            if bad := worst(gradient):
+                self._gradient(users[0] if users else node, bad)
+
+        value.register_hook(arrived)
+
+    def _gradient(self, node: fx.Node, bad: str) -> None:
+        place = (*self.place, self.index[node])
+        self.watch.gradient(self.stage, self.microbatch, self.watch.made(self.stage, self.microbatch, node, place, bad))
+
+    def note_received_gradient(self, value: Tensor) -> None:
+        """A gradient that the next stage sends is looked at before those of this one."""
+        if value.requires_grad:
+            stage, microbatch, watch = self.stage, self.microbatch, self.watch
+
+            def arrived(gradient: Tensor) -> None:
+                if worst(gradient):
+                    watch.gradient(stage, microbatch, None)
+
+            value.register_hook(arrived)
+
+
+def _asks_for_infinity(node: fx.Node) -> bool:
+    found = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, float)]
+    return any(math.isinf(v) for v in found)
+
+
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    return _nodes(next(iter(graph.find_nodes(op="output"))).args[0])
+
+
+def _nodes(listed: Any) -> list[fx.Node]:
+    return [node for node in listed if isinstance(node, fx.Node)]

@@ -1,0 +1,81 @@
+"""What a training run was asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import PlanError, Where
+from runtime.checkpoint.saves import check_writable, saves_in
+from runtime.report.step_report import StepRow
+
+AUTO = "auto"
+DEFAULT_SAVES = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a run. ``stopped``: the signal that ended it before its last step. ``failure``: why it gave up."""
+
+    rows: list[StepRow]
+    stopped: int | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank needs to know; the same on all of them.
+
+    ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
+    for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
+    stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
+    """
+
+    model: str
+    spec: str
+    data: str
+    num_steps: int
+    compare: bool = False
+    log: str | None = None
+    save: str | None = None
+    save_every: int | None = None
+    keep: int | None = None
+    resume: str | None = None
+
+
+def saves_directory(save: str | None, save_every: int | None, resume: str | None) -> str | None:
+    """Where saves go: ``save``, or ``checkpoints`` where an option asks for saves without saying where."""
+    return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO else None)
+
+
+def check_saves(job: Job) -> None:
+    """Raise PlanError for options that do not go together, and for a directory that cannot take this run's saves."""
+    if job.keep is not None and job.save is None:
+        raise PlanError("--keep says how many saves stay, but nothing is saved", where="--keep", fix="add --save DIR")
+    if job.resume not in (None, AUTO) and not Path(job.resume).is_dir():
+        raise PlanError(f"no directory {job.resume}", where="--resume", fix="name a save, or write auto")
+    if job.save is None:
+        return
+    check_writable(job.save)
+    found = saves_in(job.save)
+    if found and job.resume is None:
+        raise PlanError(
+            f"{job.save} holds saves of an earlier run, the newest {found[-1].name}",
+            where="--save",
+            fix="add --resume auto to go on from it, or name another directory",
+        )
+
+
+def check_log(job: Job) -> None:
+    """A new run replaces an old log; one that is resumed goes on in it. Raises PlanError if it cannot be written."""
+    if job.log is None:
+        return
+    try:
+        if job.resume is None:
+            Path(job.log).write_text("")
+        else:
+            Path(job.log).open("a").close()
+    except OSError as error:
+        raise PlanError(
+            f"cannot write the log: {error.strerror}", where=Where(file=job.log), fix="name a writable file"
+        ) from error

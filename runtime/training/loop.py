@@ -1,0 +1,134 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner import plan
+from planner.capture.model.reference import load_model, pretrained_directory
+from planner.spec.spec import Spec
+from runtime.checkpoint.saves import saves_in
+from runtime.data.byte_batches import ByteBatches, read_text
+from runtime.distributed.devices import launched
+from runtime.distributed.stopping import Stopping, stop_requested
+from runtime.engine import Engine
+from runtime.report.progress import Progress
+from runtime.report.step_report import StepReport, StepRow
+from runtime.training.job import AUTO, Job, Trained
+from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
+from runtime.training.saving import RunSaves
+from runtime.verify.reference import OneProcess
+
+
+class _Run:
+    """One rank's run. Owns its rows, and the reports that the device still works on.
+
+    A GPU works on the next step while this one's figures come.
+    """
+
+    def __init__(self, engine: Engine, progress: Progress, stopping: Stopping, beside: OneProcess | None) -> None:
+        self.engine, self.progress, self.stopping, self.beside = engine, progress, stopping, beside
+        self.rows: list[StepRow] = []
+        self.is_stopped = False
+        self._waiting: list[tuple[int, dict[str, Tensor], StepReport, float | None]] = []
+        self._guard = NonFiniteGuard(engine)
+        self._lag = int(engine.groups.device.type != "cpu")
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        report = self.engine.train_step(batch)
+        alone = self.beside.train_step(batch) if self.beside else None
+        self._waiting.append((self.engine.step_index, batch, report, alone))
+        self.show(self._lag)
+
+    def show(self, lag: int = 0) -> None:
+        """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
+        while len(self._waiting) > lag:
+            step, batch, report, alone = self._waiting.pop(0)
+            self.is_stopped |= self.stopping.agreed(report)
+            if self.progress.enabled:
+                self.rows.append(_row(step, report, alone))
+                self.progress.show(self.rows[-1])
+            self._guard.check(batch, report, step - 1)
+
+
+def run_rank(job: Job) -> Trained:
+    """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
+
+    After a restart by the launcher it goes on from the last save that the run itself has made. SIGTERM or Ctrl-C of any
+    rank ends it after a whole step, with a save if saves were asked for.
+    """
+    job = _restarted(job)
+    spec = Spec.load(job.spec)
+    text = read_text(job.data)
+    batches = ByteBatches(text, spec.require_inputs(), spec.batch.global_size, spec.seed)
+    weights = pretrained_directory(job.model)
+    model = load_model(job.model, materialize=weights is None, seed=spec.seed)
+    leads = not launched(os.environ).rank
+    decided = plan(model, spec)
+    alone = _with_values(model, job, spec) if job.compare and leads else None
+    del model
+    progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
+    with Engine(decided) as engine, RunSaves(engine, job, _extra(text, spec)) as saves:
+        save = saves.resumed()
+        if save is None and weights is not None:
+            engine.load_pretrained(weights)
+        # after the engine has taken its weights: the one process trains the model itself
+        beside = None if alone is None else _caught_up(OneProcess(alone, spec), batches, engine.step_index)
+        with progress.from_step(engine.step_index), Stopping() as stopping:
+            run = _Run(engine, progress, stopping, beside)
+            try:
+                while engine.step_index < job.num_steps and not run.is_stopped:
+                    run.step(batches.batch(engine.step_index))
+                    saves.after_step()
+                run.show()
+            except NonFiniteError as error:  # of all ranks at the same step
+                return Trained(run.rows, failure=str(error))
+            stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
+            saves.finish()
+    return Trained(run.rows, stopped)
+
+
+def _restarted(job: Job) -> Job:
+    """The job as it goes on after a launcher has started its ranks again."""
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    has_saves = job.save is not None and bool(saves_in(Path(job.save)))
+    return replace(job, resume=AUTO) if is_again and has_saves else job
+
+
+def _extra(text: Any, spec: Spec) -> dict[str, Any]:
+    """What must be the same for the batches after a resume to be those that would have come."""
+    return {
+        "data (sha256)": hashlib.sha256(text.tobytes()).hexdigest()[:16],
+        "seed": spec.seed,
+        "batch.global": spec.batch.global_size,
+    }
+
+
+def _caught_up(beside: OneProcess, batches: ByteBatches, num_steps: int) -> OneProcess:
+    """The single process has no saves: it makes the steps before a resume again."""
+    for step in range(num_steps):
+        beside.train_step(batches.batch(step))
+    return beside
+
+
+def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
+    """``model`` where it holds values, else the whole of it from its directory, in the same mode."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)
+
+
+def _row(step: int, report: StepReport, alone: float | None) -> StepRow:
+    imbalance = report.imbalance if report.expert_tokens else None
+    dropped = report.dropped_share if report.drops else None
+    seen = report.loss, report.grad_norm, report.lr, report.tokens_per_s, report.skipped
+    is_told = report.slow_rank is not None and alone is None  # rank 0 trains the single process too: no news
+    slow_rank = str(report.slow_rank) if is_told else None
+    return StepRow(step, *seen, imbalance, dropped, alone, slow_rank)

@@ -1,0 +1,55 @@
+"""What a run does about steps whose loss or gradient is no number: it goes on, or it ends and says where that began.
+
+An update that is not finite changes nothing, whatever is decided here. With a dynamic loss scale it is part of the
+game: the scale is halved and the next step tried. Only where the scale cannot become smaller is something wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from runtime.engine import Engine
+from runtime.report.step_report import StepReport
+
+MOST_SKIPPED = 100  # steps in a row, with `precision.nonfinite: skip` and no loss scale that would end it before
+
+
+class NonFiniteError(RuntimeError):
+    """Training cannot go on: loss or gradients of a step are NaN or infinite. The same on every rank."""
+
+
+class NonFiniteGuard:
+    """Looks at each report. Owns the number of steps that were skipped one after another.
+
+    Every rank asks it about every step, in order; all of them stop at the same step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.num_skipped = engine, 0
+
+    def check(self, batch: Mapping[str, Tensor], report: StepReport, step: int, *, local: bool = False) -> None:
+        """``batch`` and ``report``: of the step with this index, the first of a training being 0.
+
+        Raises NonFiniteError on every rank, with the first value of the step that is not finite.
+        """
+        self.num_skipped = self.num_skipped + 1 if report.skipped else 0
+        if self.num_skipped and self._is_over():
+            raise NonFiniteError(self._words(batch, report, step, local))
+
+    def _is_over(self) -> bool:
+        precision, scale = self.engine.spec.precision, self.engine.loss_scale
+        if precision.loss_scale == "dynamic":
+            return scale.is_exhausted or precision.nonfinite == "stop"
+        return precision.nonfinite != "skip" or self.num_skipped >= MOST_SKIPPED
+
+    def _words(self, batch: Mapping[str, Tensor], report: StepReport, step: int, local: bool) -> str:
+        first = self.engine.find_nonfinite(batch, local=local, step=step)
+        row = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
+        figures = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
+        found = first or "computed once more, every value is finite: the step cannot be repeated, or a sum overflowed"
+        return (
+            f"step {step + 1} is not finite{row} ({figures}); its update was left out, and training stops\n  {found}\n"
+            "  fix: lower the learning rate, warm up, or clip; see docs/limits.md, and precision.nonfinite to go on"
+        )

@@ -1,0 +1,90 @@
+"""The end of a step: the update, and its report. What ranks tell each other travels in the sum that the norm needs.
+
+norm | loss | rows of each expert | notes of each rank      one all-reduce over all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from passes.stage_module import RankProgram
+from planner.decisions import Decisions
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.distributed.groups import Groups
+from runtime.distributed.notes import Notes
+from runtime.distributed.stopping import stop_requested
+from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.report.step_report import StepClock, StepReport
+
+
+class Update:
+    """Updates of one rank. Owns: the loss scale, and what this rank notes for the others."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        decisions: Decisions,
+        spec: Spec,
+        groups: Groups,
+        program: RankProgram,
+        optimizer: DistributedOptimizer,
+    ) -> None:
+        self._spec, self._groups, self._optimizer = spec.optimizer, groups, optimizer
+        self._load, self._experts = program.load, plan.experts
+        self._limits, self._layers = decisions.noted_limits, decisions.experts.layers
+        self.loss_scale = LossScale(spec.precision, groups.device)
+        self._notes = Notes(plan.mesh, groups.rank, groups.device)
+
+    def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
+        """The batch of the next update, which is to be the same on all ranks."""
+        self._notes.take(batch, is_local=is_local)
+
+    def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
+        """``loss``: this rank's addend. Raises PlanError on every rank where their batches differ; on a GPU, which is
+        not waited for, whoever reads the report meets it. Nothing is updated then."""
+        rate, scale = self._learning_rate(step), self.loss_scale.tensor
+        is_on_cpu = self._groups.device.type == "cpu"
+        busy = self._groups.faults.busy_seconds() if is_on_cpu else 0.0  # the host's time tells nothing of a device
+        notes = self._notes.here(stop_requested() is not None, busy)
+        result = self._optimizer.step(
+            rate,
+            grad_scale=1.0 if scale is None else scale,
+            extra=[loss, *self._load_here(), notes],
+            refused=self._notes.differ,
+        )
+        check = partial(self._notes.check, step=step)
+        if is_on_cpu and self._groups.mesh.world_size > 1:
+            check(result.figures[-len(notes) :].tolist())
+        self.loss_scale.update(result.found_inf)
+        if clock is not None:
+            clock.stop()
+        layers, dropping = self._layers_of_experts(), sum(limit > 0 for limit in self._limits)
+        figures = (result.figures, rate, num_tokens, clock)
+        notes_of = (len(notes), check)
+        return StepReport(*figures, layers, dropping, self._drops_tokens(), notes_of, self._notes.stages)
+
+    def _learning_rate(self, step: int) -> float:
+        o, s = self._spec, self._spec.schedule
+        return learning_rate(step, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+
+    def _load_here(self) -> list[Tensor]:
+        """This rank's addend to the rows of each expert: all tp ranks route the same, one adds them."""
+        load = self._load
+        if load is None or load.figures is None or not load.sizes:
+            return []
+        return [load.figures if self._groups.tp_rank == 0 else torch.zeros_like(load.figures)]
+
+    def _layers_of_experts(self) -> tuple[tuple[str, int], ...]:
+        return tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else ()
+
+    def _drops_tokens(self) -> bool | None:
+        """Whether tokens may find no slot of an expert; None: some may, and it is not known how many."""
+        slots = [layer.limit for layer in self._layers if layer.capacity]
+        return bool(slots) if all(slots) else None

@@ -1,0 +1,123 @@
+"""Experts with a fixed number of slots train as one process does, microbatch by microbatch, in every spelling.
+
+Ranks are threads of this process; tests/numeric/test_experts.py runs one of the same as processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner import PlanError, plan
+from tests.models import experts, slots
+from tests.models.slots import Way
+from tests.numeric.test_expert_layouts import FOLDINGS, batch_of
+from tests.tools.simulated_mesh import run_mesh, spec_of
+
+UNKNOWN = (slots.expert_choice,)  # experts fill all their slots, whoever chose what
+
+
+def built(way: Way, capacity: int = 3, **more: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model = experts.Net(slots.Slots(way, capacity, **more)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def alone(model: nn.Module, batch: Mapping[str, Tensor], dp: int) -> tuple[Tensor, list[list[int]]]:
+    """The mean loss of dp microbatches, and how many tokens of each chose each expert."""
+    counts: list[list[int]] = []
+
+    def count(_: nn.Module, __: tuple[Tensor, ...], scores: Tensor) -> None:
+        way: Way = model.layer.way  # type: ignore[union-attr,assignment]
+        chosen = scores.topk(slots.CHOICES.get(way, 2), -1).indices
+        groups = chosen.view(2 if way in (slots.by_sequence, slots.experts_first) else 1, -1)
+        counts.extend(group.bincount(minlength=slots.E).tolist() for group in groups)
+
+    handle = model.get_submodule("layer.gate").register_forward_hook(count)
+    losses = [model(**{n: x.chunk(dp)[i] for n, x in batch.items()}) for i in range(dp)]
+    handle.remove()
+    return torch.stack(losses).mean(), counts
+
+
+def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capacity: int = 3, **more: Any) -> None:
+    ran = run_mesh(lambda: built(way, capacity, **more), dict(batch), mesh)
+    model = built(way, capacity, **more)
+    loss, counts = alone(model, batch, mesh.get("dp", 1))
+    loss.backward()
+    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-10, atol=1e-10)
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    for name, parameter in model.named_parameters():
+        truth = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        wrong = (ran.gradients.get(name, torch.zeros_like(truth)) - truth).norm() / norm
+        assert wrong <= 1e-10, f"{name}: {wrong:.1e} of the gradients' norm"
+    told = Counter[tuple[str, str, str]]()
+    for row in ran.plan.collectives:
+        if row.per == "microbatch":
+            told[row.axis, row.kind, row.phase] += row.bytes
+    for program in ran.programs:
+        sent = {(axis.name, *key): n for axis in program.axes.values() for key, n in axis.bytes.items() if n}
+        assert sent == told
+    figures = sum(p.load.figures for r, p in enumerate(ran.programs) if not ran.plan.mesh.place(r)["tp"]).tolist()  # type: ignore[union-attr]
+    if way in UNKNOWN or "least" in more:
+        assert len(figures) == slots.E
+    else:
+        assert figures[: slots.E] == torch.tensor(counts).sum(0).tolist()
+        assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
+
+
+@pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
+def test_every_spelling_of_slots(way):
+    check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
+
+
+@pytest.mark.parametrize("folding", [name for name in FOLDINGS if name != "tp2·dp2·ep2, etp 2"])
+@pytest.mark.parametrize("way", [slots.one_hot, slots.unbound], ids=lambda w: w.__name__)
+def test_slots_under_every_folding(way, folding):
+    mesh = FOLDINGS[folding]
+    check(way, batch_of(2 * mesh.get("dp", 1)), mesh)
+
+
+@pytest.mark.parametrize("capacity", [1, 6])
+@pytest.mark.parametrize("way", [slots.switch, slots.scattered, slots.chunks], ids=lambda w: w.__name__)
+def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
+    mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
+    check(way, batch_of(2, 1), mesh, capacity, favoured=40.0)
+    check(way, batch_of(4), mesh, capacity, favoured=40.0)
+
+
+@pytest.mark.parametrize("way", [slots.by_sequence, slots.experts_first], ids=lambda w: w.__name__)
+def test_groups_of_tokens_that_are_as_many_as_slots(way):
+    check(way, batch_of(4), FOLDINGS["ep2·dp2"], 2)
+
+
+def test_all_tokens_dropped():
+    check(slots.written, batch_of(4), FOLDINGS["ep2·dp2"], least=2.0)
+
+
+@pytest.mark.parametrize("way", slots.REFUSED, ids=lambda w: w.__name__)
+def test_what_is_not_computed_slot_by_slot_is_told(way):
+    with pytest.raises(PlanError, match=slots.REFUSED[way]) as raised:
+        plan(built(way), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+    assert "slots.py" in str(raised.value)
+
+
+def test_a_plan_tells_slots_and_what_is_sent():
+    made = plan(built(slots.one_hot), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+    (row,) = made.experts
+    assert (row.how, row.bytes) == ("3 slots of each expert", 4 * 3 * 8 * 8)
+    assert "3 slots of each expert" in made.describe()
+    taken = plan(built(slots.expert_choice), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+    assert taken.experts[0].how == "3 slots that each expert fills"
+
+
+def test_experts_that_ep_does_not_divide_are_told():
+    with pytest.raises(PlanError, match="4 experts are not divisible by ep = 3"):
+        plan(built(slots.one_hot), spec_of(batch_of(6), {"dp": 3, "ep": 3}))

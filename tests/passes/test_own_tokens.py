@@ -1,0 +1,62 @@
+"""Products of gathered keys and values keep this rank's part, and gather again in the backward, as the plan lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.lower import lower
+from passes.ops.own_tokens import of_gathered
+from tests.models.families import Entry, build
+from tests.tools.saved_memory import measured
+from tests.tools.simulated_mesh import counted, run_mesh
+
+
+def entry_of(name: str) -> Entry:
+    entry = build(name)
+    entry.inputs = {n: ((16, *s[1:]), *rest) for n, (s, *rest) in entry.inputs.items()}  # pyright: ignore
+    return entry
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=["cp2", "cp2-tp2"])
+@pytest.mark.parametrize("name", ["bloom", "t5", "gemma2"])
+def test_it_equals_one_process_and_exchanges_what_the_rows_say(name: str, mesh: dict[str, int]) -> None:
+    batch = entry_of(name).batch(2, 3)
+    ran, whole = run_mesh(lambda: build(name).model, batch, mesh), build(name)
+    loss = whole.loss(whole.model(**batch))
+    loss.backward()
+    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-6, atol=1e-6)
+    for fqn, parameter in whole.model.named_parameters():
+        assert parameter.grad is not None
+        largest = parameter.grad.abs().max()
+        assert (ran.gradients[fqn] - parameter.grad).abs().max() <= 2e-6 * largest, fqn
+    rows = [row for row in ran.plan.collectives if row.axis == "cp" and row.per == "microbatch"]
+    listed = {(row.axis, row.kind, row.phase): 0 for row in rows}
+    for row in rows:
+        listed[row.axis, row.kind, row.phase] += row.count
+    assert {key: n for key, n in counted(ran.programs[0]).items() if key[0] == "cp"} == listed
+    assert listed["cp", "all_gather", "backward"] == listed["cp", "all_gather", "forward"]
+
+
+def test_what_a_stage_keeps_falls_as_the_tokens_of_a_rank() -> None:
+    def activations(cp: int) -> int:
+        made = run_mesh(lambda: build("bloom").model, entry_of("bloom").batch(2, 3), {"cp": cp}).plan
+        assert all(n.target is not of_gathered for n in made.to_run()[0].program.graph.graph.nodes)
+        return made.memory[0].activations
+
+    one, two, four = (activations(cp) for cp in (1, 2, 4))
+    assert 2 * two <= 1.05 * one
+    assert 4 * four <= 1.05 * one
+
+
+def test_recomputed_blocks_keep_their_gathers() -> None:
+    batch = entry_of("bloom").batch(2, 3)
+    ran = run_mesh(lambda: build("bloom").model, batch, {"cp": 2}, recompute="full")
+    targets = {n.target for n in lower(ran.plan, 0).stages[0].module.graph.nodes}
+    assert of_gathered not in targets
+
+
+def test_the_plan_knows_to_the_byte_what_is_kept() -> None:
+    for name in ("bloom", "t5"):
+        made, kept = measured(lambda name=name: build(name).model, entry_of(name).batch(2, 3), {"cp": 2})
+        assert [rank.total for rank in kept] == [made.memory[0].of_microbatch[0]] * 2

@@ -1,0 +1,76 @@
+"""The program of a cp rank, run for all ranks: loss and every gradient are those of the whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.api import _captured
+from planner.capture.loss.shares import LossTerms
+from planner.graph.program import Program
+from planner.spec.spec import Spec
+from tests.models import families, own, sequences
+from tests.tools.sequence_ranks import compared
+
+IN_FLOAT64 = ["bert", "t5", "roberta", "opt"]
+IN_FLOAT32 = [
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "qwen3",
+    "gemma2",
+    "bloom",
+    "falcon-alibi",
+    "mistral",
+    "llama-one-key-head",
+    "phi3",
+]
+MODELS = ["gpt", "einsum", "relative-bias", "memory", "parallel", "experts", "torch-encoder", "penalty-loss", "z-loss"]
+
+
+def program_of(model: nn.Module, batch: Mapping[str, Tensor], microbatches: int) -> tuple[Program, LossTerms]:
+    """What the recipe has before it cuts anything, of a batch that is one of so many microbatches."""
+    rows = len(next(iter(batch.values())))
+    inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
+    spec = Spec.load({"mesh": {}, "batch": {"global": rows * microbatches, "micro": rows}, "inputs": inputs})
+    return _captured(model, spec, {n: torch.empty_like(x, device="meta") for n, x in batch.items()})
+
+
+def worst_of(entry: families.Entry, cp: int, microbatches: int = 2) -> float:
+    batch = {name: value[1:3] for name, value in entry.batch(4, 5).items()}
+    program, terms = program_of(entry.model, batch, microbatches)
+    return max(compared(program, terms, entry.model, batch, cp).values())
+
+
+def lengthened(entry: families.Entry, length: int) -> families.Entry:
+    entry.inputs = {n: ((length, *s[1:]) if s else s, *rest) for n, (s, *rest) in entry.inputs.items()}  # pyright: ignore
+    return entry
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("name", IN_FLOAT64 + IN_FLOAT32)
+def test_a_family_is_equal(name: str, cp: int) -> None:
+    entry = lengthened(families.build(name), 16)
+    assert worst_of(entry, cp) < (1e-10 if name in IN_FLOAT64 else 2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_our_own_is_equal(name: str) -> None:
+    assert name in own.MODELS
+    assert worst_of(families.build(name), 3) < 1e-10
+
+
+def test_a_pooled_sequence_of_a_family_is_equal() -> None:
+    assert worst_of(families.build("bert-classes"), 2) < 1e-10
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", sequences.LOSSES)
+def test_a_loss_that_reads_its_sequence_is_equal(name: str, microbatches: int) -> None:
+    shape, integers = (sequences.LENGTH,), (torch.int64, sequences.VOCABULARY)
+    inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
+    entry = families.Entry(sequences.reader(name), inputs, ("labels",))  # pyright: ignore[reportArgumentType]
+    assert worst_of(entry, 4, microbatches) < 1e-10

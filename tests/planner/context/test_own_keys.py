@@ -1,0 +1,93 @@
+"""What a rank of cp keeps of attention: its own keys and values. Held against autograd, and against one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from planner import Plan, plan
+from planner.graph.ops.sequence import causal_attention, gather_sequence, gathered_attention
+from planner.saved.trace import trace_stage
+from tests.models import hugging_face
+from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.saved_memory import measured
+from tests.tools.simulated_mesh import counted, run_mesh
+from tests.tools.simulated_model import built
+
+
+def targets(name: str, mesh: dict[str, int], train: bool = False) -> Counter[Any]:
+    made: Any = plan(build(name).train(train), spec_of(name, mesh=mesh))
+    asked = (causal_attention, gather_sequence, gathered_attention)
+    return Counter(n.target for n in made.decisions.program.graph.graph.nodes if n.target in asked)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, one key head", "bert"])
+def test_attention_gathers_for_itself(name):
+    assert targets(name, {"cp": 2}) == {gathered_attention: 2}
+
+
+def test_what_draws_or_shares_key_heads_gathers_before():
+    assert targets("gpt2", {"cp": 2}, train=True) == {causal_attention: 2, gather_sequence: 4}
+    assert targets("llama, one key head", {"cp": 2, "tp": 2}) == {causal_attention: 2, gather_sequence: 4}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_what_a_rank_keeps_falls_as_one_over_cp_and_is_what_the_plan_says(family):
+    kept = {}
+    for cp in (1, 2, 4):
+        made, ranks = measured(lambda: hugging_face.build(family), hugging_face.batch(family), {"cp": cp})
+        trace = trace_stage(made.decisions, made.shards, 0)  # pyright: ignore[reportArgumentType]
+        assert [rank.total for rank in ranks] == [trace.kept_bytes] * cp
+        kept[cp] = trace.kept_bytes
+    assert kept[2] <= kept[1] / 2 * 1.05
+    assert kept[4] <= kept[1] / 4 * 1.05
+
+
+CASES = [
+    ("gpt", {"cp": 2}),
+    ("gpt", {"cp": 4}),
+    ("llama", {"cp": 2, "tp": 2}),
+    ("llama, one key head", {"cp": 2, "tp": 2}),
+    ("bert", {"cp": 2, "dp": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
+def test_ranks_of_cp_train_as_one_process(name, mesh):
+    def make() -> Any:
+        return built(MODELS[name].make).eval()
+
+    batch = batch_of(name, mesh.get("dp", 1))
+    ran, model = run_mesh(make, batch, mesh), make()
+    loss = loss_of(model(**batch))
+    loss.backward()
+    torch.testing.assert_close(ran.loss.double(), loss.detach().double(), rtol=1e-6, atol=0.0)
+    truth = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in truth.values())
+    for fqn, gradient in ran.gradients.items():
+        torch.testing.assert_close(gradient, truth[fqn], rtol=1e-6, atol=1e-6 * largest)
+    for program in ran.programs:
+        assert {key[1:]: n for key, n in counted(program).items() if key[0] == "cp"} == of_cp(ran.plan)
+
+
+def batch_of(name: str, dp: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    entry = MODELS[name]
+    return {n: torch.randint(0, entry.vocabulary, (2 * dp, 16), generator=generator) for n in entry.inputs}
+
+
+def loss_of(output: Any) -> Tensor:
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    return next(v for v in values if v.dim() == 0)
+
+
+def of_cp(made: Plan) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for row in made.collectives:
+        if row.axis == "cp":
+            found[row.kind, row.phase] += row.count
+    return found

@@ -1,0 +1,56 @@
+"""What a cut over cp cannot do is one error, which names the op and its line, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner import PlanError, plan
+from tests.models import sequences
+from tests.models.families import build
+from tests.models.plain import plain
+
+INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "labels": {"like": "input_ids"}}
+
+
+def error_of(model: torch.nn.Module, cp: int = 2, **more: Any) -> PlanError:
+    spec = {"mesh": {"cp": cp}, "batch": {"global": 4, "micro": 2}, "inputs": INPUTS} | more
+    with pytest.raises(PlanError) as caught:
+        plan(model, spec)
+    return caught.value
+
+
+@pytest.mark.parametrize("op", sequences.REFUSED)
+def test_what_reads_the_sequence_as_a_whole_is_named_with_its_line(op: str) -> None:
+    error = error_of(sequences.refused(op))
+    assert error.what.startswith(f"cp: {op} reads the whole sequence, [2, ")
+    assert "sequences.py:" in str(error.where)
+    assert "mesh.cp: 1" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("length", "cp", "nearest", "sizes"),
+    [(16, 3, "12 or 18", "{1, 2, 4, 8}"), (10, 2, "8 or 12", "{1, 5}"), (3, 2, "4", "{1}"), (7, 1000, "2000", "{1}")],
+)
+def test_a_sequence_that_does_not_divide_names_the_nearest(length: int, cp: int, nearest: str, sizes: str) -> None:
+    inputs = {name: {"shape": [length], "dtype": "int64", "high": 50} for name in ("input_ids", "labels")}
+    error = error_of(plain(50, length), cp, inputs=inputs)
+    assert error.what == f"cp = {cp}: a sequence of {length} tokens is not divisible by 2·cp = {2 * cp}"
+    assert error.fix == f"use sequences of {nearest} tokens, or choose cp from {sizes}"
+    assert "tokens" in str(error.where)
+
+
+def test_a_model_without_a_sequence_among_its_inputs_is_refused() -> None:
+    entry = build("vit")
+    inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
+    error = error_of(entry.model, inputs=inputs)
+    assert error.what == "cp = 2: no input has a sequence that could be cut"
+    assert str(error.where) == "mesh.cp"
+
+
+def test_experts_over_axes_of_their_own_are_refused_beside_cp() -> None:
+    error = error_of(plain(50, 16), mesh={"cp": 2, "ep": 2})
+    assert str(error.where) == "mesh.cp"
+    assert "ep: 1" in error.fix

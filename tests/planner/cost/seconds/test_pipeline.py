@@ -1,0 +1,59 @@
+"""The fast run of a pipeline beside planner.pipeline.simulate, and its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.seconds.pipeline import run_pipeline
+from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import simulate
+
+costs = st.integers(1, 5)
+
+
+def both(kind: str, pp: int, vpp: int, count: int, forward: list[int], backward: list[int]) -> tuple[float, float]:
+    run = run_pipeline(kind, pp, vpp, count, [float(x) for x in forward], [float(x) for x in backward])
+    return run.seconds, simulate(build_schedule(kind, pp, count, vpp), forward, backward).duration
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 5), st.integers(1, 40))
+def test_1f1b_takes_what_the_simulation_takes(data: st.DataObject, pp: int, count: int) -> None:
+    forward = data.draw(st.lists(costs, min_size=pp, max_size=pp))
+    backward = data.draw(st.lists(costs, min_size=pp, max_size=pp))
+    fast, slow = both("1f1b", pp, 1, count, forward, backward)
+    assert fast == pytest.approx(slow, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.integers(2, 4), st.integers(2, 3), st.integers(1, 14))
+def test_interleaved_takes_what_the_simulation_takes(data: st.DataObject, pp: int, vpp: int, groups: int) -> None:
+    forward = data.draw(st.lists(costs, min_size=pp * vpp, max_size=pp * vpp))
+    backward = data.draw(st.lists(costs, min_size=pp * vpp, max_size=pp * vpp))
+    fast, slow = both("interleaved_1f1b", pp, vpp, pp * groups, forward, backward)
+    assert fast == pytest.approx(slow, rel=1e-12)
+
+
+def test_gpipe_takes_what_the_simulation_takes() -> None:
+    fast, slow = both("gpipe", 3, 1, 5, [1, 3, 2], [2, 2, 5])
+    assert fast == pytest.approx(slow, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [12, 100, 101, 500])
+def test_a_long_run_is_not_run_to_its_end_and_takes_as_long(count: int) -> None:
+    stages = [1.0, 1.25, 1.0, 1.5]
+    run = run_pipeline("1f1b", 4, 1, count, stages, stages)
+    slow = simulate(build_schedule("1f1b", 4, count), stages, stages)
+    assert run.seconds == pytest.approx(slow.duration, rel=1e-12)
+    assert run.ends == pytest.approx([rank[-1][1] for rank in slow.spans], rel=1e-12)
+    assert run.starts == pytest.approx([rank[0][0] for rank in slow.spans], rel=1e-12)
+
+
+def test_messages_delay_and_the_first_stage_is_not_delayed() -> None:
+    alone = run_pipeline("1f1b", 2, 1, 1, [1.0, 1.0], [2.0, 2.0])
+    later = run_pipeline("1f1b", 2, 1, 1, [1.0, 1.0], [2.0, 2.0], [0.25], [0.5])
+    assert alone.seconds == pytest.approx(6.0)
+    assert later.seconds == pytest.approx(6.75)
+    assert later.starts == pytest.approx((0.0, 1.25))

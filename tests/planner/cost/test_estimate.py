@@ -1,0 +1,107 @@
+"""Estimates of layouts beside the full plans of these layouts, and the lower bound beside the estimate."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from planner import Plan, plan
+from planner.cluster.cluster import Cluster
+from planner.cost.cut.units import CutWork
+from planner.cost.estimate import at_least, estimate
+from planner.cost.layout import Layout
+from planner.cost.work import cut_work
+from planner.spec.spec import Spec
+from tests.models import hugging_face
+
+CLUSTER = Cluster.model_validate(
+    {
+        "name": "eight",
+        "device": {"name": "small", "flops": {"float32": 1e9}, "memory": 10**9, "bandwidth": 1e9, "launch": 1e-6},
+        "links": [
+            {"name": "inside", "devices": 4, "bandwidth": 1e9, "latency": 1e-6},
+            {"name": "outside", "devices": 64, "bandwidth": 1e8, "latency": 1e-5},
+        ],
+        "overlap": 0.5,
+    }
+)
+SEQUENCE = {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "alone": ({}, "none", {}),
+    "tp": ({"tp": 2, "dp": 2}, "none", {}),
+    "pipeline": ({"tp": 2, "pp": 2, "dp": 2}, "none", {}),
+    "sequence": ({"tp": 2, "pp": 2}, "none", SEQUENCE),
+    "full": ({"pp": 2}, "full", {}),
+    "selective": ({"tp": 2, "pp": 2}, "selective", SEQUENCE),
+    "context": ({"cp": 2, "pp": 2}, "none", {}),
+    "experts": ({"tp": 2, "pp": 2, "dp": 2, "ep": 2, "etp": 1}, "none", {}),
+}
+CASES = [
+    *[(family, layout) for family in ("gpt2", "llama") for layout in LAYOUTS if layout != "experts"],
+    *[("t5", layout) for layout in ("alone", "tp", "pipeline", "full")],
+    *[("mixtral", layout) for layout in ("tp", "pipeline", "selective", "experts")],
+]
+
+
+@cache
+def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
+    mesh, recompute, parallel = LAYOUTS[layout]
+    batch = hugging_face.batch(family)
+    inputs = {
+        name: {"shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in batch.items()
+    }
+    spec = {
+        "mesh": {**mesh, "pp": pp},
+        "batch": {"global": 10 * mesh.get("dp", 1), "micro": 2},
+        "inputs": inputs,
+        "tensor_parallel": {"vocabulary_multiple": 8, **parallel},
+        "recompute": recompute,
+    }
+    made = plan(hugging_face.build(family), spec)
+    return made, Spec.load(made.spec)
+
+
+def work_of(family: str, layout: str, pp: int) -> CutWork:
+    made, spec = planned(family, layout, pp)
+    decisions, shards = made.to_run()
+    return cut_work(decisions, shards, spec, {LAYOUTS[layout][1]})
+
+
+def layout_of(made: Plan, spec: Spec) -> Layout:
+    decisions, _ = made.to_run()
+    sizes = tuple(map(len, decisions.stages.blocks_of_stage))
+    sequence_parallel = bool(spec.tensor_parallel.sequence_parallel)
+    count, kind = made.schedule.num_microbatches, made.schedule.kind
+    return Layout(made.mesh, 2, count, sequence_parallel, str(spec.recompute), kind, sizes)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_an_estimate_from_one_stage_is_that_of_the_full_plan(family: str, layout: str) -> None:
+    made, spec = planned(family, layout, LAYOUTS[layout][0].get("pp", 1))
+    where = layout_of(made, spec)
+    own = estimate(work_of(family, layout, made.mesh.pp), where, CLUSTER, spec)
+    whole = estimate(work_of(family, layout, 1), where, CLUSTER, spec)
+    assert whole.cost.step_seconds == pytest.approx(own.cost.step_seconds, rel=1e-6)
+    for row, ours, theirs in zip(made.memory, own.memory, whole.memory, strict=True):
+        assert ours.total == pytest.approx(row.total, rel=0.005)
+        assert theirs.total == pytest.approx(row.total, rel=0.04 if family == "t5" else 0.02)
+        assert ours.of_microbatch == row.of_microbatch == theirs.of_microbatch
+        assert (ours.parameters, ours.gradients, ours.optimizer) == (row.parameters, row.gradients, row.optimizer)
+    assert at_least(work_of(family, layout, 1), where, CLUSTER, spec) <= whole.cost.step_seconds
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "selective"])
+def test_the_parts_of_a_cost_sum_to_the_step(layout: str) -> None:
+    made, spec = planned("llama", layout, 2)
+    cost = estimate(work_of("llama", layout, 2), layout_of(made, spec), CLUSTER, spec).cost
+    parts = (
+        cost.compute, cost.recompute, cost.tp_comm, cost.cp_comm, cost.ep_comm, cost.pp_comm, cost.pp_bubble,
+        cost.dp_comm, cost.optimizer,
+    )  # fmt: skip
+    assert sum(parts) == pytest.approx(cost.step_seconds)
+    assert min(parts) >= 0
+    assert min(cost.compute, cost.tp_comm, cost.pp_comm, cost.pp_bubble) > 0
+    assert bool(cost.recompute) == (layout == "selective")

@@ -1,0 +1,65 @@
+"""What lives at once in a forward and in a backward, beside the storages that really live: of one process, so that no
+message is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from passes.lower import lower
+from planner import plan
+from planner.cost.liveness import StageMemory, stage_memory
+from planner.saved.allocations import Allocations
+from planner.saved.trace import trace_stage
+from runtime.weights.shards import fill
+from runtime.weights.sources import ModelWeights
+from tests.models import hugging_face
+from tests.models.families import FAMILIES
+from tests.tools.saved_memory import held_by
+from tests.tools.simulated_mesh import spec_of, totals_of
+
+
+def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Bytes at the peak of the forward, after it, and at the peak of the backward."""
+    program = lower(made, 0)
+    fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(0), torch.device("cpu"))
+    (stage,) = program.stages
+    totals = totals_of(program, {n: (x,) for n, x in batch.items()}, 1)
+    given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
+    for parameter in stage.module.parameters():  # as buffers take gradients over
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Allocations([*held_by(stage), *given]) as allocations:
+        *_, loss = stage.module(*given)
+        root, seed = get_gradient_edge(loss), torch.ones_like(loss)
+        del loss, _
+        forward, kept, allocations.peak = allocations.peak, allocations.live, 0
+        torch.autograd.backward([root], [seed])
+    return forward, kept, allocations.peak
+
+
+def told(made: Any) -> StageMemory:
+    return stage_memory(trace_stage(made.decisions, made.shards, 0))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bloom"])
+def test_predicted_peaks_are_those_of_the_storages_that_live(family: str) -> None:
+    model, batch = hugging_face.build(family), hugging_face.batch(family)
+    made = plan(model, spec_of(batch, {}))
+    check(told(made), lived(made, model, batch))
+
+
+def test_peaks_with_dropout() -> None:
+    entry = FAMILIES["gpt2-dropout"]()
+    batch = entry.batch(2, 0)
+    made = plan(entry.model.train(), spec_of(batch, {}))
+    check(told(made), lived(made, entry.model, batch))
+
+
+def check(memory: StageMemory, measured: tuple[int, int, int]) -> None:
+    forward, kept, backward = measured
+    assert memory.kept == pytest.approx(kept, abs=64)
+    assert memory.forward == pytest.approx(forward, rel=0.01)
+    assert memory.backward == pytest.approx(backward, rel=0.01)

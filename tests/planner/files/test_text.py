@@ -1,0 +1,65 @@
+"""Only regular files of text are read, as far as their limit, and never waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlanError
+from planner.files.text import KIB, is_directory, is_file, printable, read_text, shorten
+from tests.tools.mutations import at_most
+
+
+def error(path: object) -> str:
+    with pytest.raises(PlanError) as caught, at_most(10):
+        read_text(path, "list", most_bytes=KIB, fix="do this")  # pyright: ignore[reportArgumentType]
+    return str(caught.value)
+
+
+def test_text_comes_without_a_byte_order_mark(tmp_path):
+    (tmp_path / "it").write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert read_text(tmp_path / "it", "list", most_bytes=KIB) == "a\r\nb"
+    (tmp_path / "it").write_bytes(b"x" * KIB)
+    assert len(read_text(tmp_path / "it", "list", most_bytes=KIB)) == KIB
+
+
+def test_what_is_no_regular_file_is_named_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a pipe, not a regular file" in error(tmp_path / "pipe")
+    assert "is a directory, not a regular file" in error(tmp_path)
+    for device in ("/dev/full", "/dev/zero", "/dev/null"):
+        if Path(device).exists():
+            assert "is a device, not a regular file" in error(device)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        assert "cannot read the list" in error(tmp_path / "socket")
+
+
+def test_what_cannot_be_read_is_one_error(tmp_path):
+    (tmp_path / "large").write_bytes(b"x" * (KIB + 1))
+    (tmp_path / "utf16").write_bytes("a\nb".encode("utf-16"))
+    (tmp_path / "loop").symlink_to("loop")
+    assert f"the list {tmp_path / 'large'} is larger than 1 KiB" in error(tmp_path / "large")
+    assert "the list is not UTF-8 text\n  at:  utf16:1" in error(tmp_path / "utf16")
+    assert "Too many levels" in error(tmp_path / "loop")
+    assert "there is no list file" in error(tmp_path / "none")
+    assert "Not a directory" in error(tmp_path / "large" / "in")
+    assert "File name too long" in error("n" * 5000)
+    assert len(error("n" * 5000)) < 2000
+    assert "null byte" in error("a\0b")
+    assert "its name is not UTF-8" in error("\ud800")
+
+
+def test_a_name_that_no_file_can_have_is_none(tmp_path):
+    for name in ("n" * 5000, "a\0b", "\ud800", "no such"):
+        assert not is_file(Path(name))
+        assert not is_directory(Path(name))
+    assert is_directory(tmp_path)
+
+
+def test_words_of_an_error_are_short_and_move_no_cursor():
+    assert shorten("a" * 1000, 9) == "aaaaaa…aaa"
+    assert printable("a\x1b[31m\u202eb\né\0") == "a\\x1b[31m\\u202eb\né\\x00"

@@ -1,0 +1,39 @@
+"""What the trace of a stage says is kept, beside what autograd keeps of the lowered stage: to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner.saved.trace import trace_stage
+from tests.models import hugging_face
+from tests.models.families import FAMILIES
+from tests.tools.saved_memory import measured
+
+SEQUENCE = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"tp1": (1, {}), "tp2": (2, {}), "tp2-sp": (2, SEQUENCE)}
+
+
+def check(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], layout: str) -> None:
+    tp, more = LAYOUTS[layout]
+    made, ranks = measured(make, batch, {"tp": tp}, **more)
+    trace = trace_stage(made.decisions, made.shards, 0)
+    assert not trace.unseen
+    assert [kept.total for kept in ranks] == [trace.kept_bytes] * tp
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "gpt_neox", "bloom", "opt", "falcon_mqa"])
+def test_kept_bytes_are_those_that_autograd_keeps(family: str, layout: str) -> None:
+    check(lambda: hugging_face.build(family), hugging_face.batch(family), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> None:
+    torch.manual_seed(0)
+    entry = FAMILIES["gpt2-dropout"]()
+    check(lambda: FAMILIES["gpt2-dropout"]().model, entry.batch(2, 0), layout)

@@ -1,0 +1,128 @@
+"""The best layouts are those of plain enumeration, whatever the cluster, the model and the pins."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from planner.cluster.cluster import Cluster
+from planner.cost.estimate import at_least, estimate, rank_holdings
+from planner.errors import PlanError
+from planner.search.best_first import BestFirst, Candidate
+from planner.search.choice import Cut, Point
+from planner.search.cuts import Cuts
+from planner.search.space import Space
+from planner.spec.fields import AUTO
+from tests.models.deep import captured, spec_of
+
+KINDS = ("none", "selective", "full")
+PINS: list[dict[str, Any]] = [
+    {},
+    {"mesh": {"tp": "auto", "pp": "auto"}},
+    {"mesh": {"tp": 2, "pp": "auto", "vpp": "auto"}, "recompute": "auto", "pipeline": {"schedule": "auto"}},
+    {"recompute": "full", "batch": {"global": 16, "micro": 1}},
+    {"pipeline": {"schedule": "gpipe"}},
+]
+
+
+def cluster(seed: int) -> Cluster:
+    """Devices and links drawn at random."""
+    draw = random.Random(seed)
+    node = draw.choice([2, 4, 8])
+    device = {
+        "name": "drawn",
+        "flops": {"float32": 10 ** draw.uniform(9.5, 12)},
+        "memory": 10**10,
+        "bandwidth": 10 ** draw.uniform(9, 12),
+        "launch": 10 ** draw.uniform(-8, -5),
+    }
+    links = [
+        {
+            "name": f"joins {devices}",
+            "devices": devices,
+            "bandwidth": 10 ** draw.uniform(7, 11),
+            "latency": 10 ** draw.uniform(-6, -4),
+        }
+        for devices in (node, 8 * node)
+    ]
+    return Cluster.model_validate({"name": "drawn", "device": device, "links": links, "overlap": draw.random()})
+
+
+@cache
+def cuts_of(name: str) -> Cuts:
+    return Cuts(captured(name), spec_of(name), KINDS)
+
+
+@cache
+def works_of(name: str, cut: Cut):
+    """By kind of recompute; None where the model does not admit the cut."""
+    try:
+        return cuts_of(name).works(cut)
+    except PlanError:
+        return None
+
+
+class Enumerated:
+    """All layouts of one case, each estimated."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        draw = random.Random(seed)
+        self.name, self.cluster = name, cluster(seed)
+        self.spec = spec_of(name, **{"batch": {"global": 16}, **draw.choice(PINS)})
+        devices = draw.choice([4, 8, 16])
+        space = Space(self.spec, devices, self.cluster.links[0].devices, cuts_of(name).facts)
+        self.points = [
+            point
+            for cut in space.cuts()
+            if works_of(name, cut) is not None
+            for point in space.points(cut, lambda stages, cut=cut: cuts_of(name).stages(cut, stages))
+        ]
+        self.memory = 10 ** draw.uniform(5.2, 6.5)  # bytes: the smaller half rules layouts out
+
+    def work(self, point: Point):
+        works = works_of(self.name, point.cut)
+        assert works is not None
+        return works[point.layout.recompute]
+
+    def estimate(self, point: Point):
+        return estimate(self.work(point), point.layout, self.cluster, self.spec)
+
+    def at_least(self, point: Point) -> float:
+        return at_least(self.work(point), point.layout, self.cluster, self.spec)
+
+    def fixed(self, point: Point) -> float:
+        holds = rank_holdings(self.work(point), point.layout, self.spec)
+        return max(held.parameters + held.gradients + held.optimizer for held in holds)
+
+    def best(self, top: int) -> list[Candidate]:
+        found = [Candidate(point, self.estimate(point)) for point in self.points]
+        return sorted((c for c in found if c.fullest.total <= self.memory), key=lambda c: c.order)[:top]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):
+    case = Enumerated(name, seed)
+    assert case.points
+    order = BestFirst(case.points, case.at_least, case.estimate, case.fixed, case.memory)
+    found = order.search(5)
+    assert [(c.point, c.seconds) for c in found.best] == [(c.point, c.seconds) for c in case.best(5)]
+    assert found.num_estimated + found.num_fixed <= len(case.points)
+    for candidate in order.known:
+        assert case.at_least(candidate.point) <= candidate.seconds
+        assert case.fixed(candidate.point) <= candidate.fullest.total
+    for choice, rows in order.groups().items():
+        assert all(point.choices[choice[0]] == choice[1] for _, _, point in rows)
+        best = [c for c in case.best(len(case.points)) if c.point.choices[choice[0]] == choice[1]][:1]
+        assert [c.point for c in order.search(1, rows).best] == [c.point for c in best]
+
+
+def test_cases_have_layouts_that_fit_and_layouts_that_do_not():
+    cases = [Enumerated("gpt2", seed) for seed in range(12)]
+    fitting = [len(case.best(len(case.points))) for case in cases]
+    assert any(fitting)
+    assert any(number < len(case.points) for case, number in zip(cases, fitting, strict=True))
+    assert any(case.spec.mesh.tp == AUTO for case in cases)

@@ -1,0 +1,106 @@
+"""A folded model decides and costs what the whole one does, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.errors import PlanError
+from planner.graph.blocks.blocks import find_blocks
+from planner.search import cuts
+from planner.search.choice import Cut
+from planner.search.cuts import Cuts
+from planner.search.fold import Folded, copied, fold
+from tests.models.deep import captured, spec_of
+from tests.tools.captured import capture
+
+KINDS = ("none", "selective", "full")
+CUTS = [Cut(), Cut(2, etp=2), Cut(4, True, etp=4), Cut(2, cp=2, etp=2), Cut(2, ep=2)]
+
+
+@pytest.mark.parametrize(("name", "times"), [("gpt2", (1, 4, 1)), ("gemma2", ())])
+def test_a_row_of_equal_blocks_is_shortened_to_three_unless_every_other_has_a_mask_of_its_own(name: str, times):
+    program = captured(name).program
+    folded = fold(program, find_blocks(program))
+    assert folded.blocks.times == times
+    assert folded.is_folded is bool(times)
+    assert len(folded.source) == 6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+def test_the_work_of_a_folded_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(name)
+    folded = Cuts(captured(name), spec, KINDS)
+    monkeypatch.setattr(cuts, "fold", lambda program, blocks: Folded(copied(program), blocks, _all(blocks)))
+    whole = Cuts(captured(name), spec, KINDS)
+    compared = 0
+    for cut in CUTS:
+        found, expected = _works(folded, cut), _works(whole, cut)
+        assert found.keys() == expected.keys()
+        if not found:
+            continue
+        for kind in KINDS:
+            assert found[kind].units == expected[kind].units, (cut, kind)
+            assert _bare(found[kind]) == _bare(expected[kind]), (cut, kind)
+        assert folded.stages(cut, 3) == whole.stages(cut, 3)
+        compared += 1
+    assert compared >= 3
+
+
+def _works(of: Cuts, cut: Cut):
+    """By kind of recompute; none where the model does not admit the cut."""
+    try:
+        return of.works(cut)
+    except PlanError:
+        return {}
+
+
+def _all(blocks):
+    return tuple(range(len(blocks.instances)))
+
+
+def _bare(work):
+    parts = replace(work, units=(), cache={})
+    return (
+        sorted(map(repr, parts.shared)),
+        sorted(map(repr, parts.loose)),
+        sorted(map(repr, parts.tied)),
+        parts.num_noted,
+    )
+
+
+class Skipping(nn.Module):
+    """The head reads what each layer made."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(6))
+        self.every = every
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for layer in self.layers:
+            x = x + layer(x)
+            made.append(x)
+        total = torch.stack(made).sum(0) if self.every else x
+        return (total * total).mean()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_model_whose_blocks_are_read_by_others_than_the_next_is_not_folded(every: bool):
+    program = capture(Skipping(every), {"x": torch.randn(4, 8)})
+    folded = fold(program, find_blocks(program))
+    assert folded.is_folded is not every
+    folded.program.graph.graph.lint()
+
+
+def test_a_copy_is_rewritten_alone():
+    program = captured("gpt2").program
+    before = str(program.graph.graph)
+    other = copied(program)
+    assert [n.name for n in other.graph.graph.nodes] == [n.name for n in program.graph.graph.nodes]
+    other.graph.graph.erase_node(other.graph.graph.output_node())
+    assert str(program.graph.graph) == before

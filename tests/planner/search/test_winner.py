@@ -1,0 +1,58 @@
+"""The spec that a search writes says the layout, keeps the user's other keys, and searches nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.cost.layout import Layout
+from planner.mesh import Mesh
+from planner.search.choice import Cut, Point
+from planner.search.winner import planned_spec, winner_text
+from planner.spec.spec import Spec
+
+TEXT = """# a comment
+mesh: {mesh}
+batch: {{global: 16}}
+inputs: {{input_ids: {{shape: [16], dtype: int64, high: 50}}}}
+optimizer: {{lr: 1e-3}}
+cluster: dgx-a100
+"""
+
+
+def point(recompute: str = "full", order: str = "tp-cp-ep-dp-pp", vpp: int = 1) -> Point:
+    mesh = Mesh(tp=2, pp=2, dp=2, vpp=vpp, order=order)
+    schedule = "interleaved_1f1b" if vpp > 1 else "1f1b"
+    return Point(Cut(2, True, etp=2), Layout(mesh, 2, 4, True, recompute, schedule, (3,) * 2 * vpp))
+
+
+@pytest.mark.parametrize("mesh", ["auto", "{tp: auto, pp: 2}"])
+@pytest.mark.parametrize("chosen", [point(), point("none", "tp-cp-ep-pp-dp", 2)], ids=["plain", "interleaved"])
+def test_the_written_spec_is_the_planned_one(tmp_path: Path, mesh: str, chosen: Point):
+    given, written = tmp_path / "given.yaml", tmp_path / "written.yaml"
+    given.write_text(TEXT.format(mesh=mesh))
+    asked = Spec.load(given)
+    written.write_text(winner_text(given, asked, chosen, "the fastest\nof many"))
+    assert written.read_text().startswith("# the fastest\n# of many\nmesh: {")
+    spec = Spec.load(written)
+    assert spec == planned_spec(asked, chosen)
+    assert not spec.mesh.has_auto
+    assert spec.mesh.to_mesh() == chosen.layout.mesh
+    assert (spec.batch.micro, spec.recompute, spec.num_microbatches) == (2, chosen.layout.recompute, 4)
+    assert spec.tensor_parallel.sequence_parallel is True
+    assert (spec.optimizer.lr, spec.cluster) == (1e-3, "dgx-a100")
+
+
+def test_errors_of_the_planned_spec_name_the_lines_of_the_given_one(tmp_path: Path):
+    given = tmp_path / "given.yaml"
+    given.write_text(TEXT.format(mesh="auto"))
+    assert str(planned_spec(Spec.load(given), point()).location("batch.global")) == "given.yaml:3"
+
+
+def test_devices_of_the_command_line_are_those_of_the_spec(tmp_path: Path):
+    given = tmp_path / "given.yaml"
+    given.write_text(TEXT.format(mesh="auto") + "devices: 64\n")
+    asked = Spec.load(given).with_devices(8)
+    assert asked.devices == 8
+    assert "devices: 8" in winner_text(given, asked, point(), "")

@@ -1,0 +1,63 @@
+"""While a plan is made: no garbage is looked for, no watch of ours looks at the frames of the thread that makes it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+import planner.api
+from planner import plan
+from planner.errors import PlanError
+from planner.undisturbed import is_planning, undisturbed
+from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.busy import Busy
+from tests.models.plannable import build, spec_of
+
+
+def test_a_plan_is_undisturbed_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[bool, bool]] = []
+    capture = planner.api.capture
+
+    def looked(*args, **kwargs):
+        seen.append((is_planning(threading.get_ident()), gc.isenabled()))
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(planner.api, "capture", looked)
+    plan(build("gpt"), spec_of("gpt", mesh={"tp": 2}))
+    assert seen == [(True, False)]
+    assert not is_planning(threading.get_ident())
+    assert gc.isenabled()
+
+
+def test_one_inside_of_another_and_an_error_end_as_they_began():
+    here = threading.get_ident()
+    with undisturbed():
+        with pytest.raises(PlanError), undisturbed():
+            raise PlanError("no")
+        assert is_planning(here)
+        assert not gc.isenabled()
+    assert not is_planning(here)
+    assert gc.isenabled()
+
+
+def test_who_has_switched_the_collector_off_finds_it_off():
+    gc.disable()
+    try:
+        with undisturbed():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_no_watch_looks_at_a_thread_that_plans():
+    busy, activity = Busy(), Activity()
+    with undisturbed():
+        busy.look()
+        assert busy._looks == 0
+        assert activity.line() == ("", False)
+    busy.look()
+    assert busy._looks == 1
+    assert activity.line()[0]

@@ -1,0 +1,31 @@
+"""What every family of the zoo must show, captured once: a rule for every op with a gradient, its experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.experts.find import find_experts
+from planner.report.coverage import Coverage
+from tests.models.hugging_face import ZOO, batch, build
+from tests.tools.captured import capture
+
+pytest.importorskip("transformers")
+
+# All others have none; deepseek-v3 has one layer in two.
+LAYERS_OF_EXPERTS = {"mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_every_op_with_a_gradient_has_a_rule_and_no_family_has_experts_but_those_that_do(name: str):
+    program, coverage = capture(build(name), batch(name)), Coverage()
+    coverage.add(program)
+    assert not coverage.missing, str(coverage)
+    assert coverage.num_ops > 60
+    found = find_experts(program)
+    assert found.doubts == ()
+    assert len(found.layers) == LAYERS_OF_EXPERTS.get(name, 0)
+
+
+def test_families_with_experts_are_in_the_zoo():
+    assert LAYERS_OF_EXPERTS.keys() <= ZOO.keys()

@@ -1,0 +1,151 @@
+"""From measured seconds to a cluster file: what is put in comes out again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import prod
+
+import pytest
+import yaml
+
+from planner.cluster.cluster import Cluster
+from planner.errors import RunError
+from runtime.calibrate.cluster_file import cluster_text
+from runtime.calibrate.fit import cluster_of
+from runtime.calibrate.found import Found, Machine, Timed
+
+LATENCY, RATE, PEAK, BANDWIDTH = 50e-6, 2e9, 40e9, 10e9
+TILE, SIDES = 16, ((64, 128, 128), (32, 512, 512), (512, 32, 512), (512, 512, 512), (2048, 2048, 2048))
+SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+
+
+def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Found:
+    """What a machine with these numbers would show."""
+    rng = random.Random(0)
+
+    def timed(name: str, work: float, seconds: float) -> Timed:
+        return Timed(name, work, seconds * (1 + rng.uniform(0, noise)))
+
+    def product(dtype: str, *sides: int) -> Timed:
+        padded = 2.0 * prod(side + TILE for side in sides)
+        return replace(timed(dtype, 2.0 * prod(sides), 20e-6 + padded / PEAK), sides=sides)
+
+    def exchange(kind: str, num_bytes: float) -> Timed:
+        messages = 1.0 if kind == "p2p" else SENT[kind] * (size - 1)
+        sent = num_bytes if kind == "p2p" else SENT[kind] * (size - 1) / size * num_bytes
+        return timed(kind, num_bytes, messages * LATENCY + sent / RATE)
+
+    return Found(
+        Machine("a core: of 'X', 100%", "gloo", size, cores, 8 << 30, load=1.5, torch="2.13"),
+        products=tuple(product(dtype, *sides) for dtype in ("float32", "float64") for sides in SIDES),
+        attention=(timed("float32", 1e8, 1e8 / (0.5 * PEAK)),),
+        moved=(timed("copy", 1e8, 1e8 / BANDWIDTH), timed("gelu", 1e7, 1e7 / (0.25 * BANDWIDTH))),
+        small=timed("small", 1.0, 5e-6),
+        exchanges=tuple(exchange(k, b) for k in (*SENT, "p2p") for b in (1e4, 1e6, 1e8)),
+        overlap=(0.01, 0.008, 0.014),
+    )
+
+
+def fitted(measured: Found) -> Cluster:
+    return Cluster.model_validate(yaml.safe_load(cluster_text(cluster_of(measured, "here"), measured, "2026-01-01")))
+
+
+def test_latency_rate_and_fractions_come_out_as_they_were_put_in():
+    cluster = fitted(found())
+    (link,) = cluster.links
+    assert link.latency == pytest.approx(LATENCY, rel=1e-2)
+    assert link.bandwidth * link.fraction == pytest.approx(RATE, rel=1e-2)
+    assert link.reduce_scatter == pytest.approx(1.0, abs=0.01)
+    assert (link.devices, cluster.name, cluster.device.at_once) == (4, "here", None)
+    assert cluster.device.half_tile == TILE
+    assert cluster.device.flops["float32"] * cluster.device.product_fraction == pytest.approx(PEAK, rel=3e-2)
+    assert cluster.device.flops["float32"] * cluster.device.attention_fraction == pytest.approx(0.5 * PEAK, rel=1e-2)
+    assert cluster.device.bandwidth == pytest.approx(BANDWIDTH)
+    assert cluster.device.bandwidth_fraction == pytest.approx(0.4)  # of the seconds of both, one after the other
+    assert cluster.device.launch == pytest.approx(5e-6)
+    assert cluster.overlap == pytest.approx(0.5)
+
+
+def test_the_product_before_each_exchange_is_taken_off():
+    measured = found()
+    beside = replace(
+        measured,
+        before=Timed("product", 0.0, 0.01),
+        exchanges=tuple(replace(t, seconds=t.seconds + 0.01) for t in measured.exchanges),
+    )
+    assert fitted(beside).links[0].latency == pytest.approx(fitted(measured).links[0].latency, rel=0.02)
+    shorter = replace(beside, before=Timed("product", 0.0, 99.0))  # noise: never below nothing
+    assert all(t.seconds > 0 for t in shorter.exchanged)
+
+
+def test_a_slow_reduce_scatter_is_told_apart():
+    measured = found()
+    slow = replace(
+        measured,
+        exchanges=tuple(
+            replace(t, seconds=3 * t.seconds) if t.name == "reduce_scatter" else t for t in measured.exchanges
+        ),
+    )
+    (link,) = fitted(slow).links
+    assert link.reduce_scatter == pytest.approx(3.0, rel=0.02)
+    assert link.latency == pytest.approx(LATENCY, rel=1e-2)
+
+
+def test_noise_moves_the_numbers_by_no_more_than_itself():
+    (link,) = fitted(found(noise=0.2)).links
+    assert LATENCY <= link.latency <= 1.3 * LATENCY
+    assert RATE / 1.3 <= link.bandwidth * link.fraction <= 1.05 * RATE
+
+
+def test_ranks_that_share_cores_are_described_as_if_each_had_its_own():
+    alone, shared = fitted(found(cores=4)), fitted(found(cores=2))
+    assert (alone.device.at_once, shared.device.at_once) == (None, 2)
+    assert shared.device.flops["float32"] == pytest.approx(2 * alone.device.flops["float32"], rel=1e-2)
+    assert shared.device.launch == pytest.approx(alone.device.launch / 2)
+    assert shared.links[0].latency == pytest.approx(alone.links[0].latency / 2, rel=1e-2)
+    assert shared.links[0].bandwidth == pytest.approx(2 * alone.links[0].bandwidth, rel=1e-2)
+
+
+def test_a_rank_alone_has_a_cluster_of_one_device():
+    cluster = fitted(replace(found(1), exchanges=(), overlap=None))
+    assert (cluster.devices, cluster.overlap) == (1, 1.0)
+
+
+def test_one_size_or_no_slope_still_gives_numbers():
+    measured = found()
+    fewer = replace(
+        measured,
+        products=measured.products[:1],
+        exchanges=tuple(replace(t, seconds=1e-3) for t in measured.exchanges),  # the same at every size
+    )
+    assert fitted(fewer).device.product_fraction == 1.0
+
+
+def test_the_comments_say_when_how_and_what_was_seen():
+    measured = replace(found(cores=2), skipped=("a product of float16: it would take 9 s",))
+    text = cluster_text(cluster_of(measured, "here"), measured, "2026-01-01")
+    for words in (
+        "on 2026-01-01: 4 ranks at once on 2 cores; gloo, torch 2.13,",
+        "load average 1.5 before",
+        "#   all_reduce of 1 MB: ",
+        "#   product float32 [2048, 2048] · [2048, 2048]: 39",
+        "# 2 ranks shared a core",
+        "left out: a product of float16",
+    ):
+        assert words in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_what_no_machine_has_makes_no_file():
+    broken = replace(found(), machine=replace(found().machine, memory=100))
+    with pytest.raises(RunError, match=r"makes no cluster file: device\.memory is 100 bytes"):
+        fitted(broken)
+
+
+def test_the_fastest_of_several_passes_counts_and_of_each_measurement_alone():
+    first, second = found(), found(noise=0.5)
+    slower = replace(second, products=second.products[1:])
+    assert Found.fastest([slower, first]).exchanges == first.exchanges
+    assert Found.fastest([first, slower]).products == first.products
+    assert Found.fastest([first]) == first

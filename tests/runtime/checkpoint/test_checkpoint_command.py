@@ -1,0 +1,134 @@
+"""`meshwright checkpoint`: saves listed, verified, and exported as `save_pretrained` would have written them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from runtime.checkpoint.export import export
+from runtime.checkpoint.saves import resolve, verify
+from runtime.cli import app
+from runtime.engine import Engine
+from tests.tools.checkpoints import Own, assert_same, own_engine
+from tests.tools.paths import ROOT
+from tests.tools.pretrained_ranks import batch, plan_of, save_random, stored
+from tests.tools.resumed import stored as saved
+from tests.tools.small_saves import save
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def test_saves_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, 1.0)
+    (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
+    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    listed = run(tmp_path)
+    lines = [line for line in listed.stdout.splitlines() if "step-" in line]
+    assert ["complete, not verified" in line for line in lines] == [True, False, True]
+    assert "cannot read rank-00000.safetensors: No such file or directory" in lines[1]
+    assert lines[2].rstrip().endswith(", latest")
+    assert listed.exit_code == 1
+    verified = run(tmp_path, "--verify")
+    lines = [line for line in verified.stdout.splitlines() if "step-" in line]
+    assert "rank-00000.safetensors is damaged" in lines[0]
+    assert lines[2].rstrip().endswith("intact, latest")
+    alone = run(tmp_path / "step-00000003", "--verify")
+    assert alone.exit_code == 0
+    assert "intact" in alone.stdout
+
+
+def test_a_damaged_latest_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1.0)
+    (tmp_path / "latest").write_text("step-00000009 0\n")
+    found = run(tmp_path)
+    assert found.exit_code == 1
+    assert "latest is damaged" in found.stdout
+
+
+def test_no_save_or_a_damaged_one_is_one_message(tmp_path: Path) -> None:
+    for arguments in ([tmp_path], [tmp_path / "nowhere"], [tmp_path, "--export", tmp_path / "out"]):
+        found = run(*arguments)
+        assert found.exit_code == 2
+        assert "Traceback" not in found.output
+        assert "save" in found.stderr
+    save(tmp_path, 1, 1.0)
+    (tmp_path / "step-00000001" / "rank-00000.safetensors").write_bytes(b"")
+    found = run(tmp_path, "--export", tmp_path / "out")
+    assert found.exit_code == 2
+    assert "rank-00000.safetensors has 0 bytes" in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_what_save_pretrained_writes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_random("gpt2", tmp_path / "in")
+    with Engine(plan_of(tmp_path / "in")) as engine:
+        engine.load_pretrained(tmp_path / "in")
+        engine.train_step(batch())
+        engine.save(tmp_path / "run")
+        engine.save_pretrained(tmp_path / "there")
+    found = run(tmp_path / "run", "--export", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    names = {path.name for path in (tmp_path / "there").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "there" / name).read_bytes(), name
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def ids() -> dict[str, torch.Tensor]:
+    return {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
+
+
+def test_what_reaches_no_loss_and_buffers_come_back(tmp_path: Path) -> None:
+    model = Own()
+    with torch.no_grad():
+        model.scale.fill_(3.0)
+    with own_engine(model) as engine:
+        engine.train_step(ids())
+        engine.save(tmp_path / "run")
+        wanted, loss = engine.gather_parameters(), engine.train_step(ids()).loss
+        engine.save_pretrained(tmp_path / "later")
+    truth = saved(tmp_path / "run")
+    with own_engine(Own()) as engine:
+        engine.load(tmp_path / "run")
+        assert_same(engine.gather_parameters(), wanted)
+        engine.save(tmp_path / "again")
+        assert engine.train_step(ids()).loss == loss
+        engine.save_pretrained(tmp_path / "resumed")
+    again = saved(tmp_path / "again")
+    assert again.keys() == truth.keys()
+    assert all(torch.equal(again[key], value) for key, value in truth.items())
+    assert ("seen", "buffer") in truth
+    assert ("unused", "parameter") in truth
+    assert_same(stored(tmp_path / "resumed"), stored(tmp_path / "later"))
+    export(resolve(tmp_path / "run"), verify(resolve(tmp_path / "run")), tmp_path / "out")
+    held = stored(tmp_path / "out")
+    assert "head.weight" not in held
+    assert torch.equal(held["scale"], torch.tensor(3.0))
+    assert all(torch.equal(value, wanted[name]) for name, value in held.items() if name in wanted)
+
+
+def test_listing_loads_no_model_code(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1.0)
+    code = (
+        "import sys; from runtime.cli import app; app(['checkpoint', sys.argv[1], '--verify'], standalone_mode=False)\n"
+    )
+    code += "assert 'transformers' not in sys.modules and 'planner.api' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "intact, latest" in done.stdout

@@ -1,0 +1,165 @@
+"""Saves that cannot be written: one error on every rank, nothing of them stays, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import PlanError
+from runtime.checkpoint.manifest import json_of
+from runtime.checkpoint.saves import check_writable, newest_intact, owned, prune, resolve, saves_in, verify
+from tests.tools.forks import in_fork
+from tests.tools.laboratory import Case, Lab
+from tests.tools.paths import ROOT
+from tests.tools.resumed import (
+    fail_in_the_background_at_the_end,
+    load_what_does_not_fit,
+    save_on_a_full_disk,
+    tied_copies,
+    train_and_save,
+)
+from tests.tools.small_saves import save
+
+FULL = "cannot write the checkpoint: File too large"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_of_one_rank_is_one_error_on_all(lab: Lab, tmp_path: Path, rank: int, wait: bool) -> None:
+    run = tmp_path / "run"
+    found = lab.run(Case("gpt", {"dp": 2}, job=save_on_a_full_disk, job_arguments=(run, rank, wait)))
+    told = [result["error"] for result in found]
+    assert told[rank].startswith(FULL)
+    assert told[1 - rank] == f"rank {rank}: {told[rank]}"
+    assert str(run) in told[rank]
+    for result in found:
+        assert result["left"] == ["latest", "step-00000001"]
+    assert verify(resolve(run)).step == found[0]["step"] == (3 if wait else 4)
+
+
+@pytest.mark.slow
+def test_the_end_of_an_engine_raises_what_a_background_save_met(lab: Lab, tmp_path: Path) -> None:
+    case = Case("gpt", {"dp": 2}, job=fail_in_the_background_at_the_end, job_arguments=(tmp_path / "run",))
+    assert lab.run(case) == [(f"rank 1: {FULL}", True), (FULL, True)]
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_tied_weights_are_bit_identical_after_steps_and_after_a_resume(lab: Lab, tmp_path: Path) -> None:
+    mesh = {"tp": 2, "pp": 2, "dp": 2}
+    found = lab.run(Case("gpt", mesh, job=tied_copies, job_arguments=(tmp_path / "run",)))
+    for after in (0, 1):
+        for tp in (0, 1):
+            copies = [held[after][0] for held in found if held[after][1] == tp]
+            assert len(copies) == 4
+            assert len(set(copies)) == 1
+    assert len({held[0] for held in found[0]}) == 2
+
+
+@pytest.mark.slow
+def test_the_save_of_another_model_is_refused_by_name_on_every_rank(lab: Lab, tmp_path: Path) -> None:
+    lab.run(Case("gpt", {"dp": 1}, job=train_and_save, job_arguments=(tmp_path,)))
+    half = {"precision": {"parameters": "bfloat16"}}
+    for model, rest, words in [
+        ("gpt-5-layers", {}, "absent: blocks.4.norm1.weight"),
+        ("gpt-5-layers", {}, "tokens.weight has shape [97, 32], the model has [257, 32]"),
+        ("gpt", half, "tokens.weight is float64, the model has bfloat16"),
+    ]:
+        found = lab.run(Case(model, {"dp": 2}, rest, job=load_what_does_not_fit, job_arguments=(tmp_path,)))
+        assert len(set(found)) == 1
+        told, is_as_before = found[0]
+        assert "the save is of another model" in told
+        assert words in told
+        assert is_as_before
+
+
+# ---- directories
+
+
+def as_nobody(directory: Path) -> str:
+    os.setuid(65534)
+    try:
+        check_writable(directory)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_read_only_directory_is_told_before_anything_starts(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"cannot write saves here: (File exists|Not a directory)"):
+        check_writable(tmp_path / "file")
+    if os.getuid() == 0:
+        assert "cannot write saves here: Permission denied" in in_fork(as_nobody, tmp_path / "run")
+
+
+def hold(directory: Path) -> subprocess.Popen[str]:
+    """Another process that owns the directory until it is killed."""
+    code = (
+        "import sys, time\nfrom runtime.checkpoint.saves import owned\n"
+        "with owned(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(100)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_on_one_directory_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    first = hold(tmp_path)
+    try:
+        with pytest.raises(PlanError, match=f"another run writes here: process {first.pid} on "), owned(tmp_path):
+            pass
+    finally:
+        first.kill()
+        first.wait(20)
+    with owned(tmp_path):  # what the dead one left hinders nobody
+        assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
+    with owned(tmp_path):
+        pass
+
+
+def test_what_killed_saves_left_is_removed_by_the_next_owner(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000007.abc.partial").mkdir()
+    (tmp_path / ".step-00000007.abc.partial" / "rank-00000.safetensors").touch()
+    with owned(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_old_saves_are_pruned_and_the_last_one_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 30, 4):
+        save(tmp_path, step, float(step))
+    assert [path.name for path in saves_in(tmp_path)] == [f"step-{step:08d}" for step in (1, 2, 4, 30)]
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-00000001", "step-00000002"]
+    assert resolve(tmp_path).name == "step-00000004"  # what was written last, though another has more steps
+    assert newest_intact(tmp_path) == (tmp_path / "step-00000004", [])
+    save(tmp_path, 31, 31.0)
+    assert [path.name for path in prune(tmp_path, 2)] == ["step-00000004"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000030", "step-00000031", "latest"}
+    (tmp_path / "latest").write_text("damaged")
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-00000030"]
+    with pytest.raises(PlanError, match="keep is 0"):
+        prune(tmp_path, 0)
+
+
+@pytest.mark.parametrize("extra", [{"x": math.nan}, {"x": math.inf}, {"x": {1, 2}}, {"x": b"1"}, 5], ids=str)
+def test_what_json_does_not_hold_is_refused(extra: Any) -> None:
+    with pytest.raises(PlanError, match="extra does not fit into JSON"):
+        json_of(extra)
+
+
+def test_extra_comes_back_as_json() -> None:
+    assert json_of({"a": (1, 2.5, None), "b": {"c": "ü"}}) == json.loads('{"a": [1, 2.5, null], "b": {"c": "ü"}}')
+    assert json_of(None) == {}

@@ -1,0 +1,146 @@
+"""What a save holds beside weights, in one process: the loss scale, counts of updates, a first step, frozen models."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner import PlanError
+from runtime.checkpoint import saver
+from runtime.checkpoint.saves import resolve, saves_in, verify
+from runtime.engine import Engine
+from tests.tools.checkpoints import Own, own_engine
+from tests.tools.resumed import same_state, state_of
+
+FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
+
+
+def ids(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(10, (2, 3), generator=torch.Generator().manual_seed(seed))}
+
+
+def engine_of(seed: int, **sections: Any) -> Engine:
+    torch.manual_seed(seed)
+    model = Own()
+    model.unused.requires_grad_(False)
+    return own_engine(model, **sections)
+
+
+def test_a_save_before_the_first_step_holds_no_moments_and_loads_over_some(tmp_path: Path) -> None:
+    first, second = engine_of(0), engine_of(1)
+    first.save(tmp_path)
+    assert verify(resolve(tmp_path)).optimizer.updates == 0
+    assert set(verify(resolve(tmp_path)).tensors["up.weight"].values) == {"parameter"}
+    for seed in range(3):
+        second.train_step(ids(seed))
+    assert second.load(tmp_path) == {}
+    assert second.step_index == 0
+    losses = [[engine.train_step(ids(seed)).loss for seed in range(3)] for engine in (first, second)]
+    assert losses[0] == losses[1]
+    assert same_state(state_of(first), state_of(second))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1)], ids=["every step was skipped", "the third was skipped"])
+def test_the_loss_scale_and_the_count_of_updates_come_back(tmp_path: Path, before: int, after: int) -> None:
+    first, second = engine_of(0, **FLOAT16), engine_of(1, **FLOAT16)
+    train(first, 2.0**10, before, skipped=False)
+    train(first, 2.0**40, 1, skipped=True)
+    train(first, 2.0**12, after, skipped=False)
+    first.save(tmp_path)
+    assert verify(resolve(tmp_path)).optimizer.updates == before + after
+    second.load(tmp_path)
+    assert second.loss_scale.value == first.loss_scale.value == (2.0**12 if after else 2.0**39)
+    assert int(second.loss_scale.num_good) == after
+    assert second.step_index == before + 1 + after
+    for engine in (first, second):
+        train(engine, 2.0**10, 1, skipped=False)
+    assert same_state(state_of(first), state_of(second))
+
+
+def train(engine: Engine, scale: float, count: int, *, skipped: bool) -> None:
+    assert engine.loss_scale.tensor is not None
+    for _ in range(count):
+        engine.loss_scale.tensor.fill_(scale)
+        assert engine.train_step(ids(engine.step_index)).skipped == skipped
+
+
+def test_what_was_trained_and_is_frozen_now_is_refused_by_name(tmp_path: Path) -> None:
+    first = engine_of(0)
+    first.train_step(ids())
+    first.save(tmp_path)
+    model = Own()
+    model.unused.requires_grad_(False)
+    model.up.bias.requires_grad_(False)
+    with pytest.raises(PlanError, match=r"up\.bias was saved with parameter, exp_avg, exp_avg_sq, and to go on takes"):
+        own_engine(model).load(tmp_path)
+
+
+def test_a_later_save_of_the_same_step_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    engine = engine_of(0)
+    engine.train_step(ids())
+    engine.save(tmp_path, extra={"n": 1})
+    engine.save(tmp_path, wait=False, extra={"n": 2})
+    engine.wait_saves()
+    assert engine.load(tmp_path) == {"n": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    engine.close()
+
+
+def test_steps_after_a_save_in_the_background_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, other = engine_of(0), engine_of(0)
+    for each in (engine, other):
+        each.train_step(ids())
+    wanted, may_write, write = state_of(engine), threading.Event(), saver.write_pieces
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(saver, "write_pieces", write_later)
+    engine.save(tmp_path, wait=False)
+    engine.train_step(ids(1))
+    assert saves_in(tmp_path) == []
+    may_write.set()
+    engine.wait_saves()
+    other.load(tmp_path)
+    assert same_state(state_of(other), wanted)
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen, sync, rename = engine_of(0), [], os.fsync, Path.rename
+    replace = Path.replace
+
+    def synced(handle: int) -> None:
+        seen.append(f"sync {re.sub(r'[.]step-.*partial', 'new', os.readlink(f'/proc/self/fd/{handle}'))}")
+        sync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        seen.append(f"name {target}")
+        return rename(path, target)
+
+    def replaced(path: Path, target: Path) -> Path:
+        seen.append(f"name {target}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "replace", replaced)
+    run = tmp_path / "run"
+    engine.save(run)
+    order = [
+        f"sync {run}/new/rank-00000.safetensors",
+        f"sync {run}/new/manifest.json",
+        f"sync {run}/new",
+        f"name {run}/step-00000000",
+        f"sync {run}",
+        f"sync {run}/.latest.partial",
+        f"name {run}/latest",
+        f"sync {run}",
+    ]
+    assert [event for event in seen if event in order] == order

@@ -1,0 +1,136 @@
+"""Graphs up to where rows leave for experts give what eager steps give; the host waits for the routing behind them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import plan
+from runtime import Engine
+from runtime.cuda_graphs.by_slot import GraphsBySlot
+from runtime.distributed.launch import launch
+from tests.models import experts, selected_rows
+from tests.models.families import Entry
+from tests.tools.graphed_ranks import differ, on_ranks
+from tests.tools.graphed_runs import Trained, differences, engine_of, figures, planned, spec_of, train
+from tests.tools.host_watch import HostWatch
+from tests.tools.laboratory import Lab
+
+PARTS = ["attn", "moe_router", "moe_preprocess"]
+WAYS = [experts.masks, experts.stacked, experts.looked_up, experts.slots, selected_rows.index_add]
+
+
+def entry_of(way: experts.Way, shared: bool = False) -> Entry:
+    torch.manual_seed(3)
+    layer = partial(selected_rows.Selecting if way in selected_rows.WAYS else experts.Layer, way)
+    model: nn.Module = experts.Blocks(layer, shared).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    ids = ((experts.LENGTH,), torch.int64, experts.VOCABULARY)
+    return Entry(model, {"input_ids": ids, "labels": ids})
+
+
+def trained(way: experts.Way, shared: bool, scope: list[str] | None, **sections: Any) -> Trained:
+    entry = entry_of(way, shared)
+    with Engine(plan(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60) as engine:
+        if engine.graphs is not None:
+            engine.capture_graphs()
+        found = train(engine, entry, 2)
+        if engine.graphs is not None:
+            assert figures(engine) == planned(engine, steps=2)
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
+def test_parts_of_experts_give_what_they_give_eagerly(way, shared):
+    eager = trained(way, shared, None)
+    for scope in (["moe_router"], PARTS, ["moe"], ["attn", "moe"]):
+        assert differences(eager, trained(way, shared, scope)) == [], scope
+
+
+def test_an_expert_that_all_share_stays_outside_where_its_gradient_would_be_added_sooner():
+    captured = []
+    for way in (experts.slots, experts.masks):
+        entry = entry_of(way, shared=True)
+        decided = plan(entry.model, spec_of(entry, PARTS))
+        program = decided.to_run()[0].program
+        shared = {node for node, fqn in program.parameters.items() if ".shared." in fqn}
+        readers = {user.name for node in shared for user in program.node(node).users}
+        routers = {name for region in decided.regions if region.scope == "moe_router" for name in region.nodes}
+        captured.append(len(readers & routers) / len(readers))
+    assert captured == [1, 0]
+
+
+# ---- ranks
+
+MESHES = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_experts_on_other_ranks_with_graphs_give_what_they_give_without(lab: Lab, mesh):
+    eager = on_ranks(lab, "experts", None, mesh=mesh)
+    for scope in (PARTS, ["moe_router"]):
+        assert differ(eager, on_ranks(lab, "experts", scope, mesh=mesh)) == [[]] * 4, scope
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "ep": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES)], ids=str
+)
+def test_slots_of_experts_on_other_ranks_are_captured_whole(lab: Lab, mesh):
+    """A step also counts the same tokens of experts and drops as many; some are dropped."""
+    eager = on_ranks(lab, "slots", None, mesh=mesh)
+    for scope in (["attn", "moe"], ["full_iteration"]):
+        graphed = on_ranks(lab, "slots", scope, mesh=mesh)
+        assert differ(eager, graphed) == [[]] * len(eager), scope
+        assert [rank.report for rank in graphed] == [rank.report for rank in eager]
+    assert all(rank.report[1] for rank in eager)
+
+
+def watched_step() -> tuple[list[str], list[str]]:
+    """What a rank does in a step, in its order: regions that begin to be replayed, and where the host then waits for
+    values; and where it waits while one is replayed."""
+    engine, entry = engine_of("experts", PARTS, mesh={"dp": 2, "ep": 2})
+    with engine:
+        assert isinstance(engine.graphs, GraphsBySlot)
+        watch = HostWatch(engine.program)
+        order: list[str] = []
+        within: list[str] = []
+        scopes = {region.index: region.scope for region in engine.plan.regions}
+
+        def seen() -> list[str]:
+            found = [sight.where.partition(":")[0] for sight in watch.sights]
+            watch.sights.clear()
+            return found
+
+        def watched(run: Any) -> Any:
+            def run_region(call: Any, *given: Any) -> Any:
+                order.extend([*seen(), scopes[call.index]])
+                made = run(call, *given)
+                within.extend(seen())
+                return made
+
+            return run_region
+
+        for region in (region for chunk in engine.graphs.regions for region in chunk):
+            region.call.run = watched(region.call.run)
+        before = engine.graphs.num_replays
+        with watch:
+            engine.forward_backward(entry.batch(8, 0))
+            order.extend(seen())
+        assert order.pop() == "runtime/engine.py"  # the loss that is returned
+        assert engine.graphs.num_replays > before
+    return order, within
+
+
+def test_the_host_waits_for_the_routing_behind_what_is_captured_and_nowhere_else():
+    for order, within in launch(watched_step, 2, timeout_seconds=120):
+        assert within == []
+        a_layer = [*PARTS, "passes/ops/experts.py"]
+        assert order == a_layer * 2 * 2  # layers · microbatches; nothing in a backward

@@ -1,0 +1,107 @@
+"""What ranks tell each other with an update: another batch on one rank is one error on all, a slow rank is named."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import PlanError
+from planner.mesh import Mesh
+from runtime.distributed.faults.busy import SlowRank, slowest
+from runtime.distributed.launch import launch
+from runtime.distributed.notes import Notes, digest_of
+from tests.tools.faulty_ranks import train_with_a_slow_rank, train_with_another_batch
+
+HEARD_SECONDS = 15.0
+CPU = torch.device("cpu")
+
+
+def batch(*ids: int) -> dict[str, torch.Tensor]:
+    return {"ids": torch.tensor([ids]), "weight": torch.rand(3)}
+
+
+def told(batches: list[dict[str, torch.Tensor]], are_local: list[bool]) -> tuple[str, set[bool]]:
+    """Of dp 2 · tp 2: the words of the error, and what each rank's device says."""
+    mesh = Mesh(tp=2, dp=2)
+    ranks = [Notes(mesh, rank, CPU) for rank in range(4)]
+    for rank, given, is_local in zip(ranks, batches, are_local, strict=True):
+        rank.take(given, is_local=is_local)
+    sums = torch.stack([rank.here(False, 0.0) for rank in ranks]).sum(0)
+    differ = {bool(rank.differ(sums)) for rank in ranks}
+    try:
+        ranks[0].check(sums.tolist(), step=5)
+    except PlanError as error:
+        return error.what, differ
+    return "", differ
+
+
+def test_digests_are_whole_numbers_of_the_integers_and_of_floats_alone_where_there_are_no_others():
+    assert digest_of(batch(1, 2)) == digest_of(batch(1, 2)) == int(float(digest_of(batch(1, 2))))
+    assert digest_of(batch(1, 2)) != digest_of(batch(2, 1))
+    floats = torch.rand(5, 7)
+    assert digest_of({"x": floats}) == digest_of({"x": floats.clone()}) != digest_of({"x": floats + 1})
+
+
+def test_global_batches_are_alike_on_all_ranks_and_local_ones_on_those_of_one_place_on_dp():
+    same, other = batch(1, 2), batch(3, 4)
+    assert told([same] * 4, [False] * 4) == ("", {False})
+    assert told([same, same, other, other], [True] * 4) == ("", {False})
+    what, differ = told([same, same, other, same], [False] * 4)
+    assert (what, differ) == (
+        "the batch of step 5 is not the same on all ranks: rank 2 had another than rank 0",
+        {True},
+    )
+    what, differ = told([same, same, other, same], [True] * 4)
+    assert "rank 3 had another than rank 2" in what
+    assert True in differ
+    what, differ = told([same] * 4, [True, True, False, False])
+    assert "some ranks gave it as local" in what
+    assert differ == {True}
+
+
+@pytest.mark.parametrize(
+    ("busy", "stages", "found"),
+    [
+        ([0.1, 0.1, 0.31], [0, 0, 0], SlowRank(2, 3.1, 0.21)),
+        ([0.1, 0.12, 0.1], [0, 0, 0], None),
+        ([0.1, 0.0, 0.5], [0, 0, 0], None),
+        ([0.5], [0], None),
+        ([0.1, 0.1, 0.25, 0.25], [0, 0, 1, 1], None),
+        ([0.1, 0.2, 0.4, 0.4], [0, 0, 1, 1], SlowRank(1, 2.0, 0.1)),
+        ([0.1, 0.25], [0, 1], None),
+        ([0.1, 0.1, 0.5], [0, 1, 2], SlowRank(2, 5.0, 0.4)),
+    ],
+)
+def test_the_slow_rank_works_longer_than_those_of_its_stage_or_much_longer_than_the_other_stages(busy, stages, found):
+    assert str(slowest(busy, stages)) == str(found)
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_with_its_cost_in_the_report():
+    for slow_rank, busy in launch(train_with_a_slow_rank, 3, 1, 0.1, 6.0, timeout_seconds=120):
+        assert slow_rank.rank == 1
+        assert slow_rank.seconds > 0.05  # of two forwards that sleep 0.1 s each
+        assert slow_rank.factor > 1.5
+        assert busy[1] == max(busy)
+
+
+def errors_of(directory: Path, kind: str, at_step: int) -> list[tuple[float, str]]:
+    """Of each rank: after how long, and which."""
+    directory.mkdir()
+    with pytest.raises(PlanError):
+        launch(train_with_another_batch, 2, 1, at_step, kind, str(directory), timeout_seconds=100)
+    found = [(directory / str(rank)).read_text().split("\n", 1) for rank in range(2)]
+    return [(float(seconds), words) for seconds, words in found]
+
+
+@pytest.mark.slow
+def test_another_batch_on_one_rank_is_one_error_on_all_ranks_at_once(tmp_path):
+    cases = [("none", 0), ("a list", 2), ("other keys", 2), ("other shape", 0), ("other dtype", 2), ("other rows", 2)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda case: errors_of(tmp_path / f"{case[0]} {case[1]}", *case), cases))
+    for case, ((_, usual), (_, odd)) in zip(cases, found, strict=True):
+        assert odd.splitlines()[0] in usual, case
+    assert max(seconds for errors in found for seconds, _ in errors) < HEARD_SECONDS

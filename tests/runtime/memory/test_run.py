@@ -1,0 +1,85 @@
+"""What the plan predicts is what ranks hold, and the command says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.memory.run import Compared, MemoryReport, compare_memory, measured
+from runtime.verify.run import random_batch
+from tests.tools.paths import ROOT
+
+MODEL = """
+import sys
+sys.path.insert(0, {root!r})
+from examples.gpt import GPT
+
+def build():
+    return GPT(vocabulary=256, length=32, width=32, num_layers=4, num_heads=2, dropout={dropout})
+"""
+SPEC = """
+mesh: {{{mesh}}}
+batch: {{global: 16, micro: 2}}
+inputs: {{input_ids: {{shape: [32], dtype: int64, high: 256}}, targets: {{like: input_ids}}}}
+"""
+
+
+def written(directory: Path, mesh: str, more: str = "", dropout: float = 0.1) -> tuple[str, str]:
+    (directory / "tiny.py").write_text(MODEL.format(root=str(ROOT), dropout=dropout))
+    (directory / "spec.yaml").write_text(SPEC.format(mesh=mesh) + more)
+    return f"{directory / 'tiny.py'}:build", str(directory / "spec.yaml")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
+    report = compare_memory(*written(tmp_path, "tp: 1", f"recompute: {recompute}\n"))
+    assert report.passed, str(report)
+    by_name = {row.category: row for row in report.rows}
+    assert abs(by_name["at the peak"].difference) < 0.01
+    assert "AS PREDICTED" in str(report)
+
+
+INTERLEAVED = "pipeline: {schedule: interleaved_1f1b}\ntensor_parallel: {sequence_parallel: true}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [("tp: 2, pp: 2, vpp: 2", INTERLEAVED), ("pp: 2, dp: 2", "")],
+    ids=["tp2-pp2-vpp2-sp", "pp2-dp2"],
+)
+def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: str, more: str) -> None:
+    report = compare_memory(*written(tmp_path, mesh, more))
+    assert report.passed, str(report)
+    assert len({row.rank for row in report.rows}) == 4
+    peaks = [row for row in report.rows if row.category == "at the peak"]
+    assert all(abs(row.difference) < 0.03 for row in peaks), str(report)
+
+
+def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
+    model_ref, spec_path = written(tmp_path, "tp: 1")
+    spec, model = Spec.load(spec_path), load_model(model_ref)
+    made = plan(model, spec)
+    (row,) = made.memory
+    for part in ("gradients", "activations"):
+        less = replace(row, **{part: int(getattr(row, part) * 0.95)}, total=-1)
+        report = MemoryReport(tuple(measured(replace(made, memory=(less,)), load_model(model_ref), two(spec, made))))
+        assert [row.category for row in report.rows if not row.passed] == [part]
+        assert "NOT AS PREDICTED" in str(report)
+
+
+def two(spec: Spec, made: Plan) -> list:
+    return [random_batch(spec, made, seed) for seed in range(2)]
+
+
+def test_a_difference_is_a_part_of_what_was_measured() -> None:
+    assert Compared(0, "activations", 97, 100, 0.03).passed
+    assert not Compared(0, "activations", 104, 100, 0.03).passed
+    assert Compared(0, "at the peak", 200, 100).passed
+    assert MemoryReport((Compared(0, "gradients", 99, 100, 0.01),)).to_dict()["rows"][0]["difference"] == -0.01

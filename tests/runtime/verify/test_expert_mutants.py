@@ -1,0 +1,153 @@
+"""Every exchange of experts is needed: without one, or with one in a wrong order, the result is not one process's.
+
+Ranks are threads of this process, their gradients are added up as the plan says (tests/tools/simulated_mesh.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from passes.ops import collectives, experts
+from passes.ops.axis import AxisHandle
+from passes.stage_module import RankProgram
+from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
+from tests.tools.simulated_mesh import run_mesh
+
+TP = {"tp": 2, "dp": 2, "ep": 2, "etp": 1}
+ETP = {"dp": 4, "etp": 2, "ep": 2}
+DP = {"dp": 4, "ep": 2}  # over tp each rank sends rows that lie by expert beside those of the others already
+Change = Callable[[pytest.MonkeyPatch], object]
+
+
+def make(way: Experts) -> Routed:
+    torch.manual_seed(0)
+    return Routed(way, torch.randn(VOCABULARY, 4) * 2, 2).double()
+
+
+def is_equal(way: Experts, mesh: dict[str, int], change: Callable[[RankProgram], None] = lambda _: None) -> bool:
+    """Loss and every gradient, against one process."""
+    rows = 2 * mesh["dp"]
+    drawn = torch.randint(VOCABULARY, (2, rows, 5), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": drawn[0], "labels": drawn[1]}
+    ran, model = run_mesh(lambda: make(way), batch, mesh, change=change), make(way)
+    loss = model(**batch)
+    loss.backward()
+    truth = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.norm() for g in truth.values() if g is not None]).norm()
+    wrong = [(ran.gradients[name] - g).norm() / norm for name, g in truth.items() if g is not None]
+    return abs(float(ran.loss - loss.detach())) < 1e-10 and max(wrong) < 1e-8
+
+
+def _kept(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """As many rows as should come, of this rank's own."""
+    total = sum(received)
+    return torch.cat([rows, rows.new_zeros(max(0, total - len(rows)), *rows.shape[1:])])[:total]
+
+
+def _stay(phase: str, over: str) -> Change:
+    """Rows (or their gradients) of a phase do not leave the rank, over one axis."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        send, back = experts._send, experts._return
+
+        def sent(rows: Tensor, splits: experts.Splits, axis: AxisHandle, at: str) -> Tensor:
+            stays = at == phase and axis.name == over
+            return _kept(rows, splits.sent, splits.received) if stays else send(rows, splits, axis, at)
+
+        def returned(rows: Tensor, splits: experts.Splits, axis: AxisHandle, at: str) -> Tensor:
+            stays = at == phase and axis.name == over
+            return _kept(rows, splits.received, splits.sent) if stays else back(rows, splits, axis, at)
+
+        patch.setattr(experts, "_send", sent)
+        patch.setattr(experts, "_return", returned)
+
+    return change
+
+
+def _unsummed(patch: pytest.MonkeyPatch) -> None:
+    """gather_in over etp gives this rank's own part, where the sum of all is due."""
+
+    def own_part(rows: Tensor, splits: experts.Splits, axis: AxisHandle, phase: str) -> Tensor:
+        came = experts._return(rows, splits, axis, phase)
+        return came.view(axis.size, splits.sent[0], *rows.shape[1:])[axis.rank]
+
+    patch.setattr(experts, "_sum_of_parts", own_part)
+
+
+def _unsorted(patch: pytest.MonkeyPatch) -> None:
+    """give_back sends rows by expert, where those of each sender are to lie together."""
+
+    def give_back(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
+        return experts._Way.apply(rows, splits, axis, experts._return, experts._send)
+
+    patch.setattr(experts, "give_back", give_back)
+
+
+def _unsorted_there(patch: pytest.MonkeyPatch) -> None:
+    """dispatch leaves rows by sender, where the experts expect their own together."""
+
+    def dispatch(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
+        return experts._Way.apply(rows, splits, axis, experts._send, experts._return)
+
+    patch.setattr(experts, "dispatch", dispatch)
+
+
+MUTANTS: dict[str, tuple[dict[str, int], Change]] = {
+    "rows stay where they are": (TP, _stay("forward", "ep")),
+    "gradients are not sent back": (TP, _stay("backward", "ep")),
+    "over etp, rows stay where they are": (ETP, _stay("forward", "etp")),
+    "over etp, gradients are not sent back": (ETP, _stay("backward", "etp")),
+    "parts over etp are not added up": (ETP, _unsummed),
+    "rows are given back in a wrong order": (DP, _unsorted),
+    "rows reach experts in a wrong order": (DP, _unsorted_there),
+}
+
+
+@pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("mesh", [TP, ETP], ids=str)
+def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str, int]) -> None:
+    assert is_equal(way, mesh)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
+def test_an_exchange_of_rows_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, way: Experts, name: str) -> None:
+    mesh, change = MUTANTS[name]
+    change(monkeypatch)
+    assert not is_equal(way, mesh)
+
+
+def _through(x: Tensor, axis: AxisHandle) -> Tensor:
+    return x.view_as(x)
+
+
+def sums_over_tp(program: RankProgram) -> list[Any]:
+    targets = (collectives.f, collectives.g, collectives.g_f)
+    return [node for node in program.stages[0].module.graph.nodes if node.target in targets]
+
+
+@pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
+def test_any_sum_over_tp_left_out_is_seen(way: Experts) -> None:
+    """Among them those of what the router and the tokens get back from rows that each tp rank sent a part of."""
+    found = []
+
+    def without(number: int) -> Callable[[RankProgram], None]:
+        def change(program: RankProgram) -> None:
+            nodes = sums_over_tp(program)
+            found.append(len(nodes))
+            if number < len(nodes):
+                nodes[number].target = _through
+                nodes[number].kwargs = {}
+                nodes[number].args = nodes[number].args[:2]
+                program.stages[0].module.recompile()
+
+        return change
+
+    assert is_equal(way, TP, without(1000))
+    assert min(found) == max(found) >= 3
+    assert [number for number in range(found[0]) if is_equal(way, TP, without(number))] == []

@@ -1,0 +1,80 @@
+"""What the ranks of test_expert_weights run: experts under several foldings, drawn fresh, saved, trained and loaded.
+
+"stacks": a Mixtral. "a loop": each expert has parameters of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner import meta_parameters, plan
+from planner.frozen_plan import Plan
+from runtime.engine import Engine
+from tests.models import experts, hugging_face
+
+LENGTH = min(experts.LENGTH, hugging_face.LENGTH)
+VOCABULARY = min(experts.VOCABULARY, hugging_face.VOCABULARY)
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp4, ep2": {"dp": 4, "ep": 2},
+    "tp2 dp2, ep2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+    "tp2 dp2, ep2": {"tp": 2, "dp": 2, "ep": 2},
+    "pp2 dp2, etp2": {"pp": 2, "dp": 2, "etp": 2},
+    "dp4, ep2 etp2": {"dp": 4, "ep": 2, "etp": 2},
+}
+CASES: dict[str, list[str]] = {
+    "stacks": ["dp4, ep2", "tp2 dp2, ep2 etp1", "tp2 dp2, ep2", "pp2 dp2, etp2"],
+    "a loop": ["dp4, ep2", "tp2 dp2, ep2 etp1", "dp4, ep2 etp2"],
+}
+
+
+def plan_of(kind: str, layout: dict[str, int]) -> Plan:
+    with meta_parameters():
+        is_loop = kind == "a loop"
+        model = experts.Net(experts.Layer(experts.masks)) if is_loop else hugging_face.build("mixtral")
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    return plan(
+        model,
+        {
+            "mesh": layout,
+            "batch": {"global": 8, "micro": 2},
+            "inputs": {"input_ids": ids, "labels": ids},
+            "tensor_parallel": {"vocabulary_multiple": 4},
+        },
+    )
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {n: torch.randint(2, VOCABULARY, (8, LENGTH), generator=generator) for n in ("input_ids", "labels")}
+
+
+def write_and_read(kind: str, layout: dict[str, int], source: Path | None, target: Path) -> dict[str, Any]:
+    """Fresh values, saved to ``target``; then, after an update, those of ``source`` (left out: ``target``)."""
+    with Engine(plan_of(kind, layout), timeout_seconds=60) as engine:
+        fresh = engine.gather_parameters()
+        engine.save_pretrained(target)
+        engine.train_step(batch())
+        trained = engine.gather_parameters()
+        engine.load_pretrained(source or target)
+        return {"fresh": fresh, "trained": trained, "loaded": engine.gather_parameters()}
+
+
+def directory_of(directory: Path, kind: str, name: str) -> Path:
+    return directory / f"{kind} {name}".replace(", ", "_").replace(" ", "_")
+
+
+def run_cases(directory: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Each layout in turn reads what the one before it has written; the first what one process wrote."""
+    found = {}
+    for kind, names in CASES.items():
+        source = directory_of(directory, kind, "one")
+        for name in names:
+            target = directory_of(directory, kind, name)
+            found[kind, name] = write_and_read(kind, LAYOUTS[name], source, target)
+            source = target
+    return found

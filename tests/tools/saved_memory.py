@@ -1,0 +1,80 @@
+"""What autograd really keeps of a stage module: ranks as threads, under the hooks of saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.lower import lower
+from passes.stage_module import RankProgram, StageModule
+from planner import Plan, plan
+from runtime.weights.shards import fill
+from runtime.weights.sources import ModelWeights
+from tests.tools.simulated_mesh import Batch, bind, spec_of, totals_of
+from tests.tools.simulated_ranks import on_threads
+
+
+@dataclass
+class Kept:
+    """Memory of one rank by its place in the process → bytes; ``tensors`` keep it there."""
+
+    bytes_at: dict[int, int]
+    tensors: list[Tensor]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes_at.values())
+
+
+def kept_by(run: Callable[[], Any], outside: Iterable[Tensor]) -> tuple[Any, Kept]:
+    """What ``run`` returns, and all memory that it saved, but for that of ``outside``."""
+    apart = {place_of(t) for t in outside}
+    kept = Kept({}, [])
+
+    def pack(tensor: Tensor) -> Tensor:
+        if place_of(tensor) not in apart:
+            kept.bytes_at[place_of(tensor)] = tensor.untyped_storage().nbytes()
+        kept.tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return run(), kept
+
+
+def place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def held_by(stage: StageModule) -> list[Tensor]:
+    return [*stage.module.parameters(), *stage.module.buffers()]
+
+
+def measured(
+    make: Callable[[], nn.Module], batch: Batch, mesh: Mapping[str, int], **more: Any
+) -> tuple[Plan, list[Kept]]:
+    """One microbatch of every rank of a mesh without pipeline, forward alone."""
+    model = make()
+    made = plan(model, spec_of(batch, mesh, **more))
+    programs = [lower(made, rank) for rank in range(made.mesh.world_size)]
+    for rank, program in enumerate(programs):
+        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))
+    shares = {n: x.chunk(made.mesh.dp) for n, x in batch.items()}
+    totals = totals_of(programs[0], shares, made.mesh.dp)
+
+    def run(rank: int) -> Kept:
+        bind(programs[rank], made.mesh, rank)
+        return _kept(programs[rank], {n: x[made.mesh.place(rank)["dp"]] for n, x in shares.items()}, totals)
+
+    return made, on_threads(made.mesh.world_size, run)
+
+
+def _kept(program: RankProgram, batch: Batch, totals: list[Tensor]) -> Kept:
+    (stage,) = program.stages
+    given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
+    loss, kept = kept_by(lambda: stage.module(*given), [*held_by(stage), *given])
+    assert loss[-1].requires_grad
+    return kept
