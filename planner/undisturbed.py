@@ -16,22 +16,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 _planning: dict[int, int] = {}  # thread → plans that it is at, one inside of another
+_collector_lock = threading.Lock()
+_collector_found: list[bool] = []  # whether it was on when the first of the plans now under way began
+
+
+def _begin(thread: int) -> None:
+    with _collector_lock:
+        if not _planning:
+            _collector_found.append(gc.isenabled())
+            gc.disable()
+        _planning[thread] = _planning.get(thread, 0) + 1
+
+
+def _end(thread: int) -> None:
+    """The collector is one for all threads: the last plan to end, in whichever of them, leaves it as it was found."""
+    with _collector_lock:
+        _planning[thread] -= 1
+        if not _planning[thread]:
+            del _planning[thread]
+        if not _planning and _collector_found.pop():
+            gc.enable()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Around the making of a plan."""
-    thread, collects = threading.get_ident(), gc.isenabled()
-    _planning[thread] = _planning.get(thread, 0) + 1
-    gc.disable()
+    thread = threading.get_ident()
+    _begin(thread)
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
-        _planning[thread] -= 1
-        if not _planning[thread]:
-            del _planning[thread]
+        _end(thread)
 
 
 def is_planning(thread: int) -> bool:

@@ -42,6 +42,26 @@ def test_one_inside_of_another_and_an_error_end_as_they_began():
     assert gc.isenabled()
 
 
+def test_plans_of_two_threads_that_overlap_leave_the_collector_on():
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with undisturbed():
+            first_is_in.set()
+            assert second_is_in.wait(10)
+        first_is_out.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_is_in.wait(10)
+    with undisturbed():
+        second_is_in.set()
+        assert first_is_out.wait(10)
+        assert not gc.isenabled()
+    thread.join(10)
+    assert gc.isenabled()
+
+
 def test_who_has_switched_the_collector_off_finds_it_off():
     gc.disable()
     try:
