@@ -1,0 +1,45 @@
+"""A text as token ids, with what batches and scores ask of it: where documents end, where words and sentences begin.
+
+    ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
+    ends               5          9            where each document ends, its end token included
+    marks      s w   w       s   w             bits: a word begins here, a sentence begins here
+    words          3           2               of the text before it was cut into tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+WORD, SENTENCE = 1, 2  # bits of a mark
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """How the ids came about. ``vocabulary_size``: ids lie below it.
+
+    ``special``: ids by what they are for: end (of a document), class, separator, mask, padding; those that there are.
+    """
+
+    name: str
+    vocabulary_size: int
+    special: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``ends`` and ``words`` (int64): [documents].
+
+    Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
+    ``source``: what messages name. ``identity``: changes with the content.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    marks: np.ndarray
+    words: np.ndarray
+    tokenization: Tokenization
+    source: str
+    identity: str
