@@ -76,7 +76,7 @@ CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.schedule.warmup": (5, {}),
     "optimizer.schedule.steps": (20, COSINE),
     "optimizer.schedule.min_lr": (1e-5, COSINE),
-    "precision.loss_scale": ("dynamic", {}),
+    "precision.loss_scale": (3.0, {}),
     "seed": (1, {}),
     "initialization.std": (0.1, {}),
     "initialization.residual_scale": (False, {}),

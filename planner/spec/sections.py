@@ -230,7 +230,11 @@ class PrecisionSpec(Section):
     gradients: Float | None = key(
         None, "of the buffers that add them up; null: float32 (float64 where the parameter is)"
     )
-    loss_scale: Annotated[Literal["none", "dynamic"], NullIsNone] = key("none", "none | dynamic")
+    loss_scale: Annotated[Literal["none", "dynamic"] | Positive, NullIsNone] = key(
+        "none",
+        "none | a number that the loss is multiplied by, and gradients divided by | dynamic: from 32768, halved where "
+        "gradients overflow, doubled after 2000 good steps",
+    )
     nonfinite: Literal["stop", "skip"] | None = key(
         None, "a step that is not finite: stop | skip; null: skip with a dynamic loss scale, else stop"
     )

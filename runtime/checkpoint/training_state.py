@@ -70,7 +70,7 @@ class TrainingState:
         return num_updates(self.optimizer)
 
     def loss_scale_entry(self) -> LossScaleEntry | None:
-        if self.loss_scale.tensor is None:
+        if self.loss_scale.tensor is None or not self.loss_scale.is_dynamic:  # a number is the spec's
             return None
         return LossScaleEntry(scale=self.loss_scale.value, num_good=int(self.loss_scale.num_good))
 
@@ -124,7 +124,7 @@ class TrainingState:
                 yield tensor, name, "buffer", _all_of(tensor.shape)
 
     def _restore_loss_scale(self, saved: LossScaleEntry | None) -> None:
-        if saved is not None and self.loss_scale.tensor is not None:
+        if saved is not None and self.loss_scale.tensor is not None and self.loss_scale.is_dynamic:
             self.loss_scale.tensor.fill_(saved.scale)
             self.loss_scale.num_good.fill_(saved.num_good)
 

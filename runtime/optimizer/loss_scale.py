@@ -1,5 +1,7 @@
 """The loss scale of float16 training: large enough that small gradients survive, halved when one overflows.
 
+    a number in the spec                stays as it is
+    dynamic, from 2^15:
     skipped                             scale ← max(1, scale / 2)
     GROWTH_INTERVAL good steps          scale ← 2 · scale
 
@@ -21,13 +23,15 @@ GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 class LossScale:
     """``tensor`` (float32, no dims) multiplies the loss's gradient; None where nothing is scaled.
 
-    Owns: the scale and the count of good steps.
+    Owns: the scale, and where it is dynamic the count of good steps.
     """
 
     def __init__(self, precision: PrecisionSpec, device: torch.device) -> None:
         self.tensor: Tensor | None = None
-        if precision.loss_scale == "dynamic":
-            self.tensor = torch.full((), INITIAL, dtype=torch.float32, device=device)
+        self.is_dynamic = precision.loss_scale == "dynamic"
+        if precision.loss_scale != "none":
+            scale = INITIAL if self.is_dynamic else float(precision.loss_scale)
+            self.tensor = torch.full((), scale, dtype=torch.float32, device=device)
             self.num_good = torch.zeros((), dtype=torch.int32, device=device)
             self._before = self.tensor.clone()
 
@@ -38,7 +42,7 @@ class LossScale:
 
     def update(self, found_inf: Tensor) -> None:
         """After each update. ``found_inf``: 1.0 (float32) where it was skipped, else 0.0."""
-        if self.tensor is not None:
+        if self.tensor is not None and self.is_dynamic:
             self._before.copy_(self.tensor)
             torch._amp_update_scale_(self.tensor, self.num_good, found_inf, 2.0, 0.5, GROWTH_INTERVAL)
             self.tensor.clamp_(min=SMALLEST)
@@ -51,4 +55,4 @@ class LossScale:
     @property
     def is_exhausted(self) -> bool:
         """Whether the last step ran with the smallest scale that there is. Waits for the device."""
-        return self.tensor is not None and float(self._before) <= SMALLEST
+        return self.tensor is not None and self.is_dynamic and float(self._before) <= SMALLEST

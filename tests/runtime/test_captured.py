@@ -126,6 +126,26 @@ def test_a_loss_scale_that_overflows_skips_the_update_and_halves():
     assert not engine.train_step(batch()).skipped
 
 
+def test_a_constant_loss_scale_changes_no_number_and_stays_after_an_overflow():
+    """A power of two: gradients and weights keep every bit."""
+
+    def trained(scale: float | str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Engine]:
+        engine = Engine(plan(build(), spec({}, precision={"loss_scale": scale})))
+        engine.forward_backward(batch())
+        return engine.gather_gradients(), (engine.optimizer_step(), engine.gather_parameters())[1], engine
+
+    plain, scaled = trained("none"), trained(4096)
+    for before, after in zip(plain[:2], scaled[:2], strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    engine = scaled[2]
+    assert engine.loss_scale.tensor is not None
+    engine.loss_scale.tensor.fill_(float("inf"))
+    assert engine.train_step(batch()).skipped
+    assert engine.loss_scale.value == float("inf")
+    assert not engine.loss_scale.is_exhausted
+
+
 # One file a rank: the lines of several processes may mingle on a shared standard output.
 SCRIPT = """
 import os, pathlib, sys
