@@ -78,6 +78,7 @@ CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.schedule.min_lr": (1e-5, COSINE),
     "precision.loss_scale": (3.0, {}),
     "seed": (1, {}),
+    "initialization.method": ("model", {}),
     "initialization.std": (0.1, {}),
     "initialization.residual_scale": (False, {}),
 }

@@ -281,5 +281,8 @@ class CudaGraphsSpec(Section):
 
 
 class InitializationSpec(Section):
+    method: Literal["normal", "model"] = key(
+        "normal", "normal: as below | model: by its own reset_parameters and _init_weights"
+    )
     std: NotNegative = key(0.02, "of the normal distribution of every matrix")
     residual_scale: Flag = key(True, "divide the weights before the residual by sqrt(2 · blocks)")

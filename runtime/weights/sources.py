@@ -1,5 +1,7 @@
 """Where full tensors come from: the user's model, or fresh values where it stands on the meta device.
 
+With ``initialization.method: normal`` these; with ``model`` what the model's own methods draw.
+
 N(0, std)                                  matrices
 N(0, std / sqrt(number of residual writes))    matrices that write into the residual
 1, 0                                       scales of norms, biases
@@ -19,6 +21,7 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.weights.fresh import normal
+from runtime.weights.own_methods import OwnMethods
 
 
 class WeightSource(Protocol):
@@ -62,6 +65,25 @@ class ModelWeights:
     def buffer(self, fqn: str) -> Tensor:
         assert self._model is not None, "the model was let go"
         return buffer_value(self._model, fqn)
+
+
+class OwnWeights(ModelWeights):
+    """Fresh weights for parameters on the meta device by the model's own methods; what it holds is taken as it is."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__(model)
+        self._own = OwnMethods(model, seed)
+
+    def is_fresh(self, fqn: str) -> bool:
+        return self._parameters[fqn].is_meta
+
+    def release(self) -> None:
+        """The model stays: its methods are run when fresh values are asked for."""
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not self._parameters[fqn].is_meta:
+            return self._parameters[fqn].detach()
+        return self._own.value(fqn, shape, dtype)
 
 
 class InitialWeights(ModelWeights):
@@ -109,6 +131,8 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
     initial = spec.initialization
+    if initial.method == "model":
+        return OwnWeights(model, spec.seed)
     return InitialWeights(
         model, decisions.roles, seed=spec.seed, std=initial.std, residual_scale=initial.residual_scale
     )

@@ -1,0 +1,216 @@
+"""Fresh values as the model's own methods draw them, one call at a time, for a model on the meta device.
+
+Every module is initialised after the modules in it, as ``Module.apply`` does:
+
+    reset_parameters(), _reset_parameters()        where the module has one
+    _init_weights(module)                          of the innermost module around it that has one
+    _init_weights()                                where the method takes no module
+
+First all of it runs on meta tensors, which tells what each call writes. Then a parameter takes its value from the calls
+that write it, and from no other: each with a generator of (seed, module, method), so that the value depends neither on
+the layout nor on what else a rank holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import PlanError, Where
+
+_OF_MODULE = ("reset_parameters", "_reset_parameters")
+_FOR_MODULES = "_init_weights"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a method; ``module`` is the dotted name of what it initialises, ``written`` the parameters."""
+
+    module: str
+    method: str
+    run: Callable[[], Any]
+    written: frozenset[int] = frozenset()
+
+
+class OwnMethods:
+    """Values of a model's parameters by its own methods. Owns the calls, and the values of the last ones that ran."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        """Raises PlanError where a method cannot run without values."""
+        self._model, self._seed = model, seed
+        self._names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._calls = _calls_that_write(model)
+        self._last: tuple[tuple[str, ...], dict[int, Tensor]] = ((), {})
+
+    @torch.no_grad()
+    def value(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The full tensor [shape], drawn in float32 whatever the dtype. Raises PlanError, naming the parameter, where
+        no method writes all of it."""
+        wanted = self._names[fqn]
+        calls = [call for call in self._calls if wanted in call.written]
+        key = tuple(f"{call.module}.{call.method}" for call in calls)
+        if self._last[0] != key:
+            self._last = (key, self._run(calls))
+        value = self._last[1].get(wanted)
+        if value is None or value.isnan().any():
+            words = "is written by no method of the model" if value is None else "is not written whole"
+            raise PlanError(
+                f"parameter {fqn} on the meta device {words} (reset_parameters or _init_weights)",
+                where=Where(module=fqn.rpartition(".")[0] or type(self._model).__name__),
+                fix="give its module a reset_parameters() that writes it, or set initialization.method: normal",
+            )
+        return value.to(dtype).view(shape)
+
+    def _run(self, calls: list[_Call]) -> dict[int, Tensor]:
+        written = frozenset().union(*(call.written for call in calls))
+        with _exchanged(self._model, lambda p: _unwritten(p) if id(p) in written else None) as held:
+            for call in calls:
+                with _seeded(f"{self._seed}/{call.module}/{call.method}"):
+                    _ran(call)
+        return {owner: value.detach() for owner, value in held.items()}
+
+
+def _calls_that_write(model: nn.Module) -> list[_Call]:
+    calls = [call for name, module in _inner_first(model) for call in _calls_for(model, name, module)]
+    found = []
+    with torch.no_grad(), _exchanged(model, lambda p: torch.empty_like(p, device="meta")) as held:
+        owners = {id(value): owner for owner, value in held.items()}
+        for call in calls:
+            inside = [(p, _memory(p)) for p in model.get_submodule(call.module).parameters() if id(p) in owners]
+            with _Writes() as writes:
+                _ran(call)
+            touched = {owners[id(p)] for p, memory in inside if memory in writes.memories or memory != _memory(p)}
+            if touched:
+                found.append(_Call(call.module, call.method, call.run, frozenset(touched)))
+    return found
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the memory that ops write to, also behind ``.data``, which counts no versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else given.get(argument.name)
+                written = value if isinstance(value, (list, tuple)) else [value]
+                self.memories.update(_memory(tensor) for tensor in written if isinstance(tensor, Tensor))
+        return func(*args, **given)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with their dotted names, each after those in it."""
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child, inner in module.named_children():
+            yield from visit(f"{name}.{child}" if name else child, inner)
+        yield name, module
+
+    return visit("", model)
+
+
+def _calls_for(model: nn.Module, name: str, module: nn.Module) -> Iterator[_Call]:
+    for method in _OF_MODULE:
+        if callable(own := getattr(module, method, None)):
+            yield _Call(name, method, own)
+            break
+    if (own := _method(module)) is not None and not _takes_module(own):
+        yield _Call(name, _FOR_MODULES, own)
+        return
+    for around in (model.get_submodule(path) for path in _outwards(name)):
+        if (own := _method(around)) is not None and _takes_module(own):
+            yield _Call(name, _FOR_MODULES, lambda own=own: own(module))
+            return
+
+
+def _method(module: nn.Module) -> Callable[..., Any] | None:
+    found = getattr(module, _FOR_MODULES, None)
+    return found if callable(found) else None
+
+
+def _takes_module(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _outwards(name: str) -> Iterator[str]:
+    parts = name.split(".") if name else []
+    return (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+
+
+@contextmanager
+def _exchanged(model: nn.Module, made: Callable[[nn.Parameter], Tensor | None]) -> Iterator[dict[int, Tensor]]:
+    """Inside, parameters on meta are what ``made`` makes of them, and buffers copies; afterwards all is as before.
+
+    Yields what was made, by the id of the parameter that it stands for.
+    """
+    held: dict[int, Tensor] = {}
+    parameters = [(m, dict(m._parameters)) for m in model.modules()]
+    buffers = [(m, dict(m._buffers)) for m in model.modules()]
+    try:
+        for module, own in parameters:
+            for name, parameter in own.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in held and (value := made(parameter)) is not None:
+                    held[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                module._parameters[name] = held.get(id(parameter), parameter)  # pyright: ignore[reportArgumentType]
+        for module, own in buffers:
+            module._buffers.update({name: None if b is None else b.clone() for name, b in own.items()})
+        yield held
+    finally:
+        for (module, own), (_, tensors) in zip(parameters, buffers, strict=True):
+            module._parameters.update(own)
+            module._buffers.update(tensors)
+
+
+def _unwritten(parameter: Tensor) -> Tensor:
+    """NaN in each element, float32 where it is of floats."""
+    dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+    value = torch.empty(parameter.shape, dtype=dtype)
+    return value.fill_(float("nan")) if dtype.is_floating_point or dtype.is_complex else value.zero_()
+
+
+def _ran(call: _Call) -> None:
+    try:
+        call.run()
+    except Exception as error:
+        raise PlanError(
+            f"{call.method} of the model failed on the meta device: {type(error).__name__}: {error}",
+            where=Where(module=call.module or "the model"),
+            fix="build the model with its values, or set initialization.method: normal",
+        ) from error
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    """The generators of torch, numpy and Python at a place that ``key`` alone decides; as before afterwards."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
