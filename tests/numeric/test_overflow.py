@@ -1,0 +1,48 @@
+"""float16 with a dynamic loss scale: an overflow on one rank skips the step on all, and training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import Engine
+from tests.tools.laboratory import ADAMW, Case, Lab
+
+FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}, "optimizer": ADAMW}
+NUM_STEPS, BAD = 5, 2
+
+
+def with_an_overflow(decided: Any, batches: list[dict[str, Tensor]], bad_rank: int) -> list[tuple[Any, ...]]:
+    """Of each step: skipped, the scale after it, whether the weights are the old ones, the loss; at BAD the largest
+    weight of one rank alone is too large for float16's products."""
+    rows = []
+    with Engine(decided, timeout_seconds=60) as engine:
+        for step in range(NUM_STEPS):
+            engine._ready()
+            before = {name: value.clone() for name, value in engine._own().items()}
+            is_bad = step == BAD and dist.get_rank() == bad_rank
+            largest = max(before, key=lambda name: before[name].numel())
+            if is_bad:
+                engine._own()[largest].fill_(6e4)
+            report = engine.train_step(batches[step % len(batches)])
+            engine._ready()
+            if is_bad:
+                engine._own()[largest].copy_(before[largest])
+            is_same = all(torch.equal(before[name], value) for name, value in engine._own().items())
+            rows.append((report.skipped, engine.loss_scale.value, is_same, repr(report.loss)))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_rank", [0, 3], ids=["first stage", "last stage"])
+def test_one_ranks_overflow_skips_the_step_on_every_rank_and_halves_the_scale(lab: Lab, bad_rank: int) -> None:
+    case = Case("gpt2", {"tp": 2, "pp": 2}, FLOAT16, job=with_an_overflow, job_arguments=(bad_rank,))
+    ranks = lab.run(case)
+    assert all(rows == ranks[0] for rows in ranks)
+    assert [row[0] for row in ranks[0]] == [step == BAD for step in range(NUM_STEPS)]
+    assert [row[1] for row in ranks[0]] == [2.0**15, 2.0**15, 2.0**14, 2.0**14, 2.0**14]
+    assert [row[2] for row in ranks[0]] == [step == BAD for step in range(NUM_STEPS)]
