@@ -19,7 +19,8 @@ from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
 from runtime.cuda_graphs.choice import check_backend_here
-from runtime.data.byte_batches import ByteBatches, read_text
+from runtime.data.reading import read_tokens
+from runtime.data.token_batches import token_batches
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.report.step_report import StepRow
@@ -72,7 +73,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     decided = plan(load_model(job.model), spec)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
-    ByteBatches(read_text(job.data), spec.require_inputs(), spec.batch.global_size, spec.seed)
+    token_batches(read_tokens(job.data), spec)
     world_size = decided.mesh.world_size
     if num_ranks is not None and num_ranks != world_size:
         raise PlanError(

@@ -29,6 +29,7 @@ from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
 from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
+from planner.spec.data import DataSpec
 from planner.spec.fields import (
     AUTO,
     MOST_INPUTS,
@@ -119,7 +120,8 @@ class Spec(Section):
     initial_weights: Literal["broadcast", "require_equal"] = key(
         "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
     )
-    seed: Seed = key(1234, "of dropout, fresh weights and random batches")
+    seed: Seed = key(1234, "of dropout, fresh weights and batches")
+    data: DataSpec = key(DataSpec(), "how a text becomes sequences")
     cluster: Name | None = key(
         None, "a YAML file that describes the machines; relative to here, or to this file's folder"
     )

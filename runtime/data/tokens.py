@@ -1,9 +1,11 @@
 """A text as token ids, with what batches and scores ask of it: where documents end, where words and sentences begin.
 
-ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
-ends               5          9            where each document ends, its end token included
-marks      s w   w       s   w             bits: a word begins here, a sentence begins here
-words          3           2               of the text before it was cut into tokens
+    ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
+    ends               5          9            where each document ends, its end token included
+    marks      s w   w       s   w             bits: a word begins here, a sentence begins here
+    words          3           2               of the text before it was cut into tokens
+
+A text far larger than memory is a map of a file.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Tokens:
     """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``ends`` and ``words`` (int64): [documents].
 
     Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
-    ``source``: what messages name. ``identity``: changes with the content.
+    ``source``: what messages name. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
     """
 
     ids: np.ndarray
@@ -43,3 +45,4 @@ class Tokens:
     tokenization: Tokenization
     source: str
     identity: str
+    largest: int | None = None

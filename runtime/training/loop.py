@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from dataclasses import replace
@@ -15,7 +14,9 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import saves_in
-from runtime.data.byte_batches import ByteBatches, read_text
+from runtime.data.reading import read_tokens
+from runtime.data.token_batches import Batches, token_batches
+from runtime.data.tokens import Tokens
 from runtime.distributed.devices import launched
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
@@ -66,8 +67,8 @@ def run_rank(job: Job) -> Trained:
     """
     job = _restarted(job)
     spec = Spec.load(job.spec)
-    text = read_text(job.data)
-    batches = ByteBatches(text, spec.require_inputs(), spec.batch.global_size, spec.seed)
+    tokens = read_tokens(job.data)
+    batches = token_batches(tokens, spec)
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
     leads = not launched(os.environ).rank
@@ -75,7 +76,7 @@ def run_rank(job: Job) -> Trained:
     alone = _with_values(model, job, spec) if job.compare and leads else None
     del model
     progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
-    with Engine(decided) as engine, RunSaves(engine, job, _extra(text, spec)) as saves:
+    with Engine(decided) as engine, RunSaves(engine, job, _extra(tokens, spec)) as saves:
         save = saves.resumed()
         if save is None and weights is not None:
             engine.load_pretrained(weights)
@@ -102,16 +103,16 @@ def _restarted(job: Job) -> Job:
     return replace(job, resume=AUTO) if is_again and has_saves else job
 
 
-def _extra(text: Any, spec: Spec) -> dict[str, Any]:
+def _extra(tokens: Tokens, spec: Spec) -> dict[str, Any]:
     """What must be the same for the batches after a resume to be those that would have come."""
     return {
-        "data (sha256)": hashlib.sha256(text.tobytes()).hexdigest()[:16],
+        "data": tokens.identity,
         "seed": spec.seed,
         "batch.global": spec.batch.global_size,
     }
 
 
-def _caught_up(beside: OneProcess, batches: ByteBatches, num_steps: int) -> OneProcess:
+def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProcess:
     """The single process has no saves: it makes the steps before a resume again."""
     for step in range(num_steps):
         beside.train_step(batches.batch(step))

@@ -1,0 +1,83 @@
+"""Each token from those before it: windows of a text, one after another.
+
+    packing      | window 0 | window 1 | window 2 |      over the ends of documents; what is left at the end is dropped
+    no packing   | document 0 ··|·· | document 1 |··     inside documents; the last window of each is padded
+
+Window i begins where window i - 1 ends; its next tokens reach one further, so that every token but the first is asked
+for once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from planner.errors import PlanError
+from planner.spec.data import DataSpec
+from runtime.data.objectives.protocol import NOTHING, Objective
+from runtime.data.tokens import Tokens
+
+
+def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int) -> Objective:
+    """Windows of ``length``. Raises PlanError where the tokens make none."""
+    found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
+    if not found.num_samples:
+        unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
+        longest = "" if data.packing else " in its longest document"
+        raise PlanError(
+            f"{tokens.source} holds {found.longest} {unit}{longest}, a sequence takes {found.least}",
+            where="--data",
+            fix="give a longer text or a shorter inputs shape",
+        )
+    return found
+
+
+class Packed:
+    """Windows that run on over the ends of documents."""
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        self.tokens, self.length = tokens, length
+        self.longest, self.least = len(tokens.ids), length + 1
+        self.num_samples = max(0, (len(tokens.ids) - 1) // length)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        start = index * self.length
+        return _roles(self.tokens.ids[start : start + self.length + 1].astype(np.int64), self.length, 0)
+
+
+class OfDocuments:
+    """Windows inside documents. Owns the number of windows up to the end of each document (int64 [documents])."""
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        self.tokens, self.length = tokens, length
+        sizes = np.diff(tokens.ends, prepend=0)
+        self.longest, self.least = int(sizes.max(initial=0)), 2
+        self._windows = np.cumsum(np.maximum(0, -(-(sizes - 1) // length)))
+        self.num_samples = int(self._windows[-1]) if len(self._windows) else 0
+        special = tokens.tokenization.special
+        self._padding = special.get("padding", special.get("end", 0))
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        document = int(np.searchsorted(self._windows, index, side="right"))
+        before = int(self._windows[document - 1]) if document else 0
+        first = int(self.tokens.ends[document - 1]) if document else 0
+        start = first + (index - before) * self.length
+        stop = min(start + self.length + 1, int(self.tokens.ends[document]))
+        return _roles(self.tokens.ids[start:stop].astype(np.int64), self.length, self._padding)
+
+
+def _roles(window: np.ndarray, length: int, padding: int) -> dict[str, np.ndarray]:
+    """Of a window [up to length + 1]; what it lacks is padded, and counts nowhere."""
+    lack = length + 1 - len(window)
+    padded = np.pad(window, (0, lack), constant_values=padding) if lack else window
+    held = np.arange(length) < len(window)
+    asked = np.arange(1, length + 1) < len(window)
+    return {
+        "tokens": padded[:-1],
+        "next_tokens": np.where(asked, padded[1:], NOTHING),
+        "labels": np.where(held, padded[:-1], NOTHING),
+        "attention_mask": held.astype(np.int64),
+        "segments": np.zeros(length, np.int64),
+        "positions": np.arange(length),
+    }

@@ -1,0 +1,30 @@
+"""What every objective gives: samples by number. A sample is the same wherever and whenever it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from planner.spec.data import DataSpec
+from runtime.data.tokens import Tokens
+
+NOTHING = -100  # a label where nothing counts: what cross entropy skips if nobody says otherwise
+
+
+class Objective(Protocol):
+    """``num_samples``: of one epoch."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        """Role -> int64 [length], or [] where a sequence has one: a pure function of (seed, epoch, index).
+
+        The roles are those of ``planner.spec.data.ROLES``; an objective gives the ones that it has.
+        """
+        ...
+
+
+Make = Callable[[Tokens, int, DataSpec, int], Objective]  # of tokens, length, section and seed; raises PlanError

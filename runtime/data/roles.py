@@ -1,0 +1,73 @@
+"""Which role each input of the spec has: its name says it, or the spec's ``data.inputs``.
+
+input_ids, tokens, idx, x                      the window [length]
+labels                                         the same window (models that shift it inside)
+targets, y                                     the window one token later (models that do not)
+attention_mask                                 1, and 0 on padding
+token_type_ids, segment_ids                    which of two texts
+position_ids                                   0 to length - 1
+next_sentence_label, sentence_order_label      whether two texts stand in their order: one integer a sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.errors import PlanError
+from planner.spec.data import ROLES
+from planner.spec.sections import InputSpec
+
+NAMES = {
+    "input_ids": "tokens",
+    "tokens": "tokens",
+    "idx": "tokens",
+    "x": "tokens",
+    "targets": "next_tokens",
+    "y": "next_tokens",
+    "labels": "labels",
+    "attention_mask": "attention_mask",
+    "token_type_ids": "segments",
+    "segment_ids": "segments",
+    "position_ids": "positions",
+    "next_sentence_label": "sentence_order",
+    "sentence_order_label": "sentence_order",
+}
+OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
+
+
+def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[str, str]:
+    """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input of which none is known."""
+    for name in given:
+        if name not in inputs:
+            what = f"data.inputs names {name!r}, which is no input"
+            raise PlanError(what, where=f"data.inputs.{name}", fix=f"name one of: {', '.join(inputs)}")
+    for name in inputs:
+        if name not in given and name not in NAMES:
+            raise PlanError(
+                f"a text cannot feed the input {name!r}: nothing says what it is",
+                where=f"inputs.{name}",
+                fix=f"say it by data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
+                "runtime.Engine with batches of your own",
+            )
+    return {name: given.get(name) or NAMES[name] for name in inputs}
+
+
+def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
+    """Tokens of one sequence. Raises PlanError where inputs differ in it, or have not this one dim."""
+    lengths: dict[str, int] = {}
+    for name, spec in inputs.items():
+        wanted = 0 if roles[name] == "sentence_order" else 1
+        if len(spec.shape) != wanted:
+            shape = "[]" if not wanted else "[length]"
+            what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of a text it has {shape}"
+            raise PlanError(what, where=f"inputs.{name}.shape", fix=f"give it the shape {shape}")
+        if wanted:
+            lengths[name] = spec.shape[0]
+    if len(set(lengths.values())) != 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
+        raise PlanError(
+            f"sequences of a text have one length, the inputs differ: {told}" if lengths else told,
+            where="inputs",
+            fix="give all of them one length",
+        )
+    return next(iter(lengths.values()))

@@ -1,0 +1,27 @@
+"""Which files a source names, in an order that does not change."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from planner.errors import PlanError
+
+STDLIB = "stdlib"
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+
+
+def files_of(source: str, option: str = "--data") -> list[Path]:
+    """A file, a directory's files in sorted order, or those of Python's library for ``stdlib``. Raises PlanError."""
+    if source == STDLIB:
+        library = Path(sysconfig.get_path("stdlib"))
+        found = library.rglob("*.py")
+        return sorted(file for file in found if not _LEFT_OUT.intersection(file.relative_to(library).parts))
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    raise PlanError(
+        f"no file or directory {source}", where=option, fix="name a text file or directory, or write stdlib"
+    )

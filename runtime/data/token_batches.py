@@ -1,0 +1,86 @@
+"""The global batch of any step: which samples of an objective it holds, and under which names.
+
+    sample k = step · global + row;  epoch k // n, place k % n;  index = permutation of (seed, epoch) at that place
+
+So every sample comes once an epoch, each epoch in another order, and step 1000 is found without the 999 before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.spec.sections import InputSpec
+from planner.spec.spec import Spec
+from runtime.data.objectives.protocol import Objective
+from runtime.data.objectives.table import make_objective
+from runtime.data.permutation import Permutation
+from runtime.data.roles import length_of, roles_of
+from runtime.data.tokens import Tokens
+
+
+class Batches(Protocol):
+    """Global batches by step: a pure function, the same on every rank."""
+
+    def batch(self, step: int) -> dict[str, Tensor]: ...
+
+
+class TokenBatches:
+    """Batches of an objective's samples. ``roles``: input -> the role that feeds it."""
+
+    def __init__(
+        self, objective: Objective, inputs: Mapping[str, InputSpec], roles: Mapping[str, str], size: int, seed: int
+    ) -> None:
+        self.objective, self.roles, self.global_size, self.seed = objective, dict(roles), size, seed
+        self._dtypes = {name: getattr(torch, spec.dtype) for name, spec in inputs.items()}
+        self._check_first(inputs)
+
+    def indices(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
+        """(epoch, index) of each row of the step's global batch, or of some of its rows."""
+        num_samples = self.objective.num_samples
+        places = [step * self.global_size + row for row in range(self.global_size)[rows or slice(None)]]
+        epochs = [place // num_samples for place in places]
+        found = {
+            epoch: iter(
+                Permutation(num_samples, (self.seed, epoch))(
+                    np.array([p % num_samples for p, e in zip(places, epochs, strict=True) if e == epoch], np.int64)
+                ).tolist()
+            )
+            for epoch in dict.fromkeys(epochs)
+        }
+        return [(epoch, next(found[epoch])) for epoch in epochs]
+
+    def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]:
+        """The global batch of a step, or some of its rows: each input as [rows, *shape]."""
+        samples = [self.objective.sample(index, epoch) for epoch, index in self.indices(step, rows)]
+        return {
+            name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(self._dtypes[name])
+            for name, role in self.roles.items()
+        }
+
+    def _check_first(self, inputs: Mapping[str, InputSpec]) -> None:
+        """Raise PlanError for an input that the objective has nothing for."""
+        given = self.objective.sample(0, 0)
+        for name, role in self.roles.items():
+            if role not in given:
+                raise PlanError(
+                    f"the input {name!r} is fed by {role}, which this objective does not make",
+                    where=f"inputs.{name}",
+                    fix=f"leave the input out, or choose another data.objective; this one makes {', '.join(given)}",
+                )
+
+
+def token_batches(tokens: Tokens, spec: Spec) -> TokenBatches:
+    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say. Raises PlanError where they cannot."""
+    inputs = spec.require_inputs()
+    try:
+        roles = roles_of(inputs, spec.data.inputs)
+        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed)
+        return TokenBatches(objective, inputs, roles, spec.batch.global_size, spec.seed)
+    except PlanError as error:
+        raise spec.locate(error) from None
