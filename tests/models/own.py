@@ -321,8 +321,20 @@ def slots() -> Entry:
 
 RELATIVE, NORMED = partial(MatmulAttention, biased=True), partial(MatmulAttention, normed=True)
 
+
+def bert(normalize_first: bool) -> Entry:
+    """The BERT of the examples; random zeros in its attention mask, where a sequence may be masked wholly."""
+    from examples.bert import BERT
+
+    sizes = {"vocabulary": VOCABULARY, "length": LENGTH, "width": WIDTH, "num_heads": HEADS}
+    inputs = tokens(VOCABULARY, "token_type_ids", "attention_mask") | {"sentence_order_label": ((), torch.int64, 2)}
+    return Entry(BERT(normalize_first=normalize_first, **sizes), inputs, ("labels",))
+
+
 MODELS: dict[str, Callable[[], Entry]] = {
     "gpt": gpt,
+    "bert-post": lambda: bert(normalize_first=False),
+    "bert-pre": lambda: bert(normalize_first=True),
     "experts": experts,
     "experts-4-layers": lambda: experts(4),
     "slots": slots,
