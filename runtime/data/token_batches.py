@@ -80,7 +80,7 @@ def token_batches(tokens: Tokens, spec: Spec) -> TokenBatches:
     inputs = spec.require_inputs()
     try:
         roles = roles_of(inputs, spec.data.inputs)
-        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed)
+        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, set(roles.values()))
         return TokenBatches(objective, inputs, roles, spec.batch.global_size, spec.seed)
     except PlanError as error:
         raise spec.locate(error) from None

@@ -9,7 +9,7 @@ for once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from runtime.data.objectives.protocol import NOTHING, Objective
 from runtime.data.tokens import Tokens
 
 
-def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int) -> Objective:
+def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ()) -> Objective:
     """Windows of ``length``. Raises PlanError where the tokens make none."""
     found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
     if not found.num_samples:

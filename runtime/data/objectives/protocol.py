@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -27,4 +27,5 @@ class Objective(Protocol):
         ...
 
 
-Make = Callable[[Tokens, int, DataSpec, int], Objective]  # of tokens, length, section and seed; raises PlanError
+# of tokens, length, section, seed, and the roles that the model reads; raises PlanError
+Make = Callable[[Tokens, int, DataSpec, int, Collection[str]], Objective]

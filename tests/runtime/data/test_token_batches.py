@@ -15,6 +15,7 @@ from planner.spec.spec import Spec
 from runtime.data.token_batches import TokenBatches, token_batches
 from runtime.data.tokens import Tokens
 from tests.runtime.data.conftest import by_hand
+from tests.tools.texts import tokens_of
 
 Make = Callable[..., Tokens]
 LENGTH = 4
@@ -108,3 +109,23 @@ def test_inputs_that_a_text_cannot_feed_are_refused_at_their_key(keys: Any, word
         batches(**keys)
     assert str(error.value.where) == where
     assert error.value.fix
+
+
+def test_a_bert_is_fed_masked_pairs() -> None:
+    inputs = {
+        "input_ids": TOKENS | {"shape": [24]},
+        "token_type_ids": {"like": "input_ids", "high": 2},
+        "attention_mask": {"like": "input_ids", "high": 2},
+        "labels": {"like": "input_ids"},
+        "sentence_order_label": {"shape": [], "dtype": "int64", "high": 2},
+    }
+    text = tokens_of(["It rained. We read. Then it stopped.", "One. Two."])
+    batch = batches(text, 6, inputs=inputs, data={"objective": "masked"}).batch(0)
+    assert {name: list(x.shape) for name, x in batch.items()} == {
+        **{name: [6, 24] for name in inputs if name != "sentence_order_label"},
+        "sentence_order_label": [6],
+    }
+    asked = batch["labels"] != -100
+    assert asked.any(1).all()
+    assert batch["token_type_ids"].any(1).all()
+    assert (batch["attention_mask"][asked] == 1).all()

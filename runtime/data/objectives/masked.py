@@ -1,0 +1,166 @@
+"""Masked words and sentence order: what BERT learns from (Devlin et al. 2018; order: Lan et al. 2019).
+
+    tokens          [class] the [mask] sat . [separator] it [mask] [mask] [separator] [padding] …
+    labels           -100  -100  cat  -100 …              -100   slept  .   -100        -100
+    segments          0      0    0     0  0     0         1       1    1     1           0
+    attention_mask    1      1    1     1  1     1         1       1    1     1           0
+    sentence_order   1 where the second run of sentences came first in the text, 0 where not
+
+A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
+segments nor an order reads one run of text, ``[class] text [separator]``. A sample is a function of (seed, epoch,
+index) alone, and each epoch masks, cuts and swaps anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.random import Generator
+
+from planner.errors import PlanError
+from planner.spec.data import DataSpec
+from runtime.data.objectives.protocol import NOTHING, Objective
+from runtime.data.objectives.windows import PlainWindows, SentenceWindows, Windows, inner_sentences
+from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
+from runtime.data.tokens import WORD, Tokens
+
+NEEDED = ("class", "separator", "mask", "padding")
+PAIRED_ROLES = frozenset({"segments", "sentence_order"})
+
+
+def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str]) -> Objective:
+    """Samples for a model that reads ``roles``: pairs where segments or sentence_order are among them."""
+    return MaskedWords(tokens, length, not PAIRED_ROLES.isdisjoint(roles), seed, data.mask.share, data.mask.ngram)
+
+
+class MaskedWords:
+    """Samples of ``length`` tokens. Owns the windows of the text, and nothing that changes.
+
+    ``is_paired``: of two runs of sentences, else of one. Raises PlanError for special ids that the tokens lack, and for
+    a text or a length too short for one sample.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        length: int,
+        is_paired: bool,
+        seed: int,
+        share: float = 0.15,
+        ngram: int = 3,
+    ) -> None:
+        self.tokens, self.length, self.seed = tokens, length, seed
+        self.share, self.ngram = share, ngram
+        self.is_paired = is_paired
+        special = tokens.tokenization.special
+        _check(tokens, length, self._capacity)
+        self._class, self._separator, self._mask, self._padding = (special[name] for name in NEEDED)
+        self._random = RandomIds(tokens.tokenization.vocabulary_size, list(special.values()))
+        made = SentenceWindows if is_paired else PlainWindows
+        self.windows: Windows = made.of(tokens, self._capacity)
+        if not len(self.windows):
+            raise _no_sample(tokens, is_paired=is_paired)
+
+    @property
+    def num_samples(self) -> int:
+        """Of one epoch."""
+        return len(self.windows)
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens of text in a sample."""
+        return self.length - (3 if self.is_paired else 2)
+
+    def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
+        """Role → int64 [length], and [] for sentence_order, which is there for pairs alone."""
+        draw = np.random.default_rng([self.seed, epoch, index])
+        first, second, is_swapped = self._runs(*self.windows.span(index), draw)
+        text, bounds, segments = self._words([run for run in (first, second) if run is not None])
+        chosen = choose_words(bounds, segments, self.share, self.ngram, draw)
+        hidden = hide(text, bounds, chosen, self._mask, self._random, draw)
+        labels = np.where(np.repeat(chosen, np.diff(bounds)), text, NOTHING)
+        border = int(bounds[segments[1]]) if second is not None else len(text)
+        found = self._laid_out(hidden, labels, border)
+        if self.is_paired:
+            found["sentence_order"] = np.array(int(is_swapped), dtype=np.int64)
+        return found
+
+    def _runs(self, begin: int, stop: int, draw: Generator) -> tuple[slice, slice | None, bool]:
+        """The one or two runs of text of a sample, in their order there, and whether that is not the text's."""
+        if not self.is_paired:
+            return slice(begin, stop), None, False
+        inner = inner_sentences(self.tokens, begin, stop)
+        border = int(inner[draw.integers(len(inner))])
+        before, after = _shortened(border - begin, stop - border, self._capacity)
+        first, second = slice(border - before, border), slice(border, border + after)
+        return (second, first, True) if draw.random() < 0.5 else (first, second, False)
+
+    def _words(self, runs: list[slice]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Of all runs: the text (int64 [tokens]), the bounds of its words [words + 1], and the first word of each run.
+
+        A word that the edge of a window cuts counts as far as it lies inside.
+        """
+        texts, bounds, segments, at = [], [], [], 0
+        for run in runs:
+            begins = np.flatnonzero(self.tokens.marks[run.start + 1 : run.stop] & WORD) + 1
+            segments.append(sum(map(len, bounds)))
+            bounds.append(np.concatenate([np.zeros(1, dtype=np.int64), begins]) + at)
+            texts.append(np.asarray(self.tokens.ids[run], dtype=np.int64))
+            at += len(texts[-1])
+        return np.concatenate(texts), np.concatenate([*bounds, np.array([at])]), segments
+
+    def _laid_out(self, text: np.ndarray, labels: np.ndarray, border: int) -> dict[str, np.ndarray]:
+        """Special tokens and padding around the text; ``border``: tokens of the first run."""
+        tokens = np.full(self.length, self._padding, dtype=np.int64)
+        counted = np.full(self.length, NOTHING, dtype=np.int64)
+        segments = np.zeros(self.length, dtype=np.int64)
+        attention = np.zeros(self.length, dtype=np.int64)
+        tokens[0], at = self._class, 1
+        for number, part in enumerate((slice(0, border), slice(border, len(text)))[: 1 + self.is_paired]):
+            stop = at + len(text[part])
+            tokens[at:stop], counted[at:stop] = text[part], labels[part]
+            tokens[stop] = self._separator
+            segments[at : stop + 1] = number
+            at = stop + 1
+        attention[:at] = 1
+        positions = np.arange(self.length, dtype=np.int64)
+        return {
+            "tokens": tokens,
+            "labels": counted,
+            "attention_mask": attention,
+            "segments": segments,
+            "positions": positions,
+        }
+
+
+def _shortened(before: int, after: int, most: int) -> tuple[int, int]:
+    """Two runs that together hold at most ``most``: the longer one gives first. They keep what lies at their border."""
+    half = min(before, after, most // 2)
+    return (half, min(after, most - half)) if before <= after else (min(before, most - half), half)
+
+
+def _check(tokens: Tokens, length: int, capacity: int) -> None:
+    special, name = tokens.tokenization.special, tokens.tokenization.name
+    if missing := [what for what in NEEDED if what not in special]:
+        raise PlanError(
+            f"masked words need tokens that the tokenization {name} lacks: {', '.join(missing)}",
+            where=tokens.source,
+            fix="prepare the text with a tokenizer that has them, or as bytes; or set data.objective: next_token",
+        )
+    if capacity < 2:
+        raise PlanError(
+            f"a sequence of {length} tokens has no room for special tokens and words",
+            where="inputs",
+            fix="give inputs of at least 5 tokens",
+        )
+
+
+def _no_sample(tokens: Tokens, *, is_paired: bool) -> PlanError:
+    if not is_paired:
+        return PlanError("the data holds no tokens", where=tokens.source, fix="give a longer text")
+    return PlanError(
+        "no document of the data has two sentences, of which a pair could be made",
+        where=tokens.source,
+        fix="give a text with sentences, or a model without token_type_ids and sentence order",
+    )

@@ -1,0 +1,133 @@
+"""Which tokens a sample is made of: runs of sentences for pairs, plain windows otherwise; always of one document.
+
+    sentences   | a  | b | c   | d | e  |        windows of at most 12 tokens:  a b | c d | d e
+    window      a run of whole sentences as long as fits, two at least; the next one begins where it ends
+
+A sentence that is left alone at the end of a document takes the one before it along once more. Of a document of one
+sentence there is no pair: it is left out. Plain windows lie end to end in each document, the last is shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from runtime.data.tokens import SENTENCE, Tokens
+
+_LOOKED_AT = 1 << 24  # marks read at once, of a file that may be larger than the memory
+
+
+class Windows(Protocol):
+    """An ordered set of windows of a text."""
+
+    def __len__(self) -> int: ...
+
+    def span(self, index: int) -> tuple[int, int]:
+        """The tokens [begin, stop) of a window."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceWindows:
+    """Runs of two sentences or more. ``begins`` and ``stops`` (int64): [windows]. More than asked for only where two
+    sentences alone are too long."""
+
+    begins: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Tokens, most: int) -> SentenceWindows:
+        """Windows of at most ``most`` tokens."""
+        heads, tails = documents(tokens)
+        starts = np.union1d(_sentences(tokens), heads)
+        starts = starts[_inside(starts, heads, tails)]
+        document = np.searchsorted(heads, starts, side="right") - 1
+        last = np.searchsorted(starts, tails[document])  # the number of the first sentence behind the document
+        edges = np.append(starts, tails[-1] if len(tails) else 0)
+        fitting = np.searchsorted(edges, starts + most, side="right") - 1
+        stop = np.minimum(np.maximum(fitting, np.arange(len(starts)) + 2), last)
+        stop = np.where(tails[document] - starts <= most, last, stop)  # the end token needs no room
+        begins, stops = _walk(stop.tolist(), document.tolist())
+        ends = np.where(stops == last[begins], tails[document[begins]], edges[stops]) if len(begins) else stops
+        return cls(starts[begins], ends)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def span(self, index: int) -> tuple[int, int]:
+        return int(self.begins[index]), int(self.stops[index])
+
+
+def inner_sentences(tokens: Tokens, begin: int, stop: int) -> np.ndarray:
+    """Where the sentences of [begin, stop) but for the first begin, int64 [sentences - 1]."""
+    return np.flatnonzero(tokens.marks[begin + 1 : stop] & SENTENCE) + begin + 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWindows:
+    """Windows of ``most`` tokens, end to end in each document. Arrays are int64 [documents with tokens].
+
+    ``counts``: windows up to and with each document.
+    """
+
+    heads: np.ndarray
+    tails: np.ndarray
+    counts: np.ndarray
+    most: int
+
+    @classmethod
+    def of(cls, tokens: Tokens, most: int) -> PlainWindows:
+        heads, tails = documents(tokens)
+        return cls(heads, tails, np.cumsum(-(-(tails - heads) // most)), most)
+
+    def __len__(self) -> int:
+        return int(self.counts[-1]) if len(self.counts) else 0
+
+    def span(self, index: int) -> tuple[int, int]:
+        document = int(np.searchsorted(self.counts, index, side="right"))
+        before = int(self.counts[document - 1]) if document else 0
+        begin = int(self.heads[document]) + (index - before) * self.most
+        return begin, min(begin + self.most, int(self.tails[document]))
+
+
+def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Where each document that has tokens begins and stops, its end token not counted; both int64 [documents]."""
+    stops = np.asarray(tokens.ends, dtype=np.int64)
+    heads = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
+    filled = stops > heads
+    heads, stops = heads[filled], stops[filled]
+    end = tokens.tokenization.special.get("end")
+    if end is not None and len(stops):
+        stops = stops - (np.asarray(tokens.ids[stops - 1]) == end)
+    return heads[stops > heads], stops[stops > heads]
+
+
+def _sentences(tokens: Tokens) -> np.ndarray:
+    """Where sentences begin, int64 [sentences]."""
+    parts = [
+        np.flatnonzero(tokens.marks[at : at + _LOOKED_AT] & SENTENCE) + at
+        for at in range(0, len(tokens.marks), _LOOKED_AT)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _inside(starts: np.ndarray, heads: np.ndarray, tails: np.ndarray) -> np.ndarray:
+    """Which starts lie in a document: an end token may be marked too."""
+    document = np.searchsorted(heads, starts, side="right") - 1
+    return (document >= 0) & (starts < tails[document]) if len(heads) else np.zeros(len(starts), dtype=bool)
+
+
+def _walk(stop: list[int], document: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """First sentence of each window, and the one behind its last: from window to window through the text."""
+    begins, stops, at = [], [], 0
+    while at < len(stop):
+        if stop[at] - at >= 2:
+            begins.append(at)
+            stops.append(stop[at])
+        elif at and document[at - 1] == document[at]:  # alone at the end
+            begins.append(at - 1)
+            stops.append(stop[at])
+        at = stop[at]
+    return np.array(begins, dtype=np.int64), np.array(stops, dtype=np.int64)
