@@ -30,7 +30,7 @@ from runtime.checkpoint.training_state import TrainingState
 from runtime.data.batches import num_tokens
 from runtime.data.denominators import denominators
 from runtime.data.first_batch import check_first_batch, tell_failure
-from runtime.distributed.faults.activity import BETWEEN, Activity
+from runtime.distributed.faults.activity import BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, UPDATE, Activity
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
 from runtime.pipeline.executor import Step
@@ -82,12 +82,13 @@ class Engine:
             raise told from told.__cause__
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept = built.fresh, built.kept
-        self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer)
-        self.loss_scale = self._updates.loss_scale
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         self._saver = Saver(self.groups)
         self.executor = executor_of(plan, built, self.groups, self.graphs, before_backward=self._before_backward)
+        waits = self.executor.transport.waits
+        self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
+        self.loss_scale = self._updates.loss_scale
         self.groups.faults.activity.begin(BETWEEN, 0)
 
     # ---- public: steps
@@ -109,7 +110,7 @@ class Engine:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
         ``gather_gradients`` and ``optimizer_step``."""
         self._loss = self._forward_backward(batch, local)
-        self._activity.off("sum of gradients")
+        self._activity.off(GRADIENTS)
         self.optimizer.reduce_gradients()
         self._gradients_ready = True
         return self._over_world(self._loss)
@@ -287,7 +288,7 @@ class Engine:
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
         step = self._step(batch, local)
         self._gradients_ready = False
-        self._activity.off("forward")
+        self._activity.off(FORWARD)
         self._capture_graphs(step)
         is_whole = self.graphs is not None and self.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
@@ -314,7 +315,7 @@ class Engine:
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._check(batch, local)
         self._updates.take(batch, is_local=local)
-        self._activity.off("denominators")
+        self._activity.off(DENOMINATORS)
         read = dict.fromkeys(name for stage in self.program.stages for name in stage.inputs)
         microbatches = self.layout.microbatches(batch, read, self.groups.device, local=local)
         return Step(
@@ -349,7 +350,10 @@ class Engine:
         return total.item()
 
     def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
-        self._activity.off("update")
+        if not self._gradients_ready:
+            self._activity.off(GRADIENTS)
+            self.optimizer.reduce_gradients()
+        self._activity.off(UPDATE)
         report = self._updates.run(self.step_index, loss, num_tokens, clock)
         self.step_index += 1
         self._gradients_ready = False

@@ -23,9 +23,10 @@ from runtime.data.reading import read_tokens
 from runtime.data.token_batches import token_batches
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
-from runtime.report.step_report import StepRow
-from runtime.training.job import Job, Trained, check_log, check_saves
+from runtime.report.step_row import StepRow
+from runtime.training.job import Job, Trained, check_saves
 from runtime.training.loop import run_rank
+from runtime.training.outputs import check_outputs
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -42,6 +43,8 @@ def train(
     for bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        if not launched(os.environ).rank:
+            check_outputs(job)
         return run_rank(job)
     world_size = _checked(job, num_ranks, show_plan)
     if world_size == 1 and not max_restarts:
@@ -81,7 +84,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
             where=spec.location("mesh"),
             fix=f"use --nproc {world_size}, or change the mesh",
         )
-    check_log(job)
+    check_outputs(job)
     if show_plan is not None:
         show_plan(decided)
     return world_size

@@ -16,11 +16,13 @@ from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.distributed.groups import Groups
-from runtime.distributed.notes import Notes
+from runtime.distributed.memory import peak_bytes
+from runtime.distributed.notes import Notes, Own
 from runtime.distributed.stopping import stop_requested
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.lr import learning_rate
 from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.pipeline.waits import Waits
 from runtime.report.step_report import StepClock, StepReport
 
 
@@ -35,7 +37,9 @@ class Update:
         groups: Groups,
         program: RankProgram,
         optimizer: DistributedOptimizer,
+        waits: Waits,
     ) -> None:
+        self._waits = waits
         self._spec, self._groups, self._optimizer = spec.optimizer, groups, optimizer
         self._load, self._experts = program.load, plan.experts
         self._limits, self._layers = decisions.noted_limits, decisions.experts.layers
@@ -51,8 +55,8 @@ class Update:
         not waited for, whoever reads the report meets it. Nothing is updated then."""
         rate, scale = self._learning_rate(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
-        busy = self._groups.faults.busy_seconds() if is_on_cpu else 0.0  # the host's time tells nothing of a device
-        notes = self._notes.here(stop_requested() is not None, busy)
+        notes = self._notes.here(stop_requested() is not None, self._own(is_on_cpu))
+        kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
         result = self._optimizer.step(
             rate,
             grad_scale=1.0 if scale is None else scale,
@@ -68,7 +72,12 @@ class Update:
         layers, dropping = self._layers_of_experts(), sum(limit > 0 for limit in self._limits)
         figures = (result.figures, rate, num_tokens, clock)
         notes_of = (len(notes), check)
-        return StepReport(*figures, layers, dropping, self._drops_tokens(), notes_of, self._notes.stages)
+        places = (self._notes.stages, self._notes.pipelines)
+        return StepReport(*figures, layers, dropping, self._drops_tokens(), notes_of, places, kept_scale)
+
+    def _own(self, is_on_cpu: bool) -> Own:
+        busy = self._groups.faults.busy_seconds() if is_on_cpu else 0.0  # the host's time tells nothing of a device
+        return Own(busy, *self._waits.told(), peak_bytes(self._groups.device))
 
     def _learning_rate(self, step: int) -> float:
         o, s = self._spec, self._spec.schedule

@@ -8,6 +8,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.estimate import cost_of
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
+from planner.cost.seconds.phases import flops_of
 from planner.cost.step_time import CostPlan
 from planner.cost.work import AS_PLANNED, planned_work
 from planner.decisions import Decisions
@@ -28,8 +29,22 @@ def cost_row(
     """Seconds of a step on ``cluster``; None without one."""
     if cluster is None:
         return None
+    work = planned_work(decisions, shards, spec, recomputed)
+    return cost_of(work, _layout(decisions, spec, schedule), cluster, spec)
+
+
+def step_flops(
+    decisions: Decisions, shards: Shards, spec: Spec, schedule: SchedulePlan, recomputed: Sequence[Piece]
+) -> float:
+    """``flops`` of the row, for which no cluster is needed."""
+    flops, _ = flops_of(planned_work(decisions, shards, spec, recomputed), AS_PLANNED)
+    return schedule.num_microbatches * flops / decisions.mesh.pp
+
+
+def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
+    """What the plan has decided, as the cost of a layout takes it."""
     sizes = tuple(map(len, decisions.stages.blocks_of_stage)) if decisions.blocks.instances else (1,)
-    layout = Layout(
+    return Layout(
         decisions.mesh,
         spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
         schedule.num_microbatches,
@@ -38,7 +53,6 @@ def cost_row(
         schedule.kind,
         sizes,
     )
-    return cost_of(planned_work(decisions, shards, spec, recomputed), layout, cluster, spec)
 
 
 def usable_bytes(cluster: Cluster) -> int:

@@ -31,6 +31,12 @@ def train_command(
     log: Annotated[
         Path | None, typer.Option("--log", "--log-file", metavar="FILE.jsonl", help="Write every step here as JSON.")
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write every step here for TensorBoard (extra tensorboard).")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="At the end, draw the loss here (extra plot).")
+    ] = None,
     with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
     save: Annotated[
         str | None, typer.Option(metavar="DIR", help="Save the state of the training here, at the end at least.")
@@ -54,7 +60,20 @@ def train_command(
     from runtime.training.job import Job, saves_directory
 
     saves = saves_directory(save, save_every, resume)
-    job = Job(model, str(spec), data, steps, compare, str(log) if log else None, saves, save_every, keep, resume)
+    job = Job(
+        model,
+        str(spec),
+        data,
+        steps,
+        compare,
+        log=_text(log),
+        save=saves,
+        save_every=save_every,
+        keep=keep,
+        resume=resume,
+        plot=_text(plot),
+        tensorboard=_text(tensorboard),
+    )
     trained = train(job, nproc, show_plan if with_plan else None, max_restarts)
     rows = trained.rows
     if compare and rows:
@@ -66,3 +85,7 @@ def train_command(
         write_text(f"stopped by {signal.Signals(trained.stopped).name}")
     if trained.stopped == signal.SIGINT:
         raise typer.Exit(INTERRUPTED)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,6 +1,7 @@
 """What ranks tell each other with the figures of an update, in the exchange that sums the norm: no exchange of its own.
 
-    [asked to stop,  digest of the batch of rank 0, 1, …,  busy seconds of rank 0, 1, …]      zeros but for this rank's
+    [asked to stop,  digest of the batch of rank 0, 1, …,  busy seconds of rank 0, 1, …,      zeros but for this rank's
+     seconds in the pipeline at work of rank 0, 1, …,  seconds in the pipeline …,  bytes of memory …]
 
 Digests show ranks that were given another batch than the others: of a global batch all must be alike, of local shares
 those with one place on dp. Where they differ nothing is updated, on any rank. All values are whole in float64.
@@ -12,7 +13,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +25,41 @@ from planner.mesh import Mesh
 
 _DIGEST_BYTES = 6  # a whole number in float64
 _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
+_PER_RANK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Of this rank. ``busy_seconds``: of a step, without its waits (``runtime.distributed.faults.busy``).
+
+    ``working_seconds``, ``pipeline_seconds``: of a run over the actions, without waits for other stages and whole.
+    ``memory_bytes``: the most so far. 0: not known.
+    """
+
+    busy_seconds: float = 0.0
+    working_seconds: float = 0.0
+    pipeline_seconds: float = 0.0
+    memory_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What all ranks have told of themselves; lists have a figure for each rank, 0 where it is not known."""
+
+    stop_requested: bool = False
+    busy_seconds: tuple[float, ...] = ()
+    working_seconds: tuple[float, ...] = ()
+    pipeline_seconds: tuple[float, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, notes: Sequence[float]) -> Self:
+        """``notes``: the sums of all addends, or none."""
+        size = len(notes) // _PER_RANK
+        if not size:
+            return cls()
+        _, *lists = [tuple(notes[1 + i * size : 1 + (i + 1) * size]) for i in range(_PER_RANK)]
+        return cls(bool(notes[0]), *lists)
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> int:
@@ -51,12 +88,14 @@ def _sample(value: Tensor) -> Tensor:
 
 
 class Notes:
-    """One rank's side. ``is_local``: of the last batch. ``stages``: the pp coordinate of each rank."""
+    """One rank's side. ``is_local``: of the last batch. ``stages``: the pp coordinate of each rank; ``pipelines``: the
+    first rank of the pipeline that it is in."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.rank, self.device, self.size = rank, device, mesh.world_size
         self.digest, self.is_local = 0, False
         self.stages = [mesh.place(r)["pp"] for r in range(self.size)]
+        self.pipelines = [mesh.rank_of(**{**mesh.coordinate(r), "pp": 0}) for r in range(self.size)]
         dp = [mesh.place(r)["dp"] for r in range(self.size)]
         self._dp = dp
         self._first_of_dp = torch.tensor([dp.index(d) for d in dp], device=device)
@@ -67,26 +106,28 @@ class Notes:
         if self.size > 1:
             self.digest = digest_of(batch)
 
-    def here(self, is_to_stop: bool, busy_seconds: float) -> Tensor:
+    def here(self, is_to_stop: bool, own: Own) -> Tensor:
         """This rank's addend; filled on the device, for which the host does not wait."""
-        notes = torch.zeros(1 + 2 * self.size, dtype=torch.float64, device=self.device)
+        notes = torch.zeros(1 + _PER_RANK * self.size, dtype=torch.float64, device=self.device)
         if is_to_stop:
             notes[0].fill_(1.0)
-        notes[1 + self.rank].fill_(float(-self.digest if self.is_local else self.digest))
-        if busy_seconds:
-            notes[1 + self.size + self.rank].fill_(busy_seconds)
+        digest = float(-self.digest if self.is_local else self.digest)
+        figures = (digest, own.busy_seconds, own.working_seconds, own.pipeline_seconds, own.memory_bytes)
+        for place, figure in enumerate(figures):
+            if figure:
+                notes[1 + place * self.size + self.rank].fill_(figure)
         return notes
 
     def differ(self, sums: Tensor) -> Tensor:
         """Whether batches differ, on the device. ``sums``: of all addends; the notes are last."""
-        digests = sums[-2 * self.size : -self.size]
+        digests = self._digests(sums)
         are_local = digests < 0
         like = digests[self._first_of_dp] if self.is_local else digests[:1]
         return (digests != like).any() | (are_local != are_local[:1]).any()
 
     def check(self, sums: Sequence[float], step: int) -> None:
         """Raise PlanError, the same on every rank, where batches differ."""
-        digests = list(sums[-2 * self.size : -self.size])
+        digests = list(self._digests(sums))
         kinds = {digest < 0 for digest in digests}
         if len(kinds) > 1:
             raise _differ(step, "some ranks gave it as local, some did not")
@@ -98,6 +139,10 @@ class Notes:
                 others = next(r for r in members if digests[r] == usual)
                 names = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
                 raise _differ(step, f"{names} had another than rank {others}")
+
+    def _digests(self, sums: Any) -> Any:
+        first = len(sums) - _PER_RANK * self.size
+        return sums[first : first + self.size]
 
 
 def _differ(step: int, how: str) -> PlanError:

@@ -25,6 +25,7 @@ from planner.errors import PlanError
 from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.place import grid_around
 from planner.pipeline.schedule import Action
+from runtime.distributed.faults.activity import LAST_SENDS
 from runtime.distributed.faults.failure import StepError, is_of_a_peer
 from runtime.pipeline.p2p import Transport
 
@@ -98,7 +99,10 @@ class Executor:
 
     def run(self, step: Step) -> Tensor | None:
         """Forward and backward of every microbatch; the sum of their losses (float64) where this rank has the loss."""
-        return self._run(step, self.order)
+        self.transport.waits.begin()
+        loss = self._run(step, self.order)
+        self.transport.waits.end()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, step: Step) -> Tensor | None:
@@ -127,6 +131,7 @@ class Executor:
                 self._saved.clear()
                 self.transport.forget()
                 raise StepError(self._describe(action, error)) from error
+        activity.off(LAST_SENDS)
         self.transport.drain()
         assert not torch.is_grad_enabled() or not self._saved, "a forward without its backward"
         return self._loss

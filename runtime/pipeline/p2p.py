@@ -25,6 +25,8 @@ from planner.pipeline.links import Message
 from planner.pipeline.schedule import Order
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
+from runtime.distributed.marks import Marks
+from runtime.pipeline.waits import Waits
 
 
 class _Transfer(NamedTuple):
@@ -47,7 +49,8 @@ class _Transfer(NamedTuple):
 class Transport:
     """Exchanges messages with the neighbouring stages.
 
-    Owns: the receive buffers posted ahead, the send buffers not yet taken over, and messages handed over on this rank.
+    Owns: the receive buffers posted ahead, the send buffers not yet taken over, messages handed over on this rank, and
+    how long it has waited for others (``waits``).
     """
 
     def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:
@@ -55,6 +58,7 @@ class Transport:
         self.groups = groups
         self.num_stages = num_stages
         self.orders = tuple(orders)
+        self.waits = Waits(Marks(groups.device), is_alone=groups.mesh.pp == 1)
         self._positions = {
             (action.kind, action.microbatch, action.chunk * len(orders) + rank): position
             for rank, order in enumerate(orders)
@@ -96,8 +100,10 @@ class Transport:
             return self._handed.pop(message)
         self.post(message, boundaries)
         transfer = self._posted.pop(message)
+        begun = self.waits.now()
         transfer.wait()
         self._free_what_was_used_before(message)
+        self.waits.note(message, begun)
         return transfer.buffers
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -117,8 +123,10 @@ class Transport:
 
     def drain(self) -> None:
         """Wait until every send of this step is taken over."""
+        begun = self.waits.now()
         while self._sending:
             self._sending.pop(next(iter(self._sending))).wait()
+        self.waits.note(None, begun)
         assert not self._posted, f"posted but never used: {list(self._posted)}"
         assert not self._handed, f"handed over but never used: {list(self._handed)}"
 

@@ -1,117 +1,98 @@
-"""Show training: a live line in a terminal, plain lines elsewhere, one JSON object a step in the log."""
+"""Show training while it goes on: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
-from contextlib import suppress
-from math import inf
-from pathlib import Path
-from typing import IO, Self
+from collections.abc import Iterable
+from typing import Protocol, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
-from planner.errors import PlanError, Where
-from runtime.report.step_report import StepRow
+from runtime.report.line import Unchanging, format_row
+from runtime.report.step_row import StepRow
+
+_BAR = 12  # characters
+_WIDE = 60  # a terminal with less has no bar
+_REFRESHES = 4  # a second
+
+
+class Sink(Protocol):
+    """Where the figures of each step go beside the screen."""
+
+    def write(self, row: StepRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveLine:
+    """``step 12/100 ━━━─── loss 5.5561 …``: as much of the last step as its terminal has room for, in one line."""
+
+    def __init__(self, num_steps: int, first: int) -> None:
+        self.num_steps, self.step = num_steps, first
+        self.row: StepRow | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = Text(no_wrap=True, overflow="ellipsis", end="")
+        text.append(f"step {self.step}/{self.num_steps} ")
+        if options.max_width >= _WIDE:
+            done = round(_BAR * min(1.0, self.step / self.num_steps))
+            text.append("━" * done, "green").append("━" * (_BAR - done), "dim").append(" ")
+        if self.row is not None:
+            text.append(format_row(self.row, options.max_width - text.cell_len))
+        yield text
 
 
 class Progress:
-    """Owns the live line and the open log; shows and writes nothing unless ``enabled`` (rank 0).
+    """Owns the live line, and closes its sinks; shows and writes nothing unless ``enabled`` (rank 0).
 
-    ``every_step`` keeps a line of every step in a terminal too.
+    ``first``: the steps that an earlier run has made. ``every_step`` keeps a line of every step in a terminal too.
+    ``console``: where to; stdout if not given.
     """
 
-    def __init__(self, num_steps: int, log: str | None, *, enabled: bool = True, every_step: bool = False) -> None:
-        self.enabled, self.every_step = enabled, every_step
-        self.num_steps, self.log_path = num_steps, log
-        self.log: IO[str] | None = None
-        self.bar: Bar | None = None
-        self._first = 0
-
-    def from_step(self, step: int) -> Self:
-        """``step`` steps were made by an earlier run: the line begins there, and the log keeps their rows."""
-        self._first = step
-        return self
+    def __init__(
+        self,
+        num_steps: int,
+        sinks: Iterable[Sink] = (),
+        *,
+        first: int = 0,
+        enabled: bool = True,
+        every_step: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.enabled, self.every_step, self.num_steps = enabled, every_step, num_steps
+        self.sinks = tuple(sinks)
+        self._unchanging = Unchanging()
+        self._console = console
+        self._line = LiveLine(num_steps, first)
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self.enabled and self.log_path:
-            kept = _rows_until(self.log_path, self._first)
-            self.log = open(self.log_path, "w")
-            self.log.writelines(kept)
-        if self.enabled and sys.stdout.isatty():
-            columns = ("step", MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"))
-            self.bar = Bar(*columns, TimeRemainingColumn())
-            self.task = self.bar.add_task("train", total=self.num_steps, completed=self._first, text="")
-            self.bar.start()
+        is_terminal = sys.stdout.isatty() if self._console is None else self._console.is_terminal
+        if self.enabled and is_terminal:
+            self._live = Live(self._line, console=self._console, refresh_per_second=_REFRESHES)
+            self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.bar:
-            self.bar.stop()
-        if self.log:
-            with suppress(OSError):  # what could not be written has been told
-                self.log.close()
-
-    def _note(self, row: StepRow) -> None:
-        """Raises PlanError, naming the log, where it cannot be written."""
-        if self.log is None:
-            return
-        try:
-            self.log.write(json.dumps(dataclasses.asdict(row)) + "\n")
-            self.log.flush()
-        except OSError as error:
-            raise _cannot_write(self.log_path, error) from error
+        if self._live is not None:
+            self._live.stop()
+        for sink in self.sinks:
+            sink.close()
 
     def show(self, row: StepRow) -> None:
+        """Raises PlanError where a sink cannot be written."""
         if not self.enabled:
             return
-        self._note(row)
-        line = f"step {row.step:>{len(str(self.num_steps))}}  {format_row(row)}"
-        if self.bar:
-            self.bar.update(self.task, advance=1, text=format_row(row))
-        if self.bar and self.every_step:
-            self.bar.console.print(line, highlight=False)
-        elif not self.bar:
+        for sink in self.sinks:
+            sink.write(row)
+        self._line.step, self._line.row = row.step, row
+        if self._live is None or self.every_step:
+            self._print(f"step {row.step:>{len(str(self.num_steps))}}  {format_row(self._unchanging.without(row))}")
+
+    def _print(self, line: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, highlight=False, soft_wrap=True)
+        else:
             print(line, flush=True)
-
-
-def _cannot_write(log: str | None, error: OSError) -> PlanError:
-    return PlanError(
-        f"cannot write the log: {error.strerror}", where=Where(file=log or ""), fix="free space there, or log elsewhere"
-    )
-
-
-def _rows_until(log: str, step: int) -> list[str]:
-    """Of an earlier run's log, the lines of the steps up to ``step``; the later ones will be made again."""
-    if not step or not Path(log).is_file():
-        return []
-    return [line for line in Path(log).read_text().splitlines(keepends=True) if _step_of(line) <= step]
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return inf  # a line that a kill cut short
-
-
-def format_row(row: StepRow) -> str:
-    """``loss 5.5561  grad norm 1.932  lr 2.00e-04  tokens/s 4321``, and more where there is more to say.
-
-    ``experts 1.31×``: the fullest expert has so much more than the mean. ``dropped 3.1 %``: of the choices that tokens
-    made of experts. Last, the single process that runs beside.
-    """
-    text = f"loss {row.loss:.6f}  grad norm {row.grad_norm:.3f}  lr {row.lr:.2e}  tokens/s {row.tokens_per_s:.0f}"
-    if row.imbalance is not None:
-        text += f"  experts {row.imbalance:.2f}×"
-    if row.dropped is not None:
-        text += f"  dropped {100 * row.dropped:.1f} %"
-    if row.skipped:
-        text += "  skipped"
-    if row.slow_rank:
-        text += f"  {row.slow_rank}"
-    if row.one_process_loss is None:
-        return text
-    return f"{text}  |  one process {row.one_process_loss:.6f}  difference {abs(row.loss - row.one_process_loss):.1e}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +12,8 @@ from torch import Tensor
 
 from planner.frozen_plan import Plan
 from runtime.distributed.faults.busy import SlowRank, slowest
+from runtime.distributed.marks import Marks
+from runtime.distributed.notes import Told
 
 
 class PlanWarning(UserWarning):
@@ -32,35 +32,25 @@ class StepClock:
     """How long the device worked on a step: the time between two events in its queue, or the host's on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._start, self._end = self._now(), None
+        self._marks = Marks(device)
+        self._start, self._end = self._marks.now(), None
 
     def stop(self) -> None:
-        self._end = self._now()
+        self._end = self._marks.now()
 
     @property
     def seconds(self) -> float:
         """Waits for the device where the step still runs."""
         assert self._end is not None, "the step has not ended"
-        if not self._is_cuda:
-            return self._end - self._start
-        self._end.synchronize()
-        return self._start.elapsed_time(self._end) / 1000
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self._marks.seconds(self._start, self._end)
 
 
 class StepReport:
     """One update, the same on every rank. The first figure that is read waits for the device, once for all of them.
 
     ``loss``: mean over the valid tokens of the global batch. ``grad_norm``: of all parameters, before clipping.
-    ``skipped``: the loss or a gradient was not finite, so nothing changed. ``tokens_per_s``: elements of the first
-    integer input of the global batch, by this rank's clock; 0 where no batch was run.
+    ``skipped``: the loss or a gradient was not finite, so nothing changed. ``seconds``: of the step, by this rank's
+    clock; 0 where no batch was run, and ``tokens_per_s`` then: of the first integer input of the global batch.
     ``expert_tokens``: of each layer of experts, by its block, how many tokens of the global batch each expert got;
     where experts have axes of their own, whether or not they found a slot there. ``imbalance``: the most over the mean,
     in the layer where that is largest; 1 where all are alike or there are none. ``dropped_share``: of all choices of
@@ -68,7 +58,9 @@ class StepReport:
     experts' own choice, or no experts are counted. ``stop_requested``: some rank was asked to end by a signal before
     this update (``runtime.distributed.stopping``). ``busy_seconds``: of each rank, what it works in a step without its
     waits for others, over the last seconds; 0 where that is not known yet, or on a GPU. ``slow_rank``: the one that the
-    others wait for, where there is such.
+    others wait for, where there is such. ``bubble``: the share of the pipeline's run in which ranks wait for other
+    stages, mean over them; on a GPU of a step or two before. ``memory_bytes``: the most that a rank has held so far, of
+    its GPU, or resident in the host's memory. ``loss_scale``: that the step ran with. None where there is no such.
     """
 
     def __init__(
@@ -81,19 +73,22 @@ class StepReport:
         dropping: int = 0,
         drops: bool | None = False,
         notes: tuple[int, Callable[[list[float]], None] | None] = (0, None),
-        stages: Sequence[int] = (),
+        places: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        scale: Tensor | None = None,
     ) -> None:
         """``figures``: norm, whether the update was skipped (0 or 1), loss, the tokens of each expert of each of
         ``layers`` (block, experts), how many were dropped of each of ``dropping`` layers that count it, and the notes
         of ``runtime.distributed.notes``, on the device. ``drops``: whether a token may find no slot; None: not known.
 
         ``notes``: how many there are, and what is given them when figures are read. Raises what that raises.
-        ``stages``: the pp coordinate of each rank.
+        ``places``: of each rank its pp coordinate, and the first rank of its pipeline. ``scale``: of the loss.
         """
         self.lr = lr
         self._num_notes, self._check = notes
         self._figures, self._num_tokens, self._clock, self._layers = figures, num_tokens, clock, tuple(layers)
-        self._dropping, self._drops, self._stages = dropping, drops, tuple(stages)
+        self._dropping, self._drops = dropping, drops
+        self._stages, self._pipelines = map(tuple, places)
+        self._scale = scale
 
     @cached_property
     def _read(self) -> tuple[float, float, float, list[float]]:
@@ -115,21 +110,34 @@ class StepReport:
     def imbalance(self) -> float:
         return max((max(n) * len(n) / sum(n) for n in self.expert_tokens.values() if sum(n)), default=1.0)
 
+    @cached_property
+    def told(self) -> Told:
+        """What all ranks have told of themselves."""
+        return Told.of(self._read[3][-self._num_notes :] if self._num_notes else [])
+
     @property
     def stop_requested(self) -> bool:
-        return bool(self._notes and self._notes[0])
+        return self.told.stop_requested
 
     @property
     def busy_seconds(self) -> list[float]:
-        return self._notes[1 + len(self._notes) // 2 :]
+        return [*self.told.busy_seconds]
 
     @property
     def slow_rank(self) -> SlowRank | None:
         return slowest(self.busy_seconds, self._stages)
 
     @property
-    def _notes(self) -> list[float]:
-        return self._read[3][-self._num_notes :] if self._num_notes else []
+    def bubble(self) -> float | None:
+        return bubble_of(self.told, self._pipelines)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return int(max(self.told.memory_bytes, default=0)) or None
+
+    @cached_property
+    def loss_scale(self) -> float | None:
+        return None if self._scale is None else float(self._scale)
 
     @property
     def dropped_share(self) -> float | None:
@@ -157,8 +165,12 @@ class StepReport:
         return bool(self._read[2])
 
     @cached_property
+    def seconds(self) -> float:
+        return self._clock.seconds if self._clock is not None else 0.0
+
+    @cached_property
     def tokens_per_s(self) -> float:
-        return self._num_tokens / self._clock.seconds if self._clock is not None else 0.0
+        return self._num_tokens / self.seconds if self._clock is not None else 0.0
 
     def __repr__(self) -> str:
         fields = ("loss", "grad_norm", "lr", "skipped", "tokens_per_s")
@@ -174,23 +186,20 @@ class StepReport:
             "_drops": self._drops,
             "_num_notes": self._num_notes,
             "_stages": self._stages,
+            "_pipelines": self._pipelines,
+            "loss_scale": self.loss_scale,
+            "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
         }
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One line of the log. ``imbalance``: of experts, where there are such; ``dropped``: the share of choices that
-    found no slot, where they may. ``one_process_loss`` is the loss of the single process, where it runs beside.
-    ``slow_rank``: who the others wait for, and what that costs."""
+def bubble_of(told: Told, pipelines: Sequence[int]) -> float | None:
+    """The share of a pipeline's run in which its ranks do not work, mean over all; None where a rank does not know.
 
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    skipped: bool = False
-    imbalance: float | None = None
-    dropped: float | None = None
-    one_process_loss: float | None = None
-    slow_rank: str | None = None
+    The run is that of the first stage: it makes the first forward, and the last backward. ``pipelines``: of each rank,
+    the rank of its pipeline that has the first stage.
+    """
+    if not told.pipeline_seconds or not all(told.pipeline_seconds):
+        return None
+    shares = [w / told.pipeline_seconds[p] for w, p in zip(told.working_seconds, pipelines, strict=True)]
+    return 1.0 - sum(shares) / len(shares)

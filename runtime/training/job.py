@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import PlanError, Where
+from planner.errors import PlanError
 from runtime.checkpoint.saves import check_writable, saves_in
-from runtime.report.step_report import StepRow
+from runtime.report.step_row import StepRow
 
 AUTO = "auto"
 DEFAULT_SAVES = "checkpoints"
@@ -29,6 +29,7 @@ class Job:
     ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
     stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
+    ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     """
 
     model: str
@@ -41,6 +42,8 @@ class Job:
     save_every: int | None = None
     keep: int | None = None
     resume: str | None = None
+    plot: str | None = None
+    tensorboard: str | None = None
 
 
 def saves_directory(save: str | None, save_every: int | None, resume: str | None) -> str | None:
@@ -64,18 +67,3 @@ def check_saves(job: Job) -> None:
             where="--save",
             fix="add --resume auto to go on from it, or name another directory",
         )
-
-
-def check_log(job: Job) -> None:
-    """A new run replaces an old log; one that is resumed goes on in it. Raises PlanError if it cannot be written."""
-    if job.log is None:
-        return
-    try:
-        if job.resume is None:
-            Path(job.log).write_text("")
-        else:
-            Path(job.log).open("a").close()
-    except OSError as error:
-        raise PlanError(
-            f"cannot write the log: {error.strerror}", where=Where(file=job.log), fix="name a writable file"
-        ) from error

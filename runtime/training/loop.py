@@ -20,42 +20,39 @@ from runtime.data.tokens import Tokens
 from runtime.distributed.devices import launched
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
-from runtime.report.progress import Progress
-from runtime.report.step_report import StepReport, StepRow
+from runtime.report.step_report import StepReport
 from runtime.training.job import AUTO, Job, Trained
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.saving import RunSaves
+from runtime.training.showing import Showing
 from runtime.verify.reference import OneProcess
 
 
 class _Run:
-    """One rank's run. Owns its rows, and the reports that the device still works on.
+    """One rank's run. Owns the reports that the device still works on.
 
     A GPU works on the next step while this one's figures come.
     """
 
-    def __init__(self, engine: Engine, progress: Progress, stopping: Stopping, beside: OneProcess | None) -> None:
-        self.engine, self.progress, self.stopping, self.beside = engine, progress, stopping, beside
-        self.rows: list[StepRow] = []
+    def __init__(self, engine: Engine, showing: Showing, stopping: Stopping, beside: OneProcess | None) -> None:
+        self.engine, self.showing, self.stopping, self.beside = engine, showing, stopping, beside
         self.is_stopped = False
-        self._waiting: list[tuple[int, dict[str, Tensor], StepReport, float | None]] = []
+        self._waiting: list[tuple[int, dict[str, Tensor], StepReport, float | None, float]] = []
         self._guard = NonFiniteGuard(engine)
         self._lag = int(engine.groups.device.type != "cpu")
 
     def step(self, batch: dict[str, Tensor]) -> None:
         report = self.engine.train_step(batch)
         alone = self.beside.train_step(batch) if self.beside else None
-        self._waiting.append((self.engine.step_index, batch, report, alone))
+        self._waiting.append((self.engine.step_index, batch, report, alone, self.showing.pace.data_seconds))
         self.show(self._lag)
 
     def show(self, lag: int = 0) -> None:
         """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
         while len(self._waiting) > lag:
-            step, batch, report, alone = self._waiting.pop(0)
+            step, batch, report, alone, data_seconds = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
-            if self.progress.enabled:
-                self.rows.append(_row(step, report, alone))
-                self.progress.show(self.rows[-1])
+            self.showing.step(step, report, alone, data_seconds)
             self._guard.check(batch, report, step - 1)
 
 
@@ -75,25 +72,27 @@ def run_rank(job: Job) -> Trained:
     decided = plan(model, spec)
     alone = _with_values(model, job, spec) if job.compare and leads else None
     del model
-    progress = Progress(job.num_steps, job.log, enabled=leads, every_step=job.compare)
+    showing = Showing(job, decided, leads=leads)
     with Engine(decided) as engine, RunSaves(engine, job, _extra(tokens, spec)) as saves:
         save = saves.resumed()
         if save is None and weights is not None:
             engine.load_pretrained(weights)
         # after the engine has taken its weights: the one process trains the model itself
         beside = None if alone is None else _caught_up(OneProcess(alone, spec), batches, engine.step_index)
-        with progress.from_step(engine.step_index), Stopping() as stopping:
-            run = _Run(engine, progress, stopping, beside)
+        with showing.from_step(engine.step_index), Stopping() as stopping:
+            run = _Run(engine, showing, stopping, beside)
             try:
                 while engine.step_index < job.num_steps and not run.is_stopped:
-                    run.step(batches.batch(engine.step_index))
+                    with showing.pace.making_batch():
+                        batch = batches.batch(engine.step_index)
+                    run.step(batch)
                     saves.after_step()
                 run.show()
             except NonFiniteError as error:  # of all ranks at the same step
-                return Trained(run.rows, failure=str(error))
+                return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()
-    return Trained(run.rows, stopped)
+    return Trained(showing.rows, stopped)
 
 
 def _restarted(job: Job) -> Job:
@@ -124,12 +123,3 @@ def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)
-
-
-def _row(step: int, report: StepReport, alone: float | None) -> StepRow:
-    imbalance = report.imbalance if report.expert_tokens else None
-    dropped = report.dropped_share if report.drops else None
-    seen = report.loss, report.grad_norm, report.lr, report.tokens_per_s, report.skipped
-    is_told = report.slow_rank is not None and alone is None  # rank 0 trains the single process too: no news
-    slow_rank = str(report.slow_rank) if is_told else None
-    return StepRow(step, *seen, imbalance, dropped, alone, slow_rank)

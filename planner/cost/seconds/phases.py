@@ -99,7 +99,7 @@ class WorkSeconds:
                 found[id(unit)] = unit_seconds(unit, kind, pricing, work.micro)
         self.units = [found[id(unit)] for unit in work.units]
         phase, micro = pricing.phase, work.micro
-        self.flops, self.dtype = _flops(work, kind)
+        self.flops, self.dtype = flops_of(work, kind)
         self.shared = [(s, UnitSeconds(phase(s.forward, micro), phase(s.backward, micro))) for s in work.shared]
         self.until = [0.0, *accumulate(unit.forward.total + unit.backward.total for unit in self.units)]
 
@@ -114,7 +114,7 @@ class WorkSeconds:
         return total
 
 
-def _flops(work: CutWork, kind: str) -> tuple[float, str]:
+def flops_of(work: CutWork, kind: str) -> tuple[float, str]:
     """Operations of products of all units for one microbatch, forward and backward; the dtype that has most of them."""
     found: Counter[str] = Counter()
     counts = Counter(map(id, work.units))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,13 @@ from planner.undisturbed import frame_of
 from runtime.distributed.faults.page import Page
 
 START, BETWEEN = "start", "between steps"
+DENOMINATORS, FORWARD, LAST_SENDS, GRADIENTS, UPDATE = (
+    "denominators",
+    "forward",
+    "last sends",
+    "sum of gradients",
+    "update",
+)
 _OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))
 
 
@@ -31,12 +38,16 @@ class Now(NamedTuple):
 
 
 class Activity:
-    """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out."""
+    """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out.
+
+    ``listener``: told of each change, in the main thread.
+    """
 
     def __init__(self, rank: int = 0, coordinate: Mapping[str, int] | None = None) -> None:
         self.name_after(rank, coordinate)
         self.is_failing = False
         self.page: Page | None = None
+        self.listener: Callable[[Now], None] | None = None
         self.now = Now(START, 0, time.monotonic())
         self._thread = threading.get_ident()
 
@@ -59,6 +70,8 @@ class Activity:
         self.now = now
         if self.page is not None:
             self.page.write(str(self))
+        if self.listener is not None:
+            self.listener(now)
 
     @property
     def is_engaged(self) -> bool:

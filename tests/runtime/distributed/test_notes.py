@@ -12,7 +12,7 @@ from planner.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.faults.busy import SlowRank, slowest
 from runtime.distributed.launch import launch
-from runtime.distributed.notes import Notes, digest_of
+from runtime.distributed.notes import Notes, Own, Told, digest_of
 from tests.tools.faulty_ranks import train_with_a_slow_rank, train_with_another_batch
 
 HEARD_SECONDS = 15.0
@@ -29,7 +29,7 @@ def told(batches: list[dict[str, torch.Tensor]], are_local: list[bool]) -> tuple
     ranks = [Notes(mesh, rank, CPU) for rank in range(4)]
     for rank, given, is_local in zip(ranks, batches, are_local, strict=True):
         rank.take(given, is_local=is_local)
-    sums = torch.stack([rank.here(False, 0.0) for rank in ranks]).sum(0)
+    sums = torch.stack([rank.here(False, Own()) for rank in ranks]).sum(0)
     differ = {bool(rank.differ(sums)) for rank in ranks}
     try:
         ranks[0].check(sums.tolist(), step=5)
@@ -105,3 +105,16 @@ def test_another_batch_on_one_rank_is_one_error_on_all_ranks_at_once(tmp_path):
     for case, ((_, usual), (_, odd)) in zip(cases, found, strict=True):
         assert odd.splitlines()[0] in usual, case
     assert max(seconds for errors in found for seconds, _ in errors) < HEARD_SECONDS
+
+
+def test_each_rank_reads_what_the_others_have_told():
+    mesh = Mesh(tp=1, dp=2, pp=2)
+    ranks = [Notes(mesh, rank, CPU) for rank in range(4)]
+    given = [Own(rank + 1.0, rank + 0.25, rank + 0.5, 1e9 * (rank + 1)) for rank in range(4)]
+    sums = torch.stack([rank.here(r == 2, own) for r, (rank, own) in enumerate(zip(ranks, given, strict=True))]).sum(0)
+    found = Told.of(sums.tolist())
+    assert found.stop_requested
+    rows = zip(found.busy_seconds, found.working_seconds, found.pipeline_seconds, found.memory_bytes, strict=True)
+    assert [Own(*row) for row in rows] == given
+    assert (ranks[0].stages, ranks[0].pipelines) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    assert Told.of([]) == Told()

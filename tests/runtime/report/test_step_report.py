@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from planner import plan
 from runtime import Engine
 from runtime.report.progress import format_row
-from runtime.report.step_report import PlanWarning, StepClock, StepReport, StepRow, warn_of
+from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
+from runtime.report.step_row import StepRow
 
 SPEC = {
     "mesh": {"tp": 1},

@@ -1,0 +1,67 @@
+"""The loss of a run as a picture. Needs the extra ``plot``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planner.errors import PlanError, Where
+from runtime.report.step_row import StepRow
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_SIZE = (7.0, 4.0)  # inches
+_FEW = 25  # steps that are also marked as points
+
+
+def draw_curve(rows: Sequence[StepRow], path: str) -> None:
+    """Write the picture whole or not at all: loss by step, that of one process and of validation where there are such.
+
+    Raises PlanError, naming the file, where it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, points, style in _lines(rows):
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (mean over tokens)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    _write(figure, Path(path))
+
+
+def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], dict[str, Any]]]:
+    """What is drawn: label, points, and how. The single process is dashed: both are seen where they are equal."""
+    marker = "o" if len(rows) <= _FEW else None
+    wanted = (
+        ("training", "loss", {"color": "C0", "linewidth": 2.0, "marker": marker, "markersize": 3.5}),
+        ("one process", "one_process_loss", {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 3))}),
+        ("validation", "validation_loss", {"color": "C1", "linewidth": 1.6, "marker": "s", "markersize": 4.0}),
+    )
+    found = []
+    for label, name, style in wanted:
+        points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+        if points:
+            found.append((label, points, style))
+    return found
+
+
+def _write(figure: Any, path: Path) -> None:
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(beside, dpi=150)
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise PlanError(
+            f"cannot write the picture: {error.strerror}", where=Where(file=str(path)), fix="name a writable file"
+        ) from error

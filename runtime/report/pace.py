@@ -1,0 +1,56 @@
+"""How fast a run is: what a step computes beside what devices can do, what batches cost, how long it will take."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from planner.cost.planned import step_flops
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+
+_RECENT = 20  # steps that the time left is judged by
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the plan says of a step. ``flops``: of one device, model FLOPs of forward and backward, with nothing that
+    is computed again; ``peak``: what it can do in a second, 0 where no cluster is named; ``bubble`` of the schedule."""
+
+    flops: float
+    peak: float
+    bubble: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> Planned:
+        """Of a plan that can run."""
+        bubble = plan.schedule.bubble_fraction
+        if plan.cost is not None:
+            return cls(plan.cost.flops, plan.cost.peak, bubble)
+        spec = Spec.load({**plan.spec, "cluster": None})
+        return cls(step_flops(*plan.to_run(), spec, plan.schedule, plan.recomputed), 0.0, bubble)
+
+
+class Pace:
+    """Owns when the last steps were shown, and how long the last batch took."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.data_seconds = 0.0
+        self._shown: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+
+    @contextmanager
+    def making_batch(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.data_seconds = time.perf_counter() - begun
+
+    def seconds_left(self, step: int) -> float | None:
+        """From now, when ``step`` is shown; None at the first one, which takes longer than others."""
+        now = time.perf_counter()
+        self._shown.append((step, now))
+        first, begun = self._shown[0]
+        return None if step == first else (now - begun) / (step - first) * (self.num_steps - step)

@@ -1,0 +1,40 @@
+"""One step as it is logged and shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One line of the log. None: there is no such figure in this run, or it is not known yet.
+
+    ``imbalance``: of experts, the most tokens over the mean; ``dropped``: the share of choices that found no slot.
+    ``one_process_loss``: of the single process, where it runs beside. ``slow_rank``: who the others wait for, and what
+    that costs. ``loss_scale``: that the step ran with. ``validation_loss``: after this step, where it was asked for.
+    ``step_seconds``: of the step. ``data_share``: of the time of a step, making its batch and the step itself, what
+    the batch takes. ``flops_per_s``: of one device, model FLOPs of forward and backward over ``step_seconds``;
+    ``peak_share``: of what the cluster's file says that a device can do. ``memory_bytes``: the most that a rank has
+    held. ``bubble``: measured; ``planned_bubble``: of the plan's schedule. ``seconds_left``: until the last step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    skipped: bool = False
+    imbalance: float | None = None
+    dropped: float | None = None
+    one_process_loss: float | None = None
+    slow_rank: str | None = None
+    loss_scale: float | None = None
+    validation_loss: float | None = None
+    step_seconds: float | None = None
+    data_share: float | None = None
+    flops_per_s: float | None = None
+    peak_share: float | None = None
+    memory_bytes: int | None = None
+    bubble: float | None = None
+    planned_bubble: float | None = None
+    seconds_left: float | None = None

@@ -1,0 +1,73 @@
+"""The files that a run will write, tried before it starts: none is found to be unwritable after hours."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from planner.errors import PlanError, Where
+from runtime.report.curve import SUFFIXES
+from runtime.training.job import Job
+
+
+def check_outputs(job: Job) -> None:
+    """Raise PlanError for a file or directory that cannot be written, or a package that is needed and missing."""
+    _check_log(job)
+    if job.plot is not None:
+        _check_package("matplotlib", "--plot", "plot")
+        if Path(job.plot).suffix.lower() not in SUFFIXES:
+            raise PlanError(f"{job.plot} is no kind of picture", where="--plot", fix=f"end it in {', '.join(SUFFIXES)}")
+        _check_replaceable(job.plot, "picture")
+    if job.tensorboard is not None:
+        _check_package("tensorboard", "--tensorboard", "tensorboard")
+        _check_directory(job.tensorboard)
+
+
+def _check_log(job: Job) -> None:
+    """A new run replaces an old log; one that is resumed goes on in it."""
+    if job.log is None:
+        return
+    try:
+        if job.resume is None:
+            Path(job.log).write_text("")
+        else:
+            Path(job.log).open("a").close()
+    except OSError as error:
+        raise _cannot_write("log", job.log, error) from error
+
+
+def _check_replaceable(path: str, what: str) -> None:
+    """What is there stays until the new one is whole; it is written beside first."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(0, "Is a directory")
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise _cannot_write(what, path, error) from error
+
+
+def _check_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+        beside = Path(path) / f".{os.getpid()}"
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise _cannot_write("directory for TensorBoard", path, error) from error
+
+
+def _check_package(name: str, option: str, extra: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise PlanError(
+            f"{option} needs the package {name}, which is not installed",
+            where=option,
+            fix=f"pip install 'meshwright[{extra}]', or leave out {option}",
+        )
+
+
+def _cannot_write(what: str, path: str, error: OSError) -> PlanError:
+    return PlanError(f"cannot write the {what}: {error.strerror}", where=Where(file=path), fix="name a writable file")

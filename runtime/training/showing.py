@@ -1,0 +1,78 @@
+"""What rank 0 shows of a run, step by step and at its end. On other ranks nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Self
+
+from planner.frozen_plan import Plan
+from runtime.report.curve import draw_curve
+from runtime.report.log import Log, rows_until
+from runtime.report.make_row import make_row
+from runtime.report.pace import Pace, Planned
+from runtime.report.progress import Progress, Sink
+from runtime.report.step_report import StepReport
+from runtime.report.step_row import StepRow
+from runtime.report.tensorboard import TensorBoard
+from runtime.training.job import Job
+
+
+class Showing:
+    """Owns the rows of the run, the progress line, and the files that figures go to."""
+
+    def __init__(self, job: Job, plan: Plan, *, leads: bool) -> None:
+        """Before an engine is made of ``plan``. ``leads``: this is rank 0."""
+        self.job, self.leads = job, leads
+        self.rows: list[StepRow] = []
+        self.pace = Pace(job.num_steps)
+        self._planned = Planned.of(plan) if leads else Planned(0.0, 0.0, 0.0)
+        self._first = 0
+        self._before: list[StepRow] = []
+        self._stack = ExitStack()
+
+    def from_step(self, step: int) -> Self:
+        """``step`` steps were made by an earlier run: what is shown begins there, and the log keeps their rows."""
+        self._first = step
+        return self
+
+    def __enter__(self) -> Self:
+        if self.leads:
+            self._before = rows_until(self.job.log, self._first)
+        self._progress = self._stack.enter_context(
+            Progress(
+                self.job.num_steps,
+                self._sinks() if self.leads else (),
+                first=self._first,
+                enabled=self.leads,
+                every_step=self.job.compare,
+            )
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        if self.leads and self.job.plot is not None and (rows := [*self._before, *self.rows]):
+            draw_curve(rows, self.job.plot)
+
+    def step(self, step: int, report: StepReport, alone: float | None, data_seconds: float) -> None:
+        """``step``: its number, from 1. ``alone``: the loss of the single process."""
+        if not self.leads:
+            return
+        row = make_row(
+            step,
+            report,
+            self._planned,
+            one_process_loss=alone,
+            data_seconds=data_seconds,
+            seconds_left=self.pace.seconds_left(step),
+        )
+        self.rows.append(row)
+        self._progress.show(row)
+
+    def _sinks(self) -> list[Sink]:
+        found: list[Sink] = []
+        if self.job.log is not None:
+            found.append(Log(self.job.log, self._first))
+        if self.job.tensorboard is not None:
+            found.append(TensorBoard(self.job.tensorboard, self._first))
+        return found
