@@ -1,49 +1,55 @@
-"""``--data SOURCE`` becomes Tokens: each file of it is a document, which an end token closes."""
+"""``--data SOURCE`` becomes Tokens: of a token file, or of text, each file of which is a document."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from planner.errors import PlanError
-from runtime.data.text.byte_tokens import BYTES, ByteEncoder
-from runtime.data.text.pieces import Piece
-from runtime.data.text.sources import files_of
+from runtime.data.text.byte_tokens import ByteEncoder
+from runtime.data.text.documents import Split, parts
+from runtime.data.text.pieces import Encoder, Piece, with_end
+from runtime.data.text.sources import STDLIB, files_of
+from runtime.data.text.tokenizer_file import TokenizerFile
+from runtime.data.token_file import is_token_file, open_token_file
 from runtime.data.tokens import Tokenization, Tokens
 
 
 def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
-    """The tokens of a token file, of a text file or directory as bytes, or of Python's library for ``stdlib``.
+    """The tokens of a token file (a map of it), of a text file or directory, or of Python's library for ``stdlib``.
 
-    ``tokenizer``: a ``tokenizers`` file, to cut text by instead. Raises PlanError if there is nothing to read.
+    ``tokenizer``: a ``tokenizers`` file that cuts the text; else its bytes are the tokens. Raises PlanError if there is
+    nothing to read, or not what it should be.
     """
-    if tokenizer is not None:
-        raise PlanError("a tokenizer is not read yet", where="--tokenizer", fix="leave it out")
-    return gathered(source, BYTES, _bytes_of(source))
+    if source != STDLIB and is_token_file(Path(source)):
+        found = open_token_file(Path(source), source)
+        if tokenizer is not None:
+            what = f"{source} holds tokens already, of the tokenizer {found.tokenization.name}"
+            raise PlanError(what, where="--tokenizer", fix="leave out --tokenizer")
+        return found
+    files = files_of(source)
+    encoder: Encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
+    return gathered(source, encoder.tokenization, encoder.pieces(parts(files, Split.file, "")))
 
 
-def _bytes_of(source: str) -> Iterator[Piece]:
-    for file in files_of(source):
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise PlanError(f"cannot read {file}: {error.strerror}", where=f"--data {source}") from error
-        if content:
-            yield ByteEncoder().encode(content)
-
-
-def gathered(source: str, tokenization: Tokenization, documents: Iterator[Piece]) -> Tokens:
+def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -> Tokens:
     """Tokens in memory, an end token after each document. Raises PlanError where there is none."""
-    pieces = list(documents)
-    if not pieces:
+    ids, marks, ends, words = [], [], [], []
+    num_tokens = num_words = 0
+    for piece in pieces:
+        whole = with_end(piece, tokenization)
+        ids.append(whole.ids)
+        marks.append(whole.marks)
+        num_tokens, num_words = num_tokens + len(whole.ids), num_words + piece.num_words
+        if piece.closes:
+            ends.append(num_tokens)
+            words.append(num_words)
+            num_words = 0
+    if not num_tokens:
         raise PlanError("the data holds no bytes", where=f"--data {source}", fix="name a text file, or write stdlib")
-    end = tokenization.special.get("end")
-    closing = np.array([] if end is None else [end], pieces[0].ids.dtype)
-    ids = np.concatenate([part for piece in pieces for part in (piece.ids, closing)])
-    marks = np.concatenate([part for piece in pieces for part in (piece.marks, np.zeros(len(closing), np.uint8))])
-    ends = np.cumsum([len(piece.ids) + len(closing) for piece in pieces])
-    words = np.array([piece.num_words for piece in pieces])
-    identity = xxhash.xxh3_128_hexdigest(ids.tobytes() + ends.tobytes())
-    return Tokens(ids, ends, marks, words, tokenization, source, identity)
+    arrays = np.concatenate(ids), np.array(ends, np.int64), np.concatenate(marks), np.array(words, np.int64)
+    identity = xxhash.xxh3_128_hexdigest(arrays[0].tobytes() + arrays[1].tobytes())
+    return Tokens(*arrays, tokenization, source, identity, int(arrays[0].max()))

@@ -5,9 +5,12 @@ Special ids are control bytes that text does not hold: 0 ends a document and pad
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
-from runtime.data.text.pieces import Piece
+from planner.errors import PlanError
+from runtime.data.text.pieces import Part, Piece
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
 
 NUM_BYTES = 256
@@ -16,51 +19,73 @@ _IS_SPACE = np.isin(np.arange(NUM_BYTES), list(b" \t\n\r\v\f"))
 _IS_STOP = np.isin(np.arange(NUM_BYTES), list(b".!?"))
 _NEWLINE = ord("\n")
 _BEFORE_ALL = b". "  # a document begins with a sentence
+_IS_SPECIAL = np.isin(np.arange(NUM_BYTES), list(BYTES.special.values()))
 
 
 class ByteEncoder:
-    """Bytes of one document, as they come. Owns what the next ones need of those before: at most two bytes.
+    """Bytes of documents, as they come. Owns what the next ones need of those before: at most two bytes.
 
     A word begins after white space; a sentence begins where a full stop, ``!`` or ``?`` stands before the white space,
     or a line ends within it.
     """
 
+    tokenization = BYTES
+
     def __init__(self) -> None:
         self._before = _BEFORE_ALL
 
-    def encode(self, content: bytes) -> Piece:
+    def pieces(self, parts: Iterable[Part]) -> Iterator[Piece]:
+        for part in parts:
+            check_is_text(part)
+            yield self.encode(part.content, part.closes)
+
+    def encode(self, content: bytes, closes: bool = True) -> Piece:
         joined = np.frombuffer(self._before + content, np.uint8)
         skip = len(self._before)
         is_space = _IS_SPACE[joined]
-        begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
+        begins, ends = _borders(is_space)
         marks = np.zeros(len(joined), np.uint8)
         marks[begins] = WORD
-        marks[begins[_after_stop(joined, is_space, begins)]] |= SENTENCE
-        self._before = _context(joined, is_space)
-        return Piece(joined[skip:], marks[skip:], len(begins))
+        marks[begins[_after_stop(joined, is_space, begins, ends)]] |= SENTENCE
+        self._before = _BEFORE_ALL if closes else _context(joined, is_space)
+        return Piece(joined[skip:], marks[skip:], len(begins), closes)
 
 
-def _after_stop(text: np.ndarray, is_space: np.ndarray, begins: np.ndarray) -> np.ndarray:
+def check_is_text(part: Part) -> None:
+    """Raise PlanError for a byte that stands for something else here."""
+    found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
+    if found.any():
+        at = int(found.argmax())
+        raise PlanError(
+            f"{part.file} holds the byte {part.content[at]}, which text does not hold: it is no text",
+            where=part.where(at),
+            fix="name a text file, or a token file that `meshwright prepare` wrote",
+        )
+
+
+def _borders(is_space: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where words begin after white space, and of each where the word before it ended: its last byte."""
+    begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
+    ends = np.flatnonzero(is_space[1:] & ~is_space[:-1])
+    return begins, ends[: len(begins)]  # the first byte is never white space: the two take turns
+
+
+def _after_stop(text: np.ndarray, is_space: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Of each word that begins, whether a sentence begins with it (bool)."""
-    last = np.maximum.accumulate(np.where(is_space, -1, np.arange(len(text))))[begins - 1]
-    breaks = np.zeros(len(text) + 1, np.int64)
-    np.cumsum(_is_break(text, is_space), out=breaks[1:])
-    return ((last >= 0) & _IS_STOP[text[last]]) | (breaks[begins] > breaks[last + 1])
+    breaks = _breaks(text, is_space)
+    return _IS_STOP[text[ends]] | (np.searchsorted(breaks, ends) < np.searchsorted(breaks, begins))
 
 
-def _is_break(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:
-    """A newline that more white space follows: a paragraph ends."""
-    found = text == _NEWLINE
-    found[:-1] &= is_space[1:]
-    found[-1:] = False
-    return found
+def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:
+    """Where a newline is that more white space follows: a paragraph ends."""
+    newlines = np.flatnonzero(text[:-1] == _NEWLINE)
+    return newlines[is_space[newlines + 1]]
 
 
 def _context(text: np.ndarray, is_space: np.ndarray) -> bytes:
     """As few bytes as say the same about what follows as all of ``text``."""
     if not is_space[-1]:
         return text[-1:].tobytes()
-    words = np.flatnonzero(~is_space)
-    last = int(words[-1]) if len(words) else -1
-    is_stop = (last >= 0 and _IS_STOP[text[last]]) or _is_break(text, is_space)[last + 1 :].any()
+    last = int(np.flatnonzero(~is_space)[-1])
+    is_stop = _IS_STOP[text[last]] or _breaks(text[last:], is_space[last:]).size
     return (b"." if is_stop else b"a") + text[-1:].tobytes()

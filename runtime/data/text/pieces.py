@@ -1,16 +1,68 @@
-"""What an encoder gives of a piece of a document."""
+"""Text on its way: parts of documents become pieces of tokens, never more of them in memory than a document."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+
+from runtime.data.tokens import Tokenization
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
+
+    ``line``: where they are the text of a JSON object, its line; else 0.
+    """
+
+    content: bytes
+    closes: bool
+    file: Path
+    offset: int = 0
+    line: int = 0
+
+    def where(self, position: int) -> str:
+        """Where the byte of this position stands, for an error."""
+        return f"{self.file}:{self.line}" if self.line else f"{self.file}, byte {self.offset + position}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``num_words``: between white space, begun in it."""
+    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``num_words``: between white space, begun in it.
+
+    ``closes``: its document ends with it.
+    """
 
     ids: np.ndarray
     marks: np.ndarray
     num_words: int
+    closes: bool = True
+
+
+class Encoder(Protocol):
+    """Cuts text into tokens."""
+
+    @property
+    def tokenization(self) -> Tokenization: ...
+
+    def pieces(self, parts: Iterable[Part]) -> Iterator[Piece]:
+        """The tokens of parts in their order. Raises PlanError for what is no text."""
+        ...
+
+
+def id_dtype(tokenization: Tokenization) -> np.dtype:
+    """The smallest unsigned one that holds every id."""
+    return np.min_scalar_type(tokenization.vocabulary_size - 1)
+
+
+def with_end(piece: Piece, tokenization: Tokenization) -> Piece:
+    """A piece that closes its document, and the end token, where there is one."""
+    end = tokenization.special.get("end")
+    if end is None or not piece.closes:
+        return piece
+    ids = np.append(piece.ids.astype(id_dtype(tokenization), copy=False), np.array(end, id_dtype(tokenization)))
+    return Piece(ids, np.append(piece.marks, np.uint8(0)), piece.num_words)

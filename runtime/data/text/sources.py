@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.files.text import is_directory, is_file, shorten
 
 STDLIB = "stdlib"
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
@@ -18,10 +19,10 @@ def files_of(source: str, option: str = "--data") -> list[Path]:
         found = library.rglob("*.py")
         return sorted(file for file in found if not _LEFT_OUT.intersection(file.relative_to(library).parts))
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         return [path]
-    if path.is_dir():
+    if is_directory(path):
         return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     raise PlanError(
-        f"no file or directory {source}", where=option, fix="name a text file or directory, or write stdlib"
+        f"no file or directory {shorten(source)}", where=option, fix="name a text file or directory, or write stdlib"
     )

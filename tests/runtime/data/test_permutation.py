@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.data.permutation import Permutation
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 100))
 def test_every_value_comes_once(size: int, seed: int, epoch: int) -> None:
     found = Permutation(size, (seed, epoch))(np.arange(size))
     assert sorted(found.tolist()) == list(range(size))
 
 
+@settings(deadline=None)
 @given(st.integers(2**40, 2**62), st.lists(st.integers(0, 2**40 - 1), min_size=2, max_size=20, unique=True))
 def test_places_of_a_huge_one_stay_apart_and_inside(size: int, places: list[int]) -> None:
     found = Permutation(size, (1, 2))(np.array(places)).tolist()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -35,6 +35,7 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     assert not torch.equal(first, batches(seed=2).batch(3)["input_ids"])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 2**40))
 def test_every_epoch_has_every_sample_once(size: int, num_samples: int, seed: int) -> None:
     found = batches(by_hand(list(range(num_samples * LENGTH + 1))), size, seed=seed)
@@ -44,6 +45,7 @@ def test_every_epoch_has_every_sample_once(size: int, num_samples: int, seed: in
     assert [epoch for epoch, _ in seen] == sorted(epoch for epoch, _ in seen)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_rows_of_shards_are_those_of_the_global_batch(size: int, data: st.DataObject) -> None:
     found, step = batches(size=size), data.draw(st.integers(0, 50))
@@ -52,6 +54,7 @@ def test_rows_of_shards_are_those_of_the_global_batch(size: int, data: st.DataOb
     assert torch.equal(torch.cat([part["input_ids"] for part in parts]), found.batch(step)["input_ids"])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200))
 def test_a_resumed_run_sees_the_samples_of_an_unbroken_one(step: int) -> None:
     unbroken = batches()

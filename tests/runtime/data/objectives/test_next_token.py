@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -45,6 +45,7 @@ def test_windows_of_documents_are_padded_where_nothing_counts(make_tokens: Make)
     assert third["tokens"] == [30, 31, 7]  # the document of one token asks for nothing
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 9))
 def test_inside_documents_each_token_but_a_first_is_asked_for_once(sizes: list[int], length: int) -> None:
     numbers = iter(range(1000))

@@ -1,0 +1,80 @@
+"""The command ``meshwright prepare``: texts become a token file that training and evaluation read as a map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli import write_text
+from planner.errors import PlanError
+from runtime.data.text.documents import Split
+
+if TYPE_CHECKING:
+    from runtime.data.token_file import Header
+
+EPILOG = (
+    "Examples: meshwright prepare book.txt -o book.tokens · meshwright prepare texts/ more.txt -o all.tokens "
+    "--tokenizer tokenizer.json --split-documents blank-line · meshwright prepare web.jsonl -o web.tokens "
+    "--split-documents json --field text"
+)
+
+
+def prepare_command(
+    texts: Annotated[
+        list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib: Python's own source.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The token file to write.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A tokenizer.json of `tokenizers`; if not given, bytes.")
+    ] = None,
+    split_documents: Annotated[Split, typer.Option(help="What ends a document.")] = Split.file,
+    field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With json: the field of each line's object; text if not given.")
+    ] = None,
+    end_token: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="What closes a document, if the tokenizer does not tell.")
+    ] = None,
+) -> None:
+    """Cut texts into tokens, once, for many runs: a file that is read in place, however large."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from runtime.data.prepare import prepare, texts_of
+    from runtime.data.text.byte_tokens import ByteEncoder
+    from runtime.data.text.tokenizer_file import TokenizerFile
+
+    _check_options(tokenizer, split_documents, field, end_token)
+    files = texts_of(texts, output)
+    encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token)
+    columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("read", total=sum(file.stat().st_size for file in files))
+        header = prepare(
+            files, output, encoder, split_documents, field or "text", lambda num: progress.advance(task, num)
+        )
+    write_text(summary(header, output))
+
+
+def _check_options(tokenizer: str | None, split: Split, field: str | None, end_token: str | None) -> None:
+    """An option that would have no effect is an error."""
+    if field is not None and split is not Split.json:
+        fix = "add --split-documents json, or leave out --field"
+        raise PlanError("--field names a field of JSON", where="--field", fix=fix)
+    if end_token is not None and tokenizer is None:
+        fix = "leave it out, or add --tokenizer"
+        raise PlanError("text as bytes closes a document by the byte 0", where="--end-token", fix=fix)
+
+
+def summary(header: Header, output: Path) -> str:
+    """What was made, in two lines."""
+    a_word = header.tokens / header.words if header.words else 0.0
+    special = ", ".join(f"{use} {index}" for use, index in header.special.items()) or "none"
+    return (
+        f"{output}: {header.documents:,} documents, {header.tokens:,} tokens, {header.words:,} words "
+        f"({a_word:.2f} tokens a word), from {header.bytes:,} bytes of text\n"
+        f"tokenizer {header.tokenization}: vocabulary {header.vocabulary_size:,}, ids as {header.dtype}, "
+        f"{header.num_bytes:,} bytes in the file; special: {special}"
+    )

@@ -1,0 +1,52 @@
+"""Texts become one token file, in one pass over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from planner.errors import PlanError
+from planner.files.text import shorten
+from runtime.data.text.documents import Split, parts
+from runtime.data.text.pieces import Encoder
+from runtime.data.text.sources import files_of
+from runtime.data.token_file import Header, is_token_file
+from runtime.data.token_writer import TokenWriter, check_writable
+
+
+def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
+    """Every file of the sources. Raises PlanError where one is the output, or a token file."""
+    files = [file for source in sources for file in files_of(source, "TEXT")]
+    check_writable(output)
+    for file in files:
+        if output.exists() and os.path.samefile(file, output):
+            what = f"{shorten(output)} is one of the texts, and would be written over"
+            raise PlanError(what, where="-o", fix="name another file to write")
+        if is_token_file(file):
+            raise PlanError(f"{shorten(file)} holds tokens already", where=shorten(file), fix="name texts")
+    return files
+
+
+def prepare(
+    files: Iterable[Path],
+    output: Path,
+    encoder: Encoder,
+    split: Split = Split.file,
+    field: str = "text",
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Header:
+    """Write the tokens of ``files`` to ``output``; what was written. ``on_bytes`` is told of bytes as they are read.
+
+    Raises PlanError for what cannot be read, is no text, is empty, or cannot be written; nothing stays of it then.
+    """
+    num_bytes = 0
+
+    def read(count: int) -> None:
+        nonlocal num_bytes
+        num_bytes += count
+        on_bytes(count)
+
+    with TokenWriter(output, encoder.tokenization) as writer:
+        writer.add(encoder.pieces(parts(files, split, field, read)))
+        return writer.finish(num_bytes)

@@ -1,0 +1,149 @@
+"""Text cut by a file of the ``tokenizers`` library: any that it reads, with the marks of the text it was cut from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.errors import PlanError
+from planner.files.text import MIB, read_text, shorten
+from runtime.data.text.pieces import Part, Piece, id_dtype
+from runtime.data.tokens import SENTENCE, WORD, Tokenization
+
+MOST_BYTES = 64 * MIB  # of one document: cut apart, it could give other tokens
+_BATCH_BYTES = MIB
+_FILE = "tokenizer.json"
+_FIX = "name the tokenizer.json of the model, as the library `tokenizers` writes it"
+_KNOWN = {
+    "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
+    "class": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "padding": ("[PAD]", "<pad>"),
+}
+_WORD = re.compile(r"\S+")
+_BEGINS_SENTENCE = re.compile(r"\A\s*(?=\S)|(?<=[.!?])\s+(?=\S)|\n\s+(?=\S)")
+
+
+class TokenizerFile:
+    """Documents through a tokenizer. ``end``: the token that closes a document; None: the one that it is known to have.
+
+    Raises PlanError where the library is missing, the file is none of its, or ``end`` is none of its tokens.
+    """
+
+    def __init__(self, path: str, end: str | None = None) -> None:
+        self._tokenizer = _load(Path(path))
+        self.tokenization = _tokenization(self._tokenizer, path, end)
+
+    def pieces(self, parts: Iterable[Part]) -> Iterator[Piece]:
+        batch: list[str] = []
+        num_bytes = 0
+        for document in _documents(parts):
+            batch.append(_decoded(document))
+            num_bytes += sum(len(part.content) for part in document)
+            if num_bytes >= _BATCH_BYTES:
+                yield from self._encode(batch)
+                batch, num_bytes = [], 0
+        yield from self._encode(batch)
+
+    def _encode(self, texts: list[str]) -> Iterator[Piece]:
+        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, found, strict=True):
+            ids = np.array(encoding.ids, id_dtype(self.tokenization))
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            marks, num_words = marks_of(text, offsets)
+            yield Piece(ids, marks, num_words)
+
+
+def marks_of(text: str, offsets: np.ndarray) -> tuple[np.ndarray, int]:
+    """The marks of tokens whose characters are those of ``offsets`` [tokens, 2], and how many words ``text`` has.
+
+    A token is marked that holds the first character of a word; where several share it, the first.
+    """
+    words = np.array([found.start() for found in _WORD.finditer(text)], np.int64)
+    sentences = np.array([found.end() for found in _BEGINS_SENTENCE.finditer(text)], np.int64)
+    marks = np.zeros(len(offsets), np.uint8)
+    ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
+    for places, bit in ((words, WORD), (sentences, SENTENCE)):
+        tokens = np.searchsorted(ends, places, side="right")
+        is_held = tokens < len(offsets)
+        is_held[is_held] = offsets[tokens[is_held], 0] <= places[is_held]
+        marks[tokens[is_held]] |= bit
+    return marks, len(words)
+
+
+def _documents(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """The parts of each document. Raises PlanError for one that is too long."""
+    found: list[Part] = []
+    num_bytes = 0
+    for part in parts:
+        found.append(part)
+        num_bytes += len(part.content)
+        if num_bytes > MOST_BYTES:
+            raise PlanError(
+                f"a document of {shorten(part.file)} is longer than {MOST_BYTES // MIB} MiB",
+                where=found[0].where(0),
+                fix="cut it by --split-documents line or blank-line",
+            )
+        if part.closes:
+            yield found
+            found, num_bytes = [], 0
+
+
+def _decoded(document: list[Part]) -> str:
+    content = b"".join(part.content for part in document)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{shorten(document[0].file)} is not UTF-8: {error.reason}, 0x{content[error.start]:02x}",
+            where=document[0].where(error.start),
+            fix="save the text as UTF-8, or leave out --tokenizer to take its bytes",
+        ) from None
+
+
+def _load(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise PlanError(
+            "the library `tokenizers` is not installed",
+            where="--tokenizer",
+            fix="pip install 'meshwright[text]', or leave out --tokenizer to take bytes",
+        ) from None
+    path = path / _FILE if path.is_dir() else path
+    content = read_text(path, "tokenizer", most_bytes=256 * MIB, fix=_FIX)
+    try:
+        tokenizer = Tokenizer.from_str(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("a b", add_special_tokens=False)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library's own panics are no Exception
+        words = shorten(str(error).strip() or type(error).__name__, 120)
+        raise PlanError(f"{shorten(path)} is no tokenizer: {words}", where=shorten(path), fix=_FIX) from None
+    return tokenizer
+
+
+def _tokenization(tokenizer: Any, path: str, end: str | None) -> Tokenization:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise PlanError(f"{shorten(path)} is a tokenizer without tokens", where=shorten(path), fix=_FIX)
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    special = {
+        use: vocabulary[token]
+        for use, names in _KNOWN.items()
+        for token in [next((name for name in names if name in added), None)]
+        if token is not None
+    }
+    if end is not None:
+        if end not in vocabulary:
+            fix = "name a token of the vocabulary"
+            raise PlanError(f"the tokenizer has no token {end!r}", where="--end-token", fix=fix)
+        special["end"] = vocabulary[end]
+    return Tokenization(Path(path).name, max(vocabulary.values()) + 1, special)

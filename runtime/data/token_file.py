@@ -1,0 +1,166 @@
+"""A token file: one file that is read as a map, so that a text may be far larger than memory.
+
+    0      magic [8] · version u32 · bytes of the header u32 · xxh3 of the header u64 · header (JSON)
+    4096   ids · marks u8 · ends i64 · words i64        little endian, each at a multiple of 64
+
+The size of the file follows from the header: one that was cut short is told at once, and so is one that grew.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planner.errors import PlanError
+from planner.files.json_text import parse_json
+from planner.files.text import MIB, open_regular, reason, shorten
+from runtime.data.tokens import Tokenization, Tokens
+
+MAGIC = b"\x93MWTOKEN"
+VERSION = 1
+BEGIN, _ALIGNED = 4096, 64
+_PRELUDE = struct.Struct("<8sIIQ")
+MOST_HEADER_BYTES = BEGIN - _PRELUDE.size
+_FIX = "write it again by `meshwright prepare TEXT -o FILE`"
+_SCANNED = 4 * MIB  # elements at once
+
+_Count = Annotated[int, Field(strict=True, ge=0, le=1 << 48)]
+_Id = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+
+
+class Header(BaseModel):
+    """``bytes``: of the text. ``largest``: of the ids. ``content``: of each section, the xxh3 of its bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: Annotated[_Count, Field(ge=1)]
+    documents: Annotated[_Count, Field(ge=1)]
+    words: _Count
+    bytes: _Count
+    dtype: Literal["uint8", "uint16", "uint32"]
+    largest: _Id | None = None
+    tokenization: str
+    vocabulary_size: Annotated[_Id, Field(ge=1)]
+    special: dict[str, _Id]
+    content: dict[str, str]
+
+    def sections(self) -> Iterator[tuple[str, np.dtype, int, int]]:
+        """Of each: name, dtype, number of elements, and the byte at which it begins."""
+        place = BEGIN
+        kinds = {"ids": self.dtype, "marks": "uint8", "ends": "int64", "words": "int64"}
+        for name, kind in kinds.items():
+            dtype = np.dtype(kind).newbyteorder("<")
+            count = self.tokens if name in ("ids", "marks") else self.documents
+            yield name, dtype, count, place
+            place += -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole file."""
+        _, dtype, count, place = list(self.sections())[-1]
+        return place + -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+    @property
+    def identity(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.model_dump_json().encode())
+
+    def packed(self) -> bytes:
+        """The first bytes of the file. Raises PlanError where the names in it are too long."""
+        text = self.model_dump_json().encode()
+        if len(text) > MOST_HEADER_BYTES:
+            raise PlanError("the names of the tokenizer's special tokens are too long", where="--tokenizer")
+        return (_PRELUDE.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text).ljust(BEGIN, b"\0")
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether it begins as one, even where it ends soon after."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            begin = file.read(len(MAGIC))
+    except (OSError, ValueError):
+        return False
+    return bool(begin) and MAGIC.startswith(begin)
+
+
+def read_header(path: Path) -> Header:
+    """The header, of a file that is as long as it says. Raises PlanError for any other."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            begin, size = file.read(BEGIN), os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path)) from None
+    if not begin.startswith(MAGIC) and not (begin and MAGIC.startswith(begin)):
+        raise _bad(path, "is no token file")
+    if len(begin) < BEGIN:
+        raise _bad(path, f"is cut short: it has {size} bytes, its header alone takes {BEGIN}")
+    _, version, length, digest = _PRELUDE.unpack_from(begin)
+    if version > VERSION:
+        fix = "install a newer meshwright, or write the file again by this one"
+        raise _bad(path, f"is of version {version}; this meshwright reads up to {VERSION}", fix)
+    text = begin[_PRELUDE.size : _PRELUDE.size + length]
+    if version < 1 or length > MOST_HEADER_BYTES or xxhash.xxh3_64_intdigest(text) != digest:
+        raise _bad(path, "is damaged: its header is not the one that was written")
+    header = _parsed(path, text)
+    if size != header.num_bytes:
+        how = "is cut short" if size < header.num_bytes else "is damaged"
+        raise _bad(path, f"{how}: it has {size} bytes, {header.num_bytes} are expected")
+    return header
+
+
+def open_token_file(path: Path, source: str) -> Tokens:
+    """The tokens of a file, as maps of it. Raises PlanError for one that is damaged, as far as this costs no time."""
+    header = read_header(path)
+    try:
+        whole = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path)) from None
+    arrays = {name: whole[at : at + n * dtype.itemsize].view(dtype) for name, dtype, n, at in header.sections()}
+    _check_ends(path, header, arrays["ends"])
+    how = Tokenization(header.tokenization, header.vocabulary_size, header.special)
+    return Tokens(**arrays, tokenization=how, source=source, identity=header.identity, largest=header.largest)
+
+
+def check_content(path: Path) -> None:
+    """Raise PlanError where a section is not what was written. Reads all of the file."""
+    header = read_header(path)
+    whole = np.memmap(path, np.uint8, "r")
+    for name, dtype, count, begin in header.sections():
+        digest = xxhash.xxh3_128()
+        end = begin + count * dtype.itemsize
+        for at in range(begin, end, _SCANNED):
+            digest.update(whole[at : min(at + _SCANNED, end)].data)
+        if digest.hexdigest() != header.content.get(name):
+            raise _bad(path, f"is damaged: its {name} are not those that were written")
+
+
+def _parsed(path: Path, text: bytes) -> Header:
+    try:
+        header = Header.model_validate(parse_json(text.decode()))
+    except (ValueError, ValidationError):
+        raise _bad(path, "is damaged: its header cannot be read") from None
+    largest = max([*header.special.values(), header.largest or 0])
+    if largest >= header.vocabulary_size or header.vocabulary_size - 1 > np.iinfo(header.dtype).max:
+        raise _bad(path, "is damaged: its ids lie beyond its own vocabulary")
+    return header
+
+
+def _check_ends(path: Path, header: Header, ends: np.ndarray) -> None:
+    before = 0
+    for at in range(0, len(ends), _SCANNED):
+        part = ends[at : at + _SCANNED]
+        if part[0] <= before or (np.diff(part) <= 0).any():
+            raise _bad(path, "is damaged: the ends of its documents do not ascend")
+        before = int(part[-1])
+    if before != header.tokens:
+        raise _bad(path, f"is damaged: its last document ends at {before}, not at {header.tokens}")
+
+
+def _bad(path: Path, what: str, fix: str = _FIX) -> PlanError:
+    return PlanError(f"{shorten(path)} {what}", where=shorten(path), fix=fix)

@@ -1,0 +1,159 @@
+"""Writes a token file as tokens come: memory does not grow with the text, and a reader sees all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+import xxhash
+
+from planner.errors import PlanError
+from planner.files.text import MIB, is_directory, reason, shorten
+from runtime.data.text.pieces import Piece, id_dtype, with_end
+from runtime.data.token_file import BEGIN, Header
+from runtime.data.tokens import Tokenization
+
+_SECTIONS = ("ids", "marks", "ends", "words")
+
+
+class TokenWriter:
+    """One token file. Owns a file beside it until that is whole and takes its name; of one that fails nothing stays.
+
+    Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
+    """
+
+    def __init__(self, path: Path, tokenization: Tokenization) -> None:
+        self.path, self.tokenization = path, tokenization
+        self.num_tokens = self.num_documents = self.num_words = 0
+        self._largest = self._words_open = self._tokens_open = 0
+        self._digests = {name: xxhash.xxh3_128() for name in _SECTIONS}
+        self._files: dict[str, IO[bytes]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        check_writable(self.path)
+        with self._told():
+            folder = self.path.parent
+            handle, self._name = tempfile.mkstemp(dir=folder, prefix=f".{self.path.name}.")
+            self._stack.callback(_remove, self._name)
+            self._files["ids"] = self._stack.enter_context(os.fdopen(handle, "wb"))
+            self._files["ids"].write(bytes(BEGIN))
+            for name in _SECTIONS[1:]:
+                self._files[name] = self._stack.enter_context(tempfile.TemporaryFile(dir=folder))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Pieces of documents in their order; one without any token does not become a document. Raises PlanError."""
+        for piece in pieces:
+            whole = with_end(piece, self.tokenization)
+            self._tokens_open += len(piece.ids)
+            self._words_open += piece.num_words
+            if self._tokens_open:
+                self._write("ids", whole.ids, id_dtype(self.tokenization))
+                self._write("marks", whole.marks, np.dtype(np.uint8))
+                self.num_tokens += len(whole.ids)
+                self._largest = max(self._largest, int(whole.ids.max(initial=0)))
+                if piece.closes:
+                    self._close_document()
+            if piece.closes:
+                self._words_open = self._tokens_open = 0
+
+    def finish(self, num_bytes: int) -> Header:
+        """The file under its name, on the disk. ``num_bytes``: of the text. Raises PlanError."""
+        if not self.num_documents:
+            raise PlanError("the text holds no words", where="TEXT", fix="name a text that is not empty")
+        header = self._header(num_bytes)
+        with self._told():
+            whole = self._files["ids"]
+            for name, _, _, begin in header.sections():
+                if name != "ids":
+                    whole.write(bytes(begin - whole.tell()))
+                    self._files[name].seek(0)
+                    shutil.copyfileobj(self._files[name], whole, MIB)
+            whole.write(bytes(header.num_bytes - whole.tell()))
+            whole.seek(0)
+            whole.write(header.packed())
+            whole.flush()
+            os.fsync(whole.fileno())
+            os.chmod(self._name, 0o644)
+            os.replace(self._name, self.path)
+            _sync_folder(self.path.parent)
+        return header
+
+    def _header(self, num_bytes: int) -> Header:
+        how = self.tokenization
+        return Header(
+            tokens=self.num_tokens,
+            documents=self.num_documents,
+            words=self.num_words,
+            bytes=num_bytes,
+            dtype=id_dtype(how).name,  # pyright: ignore[reportArgumentType]
+            largest=self._largest,
+            tokenization=how.name,
+            vocabulary_size=how.vocabulary_size,
+            special=dict(how.special),
+            content={name: digest.hexdigest() for name, digest in self._digests.items()},
+        )
+
+    def _close_document(self) -> None:
+        self._write("ends", np.array([self.num_tokens]), np.dtype(np.int64))
+        self._write("words", np.array([self._words_open]), np.dtype(np.int64))
+        self.num_documents += 1
+        self.num_words += self._words_open
+
+    def _write(self, name: str, values: np.ndarray, dtype: np.dtype) -> None:
+        content = values.astype(dtype.newbyteorder("<"), copy=False).tobytes()
+        self._digests[name].update(content)
+        with self._told():
+            self._files[name].write(content)
+
+    def _told(self) -> _CannotWrite:
+        return _CannotWrite(self.path)
+
+
+class _CannotWrite:
+    """What the system says of a write that failed, as one error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (OSError, ValueError)) and not isinstance(error, PlanError):
+            fix = "name a writable file, and free space there"
+            raise PlanError(f"cannot write {shorten(self.path)}: {reason(error)}", where="-o", fix=fix) from None
+
+
+def check_writable(path: Path) -> None:
+    """Before any text is read. Raises PlanError."""
+    folder = path.parent
+    if is_directory(path) or not is_directory(folder) or not os.access(folder, os.W_OK):
+        why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is no directory to write to"
+        raise PlanError(f"cannot write {shorten(path)}: {why}", where="-o", fix="name a writable file")
+
+
+def _remove(name: str) -> None:
+    with suppress(OSError):
+        os.unlink(name)
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # of a file system that cannot
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
