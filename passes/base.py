@@ -44,6 +44,7 @@ class StageGraph:
     parameters: dict[str, str] = field(default_factory=dict)  # captured placeholder → attribute
     buffers: dict[str, str] = field(default_factory=dict)
     has_loss: bool = False
+    has_scores: bool = False
 
 
 @dataclass(frozen=True)

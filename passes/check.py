@@ -38,6 +38,7 @@ from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.own_tokens import of_gathered
 from passes.ops.parameter_gate import await_bucket
 from passes.ops.region import run_region
+from passes.ops.scores import scores_of_targets
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.recompute import block_calls
@@ -90,6 +91,7 @@ def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, 
 _CONVERSIONS = {collectives.BY_NAME[c.name]: c for c in TABLE.values()}
 _OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the forward and of the backward
     vocabulary_cross_entropy: (2, 0),
+    scores_of_targets: (2, 0),
     cut_logsumexp: (2, 0),
     cut_softmax: (2, 1),
     cut_log_softmax: (2, 1),
@@ -131,6 +133,8 @@ def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[s
     phases = ("forward", "backward") if node.meta.get("grad") else ("forward",)
     handles = (n for n in node.all_input_nodes if n.op in ("get_attr", "placeholder") and n.target in axes)
     axis = next((str(n.target) for n in handles), "tp")
+    if target is scores_of_targets and node.args[4] is None:
+        return  # of whole logits
     if target in _CONVERSIONS:
         yield from ((axis, kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
         if (change := node.meta.get("change")) is not None and change.again:  # it becomes one op with its products

@@ -7,11 +7,13 @@ calls what each pass ``leaves`` (passes/check.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from passes.add_scores import add_scores
 from passes.await_parameters import await_parameters
 from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.check import (
@@ -43,6 +45,7 @@ from passes.recompute import recompute
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
+from planner.exchanges.scores import rows_over_classes
 from planner.frozen_plan import Plan
 from planner.graph.program import Program
 from planner.sharding.parameters import local_parameter
@@ -62,6 +65,13 @@ PASSES: tuple[Pass, ...] = (
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
     Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
+)
+# The stage of the loss where it is to score labels: nothing is captured, computed again, or waited for.
+_LOCAL = [step.name for step in PASSES].index("localize") + 1
+_ONLY_TRAINING = (cut_regions, recompute, await_parameters)
+SCORING: tuple[Pass, ...] = (
+    Pass(add_scores, leaves=(collectives_are_those_of_the_plan,)),
+    *(step for step in PASSES[_LOCAL:] if step.run not in _ONLY_TRAINING),
 )
 
 
@@ -115,6 +125,28 @@ def lower_stage(context: LowerContext, index: int, chunk: int) -> StageModule:
     stage = extract(context, index)
     run_passes(stage, context, PASSES)
     return _finish(context, stage, chunk)
+
+
+def lower_scoring(
+    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+) -> StageModule | None:
+    """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
+
+    It shares the handles of ``program``, what ``rank`` trains with; parameters and buffers are on meta. Raises
+    PlanError, on every rank, where the loss gives no label a probability.
+    """
+    context, _ = context_of(plan, rank, torch.device(device), thorough=False)
+    more = rows_over_classes(context.decisions)
+    trained = next((stage for stage in program.stages if stage.has_loss), None)
+    if trained is None:
+        return None
+    handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
+    axes = {name: program.axes[name] for name in context.axes}
+    context = replace(context, **handles, axes=axes, load=program.load or context.load)
+    stage = extract(context, trained.index)
+    run_passes(stage, context, PASSES[:_LOCAL])
+    run_passes(stage, replace(context, rows=(*context.rows, *more)), SCORING)
+    return _finish(context, stage, trained.chunk)
 
 
 def check_stages(plan: Plan) -> None:
@@ -174,6 +206,7 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
         tuple(program.buffers[n] for n in stage.buffers),
         attributes,
         stage.has_loss,
+        stage.has_scores,
     )
 
 

@@ -2,7 +2,8 @@
 
 A stage module is a torch.fx GraphModule over local tensors. Its placeholders are, in order, the received boundary
 values (``receives``), the batch tensors it reads (``inputs``), and the loss denominators (``denominators``). It returns
-a tuple: the boundary values it sends (``sends``), and last the loss where the stage computes it.
+a tuple: the boundary values it sends (``sends``), the scores of labels where it was lowered to give them, and last the
+loss where the stage computes it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class StageModule:
     buffers: tuple[str, ...]
     attributes: dict[str, str]
     has_loss: bool
+    has_scores: bool = False
 
     def parameter(self, fqn: str) -> nn.Parameter:
         return self.module.get_parameter(self.attributes[fqn])

@@ -14,6 +14,7 @@ from torch import nn
 
 from planner.capture.batch.id_ranges import IdRange, id_ranges
 from planner.capture.loss.ignored_labels import ignored_labels
+from planner.capture.loss.scored import Scored, find_scored
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.context.facts import Context
@@ -99,3 +100,8 @@ class Decisions:
     def ignored_labels(self) -> dict[str, int]:
         """Batch key → the label that the loss skips."""
         return ignored_labels(self.program)
+
+    @cached_property
+    def scored(self) -> Scored:
+        """Where the loss looks up the targets' probabilities. Raises PlanError where it does not."""
+        return find_scored(self.program)

@@ -37,6 +37,7 @@ from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
+from runtime.scores import Scores, Scoring
 from runtime.update import Update
 from runtime.weights.gather import by_all_names, collect, from_rank_0
 from runtime.weights.shards import initialise
@@ -85,6 +86,7 @@ class Engine:
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         self._saver = Saver(self.groups)
+        self._scoring: Scoring | None = None  # lowered when somebody asks
         self.executor = executor_of(plan, built, self.groups, self.graphs, before_backward=self._before_backward)
         waits = self.executor.transport.waits
         self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
@@ -148,6 +150,18 @@ class Engine:
         """The loss of the global batch, without gradients and without dropout."""
         self._ready()
         return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
+
+    @shared_call("evaluation")
+    def score(self, batch: Mapping[str, Tensor]) -> Scores:
+        """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
+
+        The same call on every rank, with the same batch; the same answer on every rank. Logits are not gathered.
+        Raises PlanError for a model whose loss is no cross-entropy over a vocabulary, naming its line.
+        """
+        self._ready()
+        if self._scoring is None:
+            self._scoring = Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
+        return self._scoring.score(self._step(batch, local=False))
 
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or anew."""

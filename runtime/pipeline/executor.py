@@ -64,7 +64,8 @@ class Saved:
 class Executor:
     """Runs the actions of this rank.
 
-    Owns: what is saved for the microbatches in flight, and the sum of their losses.
+    Owns: what is saved for the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch of
+    the last evaluation, in their order, where a stage gives them.
     ``around(action)``: each action runs in it, with the receives that it posts; for who looks on.
     """
 
@@ -89,6 +90,7 @@ class Executor:
         self.before_backward = before_backward
         self.before_forward = before_forward
         self.around: Callable[[Action], AbstractContextManager[Any]] = nullcontext
+        self.scores: list[Tensor] = []
         self._saved: dict[tuple[int, int], Saved] = {}
         self._last_backward = {action.chunk: action for action in self.order if action.kind == "B"}
 
@@ -108,6 +110,7 @@ class Executor:
     def evaluate(self, step: Step) -> Tensor | None:
         """The forwards alone, without autograd and without dropout."""
         self.random.training = False
+        self.scores = []
         try:
             return self._run(step, tuple(action for action in self.order if action.kind == "F"))
         finally:
@@ -159,6 +162,8 @@ class Executor:
         sent = outputs[: len(stage.sends)]
         if stage.sends:
             self.transport.send(_out_of(stage, action), sent)
+        if stage.has_scores:
+            self.scores.append(outputs[-2])
         if stage.has_loss:
             loss = outputs[-1].detach().to(torch.float64)
             self._loss = loss if self._loss is None else self._loss + loss

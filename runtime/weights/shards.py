@@ -48,6 +48,14 @@ def fill(
     return fresh
 
 
+def share(trained: StageModule, other: StageModule, device: torch.device) -> None:
+    """Give ``other``, the same stage lowered again, the very parameters and buffers of ``trained``."""
+    for fqn in (*(parameter.fqn for parameter in other.parameters), *other.buffers):
+        held = trained.module.get_parameter if fqn not in other.buffers else trained.module.get_buffer
+        _assign(other.module, other.attributes[fqn], held(trained.attributes[fqn]))
+    _place_constants(other.module, device)
+
+
 @torch.no_grad()
 def initialise(
     fresh: Iterable[tuple[StageModule, LocalParameter]], source: WeightSource, mesh: Mesh, place: Mapping[str, int]

@@ -1,0 +1,160 @@
+"""Which values of a loss say how probable each target is: found by what the ops mean, whatever the loss makes of them.
+
+    cross_entropy(z, t), nll_loss(log_softmax(z), t)      log P(t) = z[t] − log Σ exp(z)
+    logsumexp(z) − z.gather(−1, t)                        the same
+    (z − logsumexp(z)).gather(−1, t)                      the same: what is taken off a row of z changes nothing
+
+Weights of classes, smoothing of labels, masks and terms beside them are of the loss, and of no probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from planner.capture.loss.loss_ops import CROSS_ENTROPIES, aten
+from planner.errors import PlanError
+from planner.graph.ops.aten import named, reduced_dims, shape_of
+from planner.graph.ops.places import PlaceWriter
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+CASTS = {aten.to.dtype, aten.contiguous.default, aten.clone.default}
+LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
+SUBTRACTIONS = {aten.sub.Tensor, aten.subtract.Tensor}
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One call that looks up targets among classes. ``target``: the position of the targets among its arguments.
+
+    ``class_dim``: of its first argument. ``ignored``: the target that the loss skips.
+    """
+
+    node: str
+    target: int
+    class_dim: int
+    num_classes: int
+    ignored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """``key``: the batch tensor whose elements are the targets. ``picks``: each looks up a part of them."""
+
+    key: str
+    num_classes: int
+    picks: tuple[Pick, ...]
+
+
+def find_scored(program: Program) -> Scored:
+    """The cross-entropy over the vocabulary: of several, as a model with two tasks has, that over most classes.
+
+    Raises PlanError, by line, where the loss is none, and where it cannot be told which label a target is.
+    """
+    found: dict[tuple[str, int], list[Pick]] = {}
+    for pick, key in _picks(program):
+        found.setdefault((key, pick.num_classes), []).append(pick)
+    if not found:
+        raise PlanError(
+            "the loss is no cross-entropy over a vocabulary: it gives no target a probability",
+            where=where_of(program.node(program.loss)),
+            fix="score a model whose loss is cross_entropy(logits, targets), nll_loss of a log_softmax, or logsumexp "
+            "minus the target's logit",
+        )
+    most = max(num_classes for _, num_classes in found)
+    widest = [(key, picks) for (key, num_classes), picks in found.items() if num_classes == most]
+    if len(widest) > 1:
+        told = ", ".join(repr(key) for key, _ in widest)
+        raise PlanError(
+            f"the loss has cross-entropies over {most} classes for several inputs: {told}",
+            where=where_of(program.node(widest[1][1][0].node)),
+            fix="score a model that predicts one of them",
+        )
+    ((key, picks),) = widest
+    return Scored(key, most, tuple(picks))
+
+
+def _picks(program: Program) -> Iterator[tuple[Pick, str]]:
+    for node in program.graph.graph.nodes:
+        found = _pick(node) if node.op == "call_function" else None
+        if found is not None:
+            key = _key_of(program, node.args[found.target])  # pyright: ignore[reportArgumentType]
+            if key is not None:
+                yield found, key
+
+
+def _pick(node: fx.Node) -> Pick | None:
+    if node.target in CROSS_ENTROPIES:
+        given = named(node)
+        x, target = given["self"], given["target"]
+        if target.meta["val"].is_floating_point():
+            return None
+        if node.target is aten.nll_loss_nd.default and not _is_normalised(x, _class_dim(x)):
+            return None
+        return Pick(node.name, 1, _class_dim(x), shape_of(x)[_class_dim(x)], int(given["ignore_index"]))
+    if node.target is aten.gather.default:
+        x, dim, index = node.args[:3]
+        assert isinstance(x, fx.Node)
+        assert isinstance(index, fx.Node)
+        dim = int(dim) % max(1, len(shape_of(x)))  # pyright: ignore[reportArgumentType]
+        is_one_each = shape_of(index) == (*shape_of(x)[:dim], 1, *shape_of(x)[dim + 1 :])
+        if is_one_each and (_is_normalised(x, dim) or _is_read_by_logsumexp(x, dim)):
+            return Pick(node.name, 2, dim, shape_of(x)[dim], -1)
+    return None
+
+
+def _class_dim(logits: fx.Node) -> int:
+    return 1 if len(shape_of(logits)) > 1 else 0
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    while node.target in CASTS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_normalised(x: fx.Node, dim: int) -> bool:
+    """Whether the exponentials of ``x`` along ``dim`` add up to one."""
+    x = _before_casts(x)
+    if x.target in LOG_SOFTMAX:
+        return reduced_dims(x) == {dim}
+    if x.target not in SUBTRACTIONS or len(x.all_input_nodes) != 2 or x.kwargs:
+        return False
+    z, total = (_before_casts(n) for n in x.all_input_nodes)
+    return _is_logsumexp(total, z, dim) and len(shape_of(total)) == len(shape_of(z))
+
+
+def _is_read_by_logsumexp(x: fx.Node, dim: int) -> bool:
+    """Whether what the targets are taken off is the logarithm of the same values' sum of exponentials."""
+    z = _before_casts(x)
+    readers: list[Any] = [z, *(user for user in z.users if user.target in CASTS)]
+    return any(_is_logsumexp(user, z, dim) for node in readers for user in node.users)
+
+
+def _is_logsumexp(node: fx.Node, z: fx.Node, dim: int) -> bool:
+    is_one = node.target is aten.logsumexp.default and _before_casts(node.all_input_nodes[0]) is z
+    return is_one and reduced_dims(node) == {dim}
+
+
+def _key_of(program: Program, target: fx.Node) -> str | None:
+    """The batch tensor that the targets are elements of; None where they are of no integer input."""
+
+    def source(node: fx.Node) -> object:
+        return node if node.name in program.inputs else None
+
+    writer = PlaceWriter(source, lambda like, target, args, kwargs: like)
+    if writer.places(target) is None:
+        return None
+    if len(writer.sources) > 1:
+        names = " and ".join(repr(program.inputs[n.name]) for n in writer.sources)
+        raise PlanError(
+            f"the targets of the loss are taken from several inputs: {names}",
+            where=where_of(target),
+            fix="score a model whose targets are the labels of one input",
+        )
+    (found,) = writer.sources
+    return program.inputs[found.name]

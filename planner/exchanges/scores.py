@@ -1,0 +1,66 @@
+"""What ranks exchange for the scores of labels, beside what a forward of the plan exchanges.
+
+    over tp, a microbatch      per token the maximum, then three scalars      where logits are cut over the vocabulary
+    over all ranks, a batch    log P, top and count of every label            each rank gives those of its own tokens
+
+These rows are no part of a plan, which lists what training exchanges: ``Engine.score`` alone does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from planner.capture.loss.scored import Pick
+from planner.decisions import Decisions
+from planner.errors import PlanError
+from planner.graph.places import Places
+from planner.graph.source_lines import where_of
+from planner.placement.conversions import ALL_REDUCE
+from planner.sharding.collectives import CollectivePlan
+
+WIDE = 8  # bytes of a float64
+FIGURES = 3  # of each label: log P, whether it is the top, how often it was scored
+
+
+def is_over_classes(decisions: Decisions, pick: Pick) -> bool:
+    """Whether the logits that ``pick`` reads are cut over the vocabulary."""
+    cut = decisions.placements.wanted(decisions.program.node(pick.node), 0)
+    return decisions.mesh.tp > 1 and cut.is_sharded and cut.dim == pick.class_dim
+
+
+def score_rows(decisions: Decisions, num_sequences: int) -> tuple[CollectivePlan, ...]:
+    """One row for each exchange; ``num_sequences`` are those of the global batch.
+
+    Raises PlanError for a loss that gives no target a probability.
+    """
+    rows = [*rows_over_classes(decisions)]
+    if decisions.mesh.world_size > 1:
+        key = decisions.scored.key
+        size = FIGURES * WIDE * num_sequences * prod(decisions.batch_inputs[key][0])
+        rows.append(CollectivePlan(ALL_REDUCE, "world", "step", key, size, 1, "step"))
+    return tuple(rows)
+
+
+def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
+    """Those of a microbatch, over tp. Raises PlanError, and where a stage before that of the loss looks up targets."""
+    last = decisions.stages.num_stages - 1
+    for pick in decisions.scored.picks:
+        if not decisions.stages.runs_on(pick.node, last):
+            raise PlanError(
+                "a part of the loss is computed before the last stage, and only that one scores labels",
+                where=where_of(decisions.program.node(pick.node)),
+                fix="set mesh.pp: 1, or name other blocks in pipeline.split",
+            )
+    return tuple(row for pick in decisions.scored.picks for row in _rows_of_pick(decisions, pick))
+
+
+def _rows_of_pick(decisions: Decisions, pick: Pick) -> Iterator[CollectivePlan]:
+    if not is_over_classes(decisions, pick):
+        return
+    node = decisions.program.node(pick.node)
+    logits, where = node.all_input_nodes[0].meta["val"], Places(decisions.blocks).text(node)
+    num_tokens = logits.numel() // pick.num_classes
+    for size in (max(4, logits.element_size()), FIGURES * WIDE):
+        stage = decisions.stages.num_stages - 1
+        yield CollectivePlan(ALL_REDUCE, "tp", "forward", where, size * num_tokens, 1, "microbatch", stage)

@@ -1,0 +1,113 @@
+"""Where the elements of an integer value stood in the batch tensor that they were taken from.
+
+    labels                        [[a, b, c]]      places [[0, 1, 2]]
+    pad(labels, [0, 1])[:, 1:]    [[b, c, fill]]   places [[1, 2, -1]]
+
+Ops that lay elements out run on places as they run on values; what they fill in stands nowhere, -1. Ops on single
+elements, as a clamp that takes an ignored label for a real one, leave them where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from planner.errors import PlanError
+from planner.graph.ops.aten import aten, is_pointwise, ops_named, position_of, shape_of
+from planner.graph.ops.sequence import local_rows
+from planner.graph.source_lines import where_of
+
+NOWHERE = -1
+PADS = set(ops_named("pad constant_pad_nd"))
+JOINS = set(ops_named("cat stack slice_scatter select_scatter"))
+MOVES = PADS | JOINS | {local_rows} | set(
+    ops_named(
+        "reshape view permute transpose.int t unsqueeze squeeze squeeze.dim expand repeat contiguous clone alias "
+        "detach slice.Tensor select.int narrow roll flip flatten.using_ints split_with_sizes split.Tensor chunk "
+        "unbind.int"
+    )
+)  # fmt: skip
+CHOICES = {aten.where.self}
+
+
+class Emit(Protocol):
+    """Adds a call; what it returns stands for its result."""
+
+    def __call__(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class PlaceWriter:
+    """Writes the calls that compute places. Owns what it has written, and which batch tensors it came to.
+
+    ``source``: what stands for the places of a batch tensor's own elements; None for any other placeholder or
+    attribute. ``moves``: ops beside MOVES that lay elements out.
+    """
+
+    def __init__(self, source: Callable[[fx.Node], Any], emit: Emit, moves: Collection[Any] = ()) -> None:
+        self.source, self.emit, self.moves = source, emit, MOVES | set(moves)
+        self.sources: dict[fx.Node, None] = {}
+        self._written: dict[fx.Node, Any] = {}
+
+    def places(self, node: fx.Node) -> Any:
+        """Places of the elements of ``node``; None where none of them is of the batch.
+
+        Raises PlanError at the line of a call that makes other integers of the batch's.
+        """
+        if node not in self._written:
+            self._written[node] = self._of_call(node) if node.op == "call_function" else self._of_argument(node)
+        return self._written[node]
+
+    def _of_argument(self, node: fx.Node) -> Any:
+        found = self.source(node)
+        if found is not None:
+            self.sources[node] = None
+        return found
+
+    def _of_call(self, node: fx.Node) -> Any:
+        given = {n: self.places(n) for n in node.all_input_nodes if _is_integer(n)}
+        held = {n: found for n, found in given.items() if found is not None}
+        if not held:
+            return None
+        if node.target in self.moves or getattr(node.target, "__name__", "") == "getitem":
+            return self._moved(node, held)
+        if is_pointwise(node.target) and len(held) == 1 and _is_integer(node):
+            (value,) = held
+            if shape_of(value) == shape_of(node):
+                return held[value]
+        if node.target in CHOICES:
+            return self._moved(node, held)
+        raise PlanError(
+            "which label of the batch each target is cannot be told behind this call",
+            where=where_of(node),
+            fix="give the loss the batch's labels themselves: shifted, cut, padded or joined, and nothing else",
+        )
+
+    def _moved(self, node: fx.Node, held: dict[fx.Node, Any]) -> Any:
+        args, kwargs = self._filled_with_nowhere(node)
+        new_args, new_kwargs = fx.map_arg((args, kwargs), lambda n: held.get(n) or self._beside(node, n))  # pyright: ignore
+        return self.emit(node, node.target, new_args, new_kwargs)
+
+    def _beside(self, node: fx.Node, operand: fx.Node) -> Any:
+        """What an operand that holds none of the batch becomes: nowhere, where it is joined; else itself."""
+        is_joined = node.target in JOINS | CHOICES and _is_integer(operand)
+        return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {}) if is_joined else operand
+
+    def _filled_with_nowhere(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if node.target not in PADS:
+            return node.args, dict(node.kwargs)
+        place, kwargs = position_of(node.target, "value"), {k: v for k, v in node.kwargs.items() if k != "value"}
+        args = (*node.args[:place], NOWHERE) if len(node.args) >= place else node.args
+        return args, kwargs if len(node.args) >= place else {**kwargs, "value": NOWHERE}
+
+
+def _is_integer(node: fx.Node) -> bool:
+    """Also a list of integer tensors, as a split makes it."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return bool(tensors) and not any(
+        v.dtype.is_floating_point or v.dtype.is_complex or v.dtype == torch.bool for v in tensors
+    )

@@ -1,0 +1,55 @@
+"""Scores on processes: log P and arg max of every label are those of the unmodified model's own logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.scores import Scores
+from tests.models.families import IGNORED, build
+from tests.numeric.test_layouts import name_of
+from tests.tools.laboratory import Case, Lab
+from tests.tools.score_jobs import exchanged_for_scores, scores_of
+
+SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"tp": 2, "pp": 2}, SEQUENCE),
+    ({"pp": 2, "vpp": 2}, INTERLEAVED),
+    ({"cp": 2, "dp": 2}, {}),
+]
+
+
+def assert_those_of_the_model(found: Scores, model: str) -> None:
+    """The model shifts labels inside: what its logits say at a token is of the next one."""
+    entry = build(model)
+    batch = entry.batch(8, 0)
+    with torch.no_grad():
+        logits = entry.model(**batch).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    is_scored = labels != IGNORED
+    each = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    assert found.is_scored[:, 1:].equal(is_scored)
+    assert not found.is_scored[:, 0].any()
+    torch.testing.assert_close(found.log_probabilities[:, 1:], (-each).masked_fill(~is_scored, 0).double())
+    assert found.is_top[:, 1:].equal((logits.argmax(-1) == labels) & is_scored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: name_of(layout[0]))
+def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, layout: tuple[dict[str, int], dict[str, Any]]) -> None:
+    mesh, rest = layout
+    found = lab.run(Case("gpt2", mesh, rest, job=scores_of))
+    for scores, loss in found:
+        assert_those_of_the_model(scores, "gpt2")
+        mean = -scores.log_probabilities.sum() / scores.is_scored.sum()
+        assert mean.item() == pytest.approx(loss, rel=1e-6)  # the model takes its loss in float32
+
+
+@pytest.mark.slow
+def test_one_sum_over_all_ranks_joins_the_scores(lab: Lab) -> None:
+    for seen, planned in lab.run(Case("gpt2", {"tp": 2, "dp": 2}, job=exchanged_for_scores)):
+        assert seen == planned == 3 * 8 * 8 * 12

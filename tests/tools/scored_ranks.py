@@ -1,0 +1,92 @@
+"""Scores of labels by every rank of a mesh, as threads: each runs the stages of its pipeline one after the other.
+
+What a stage sends its successor gets as it is, as chunks of one rank hand it over; so a mesh of pp stages needs no more
+threads than one of pp 1. The sum over all ranks, which the runtime takes, is taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from passes.lower import lower, lower_scoring
+from passes.stage_module import RankProgram, StageModule
+from planner import Plan, plan
+from planner.mesh import Mesh
+from runtime.weights.shards import fill, share
+from runtime.weights.sources import ModelWeights
+from tests.tools.simulated_mesh import AXES, Batch, spec_of, totals_of
+from tests.tools.simulated_ranks import on_threads
+
+CPU = torch.device("cpu")
+
+
+def scores_on(
+    make: Callable[[], nn.Module],
+    batch: Batch,
+    mesh: Mapping[str, int],
+    *,
+    change: Callable[[StageModule], None] = lambda _: None,
+    **more: Any,
+) -> tuple[Plan, Tensor, list[RankProgram]]:
+    """The plan, [3, *labels] of the global batch, and what each rank ran. ``change``: of each scoring stage."""
+    model = make()
+    made = plan(model, spec_of(batch, mesh, **more))
+    programs = [lower(made, rank) for rank in range(made.mesh.world_size)]
+    scoring: dict[int, StageModule] = {}
+    for rank, program in enumerate(programs):
+        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), CPU)
+        program.random.training = False
+        last = lower_scoring(made, rank, program)
+        if last is not None:
+            share(next(stage for stage in program.stages if stage.has_loss), last, CPU)
+            change(last)
+            scoring[rank] = last
+    shares = {name: value.chunk(made.mesh.dp) for name, value in batch.items()}
+    totals = totals_of(programs[0], shares, made.mesh.dp)
+    fronts = [rank for rank in range(made.mesh.world_size) if not made.mesh.place(rank)["pp"]]
+
+    @torch.no_grad()
+    def run(number: int) -> Tensor:
+        here = {**made.mesh.place(fronts[number]), "pp": 0}
+        ranks = [rank for rank in range(len(programs)) if {**made.mesh.place(rank), "pp": 0} == here]
+        _bind([programs[rank] for rank in ranks], made.mesh, fronts, fronts[number])
+        stages = {stage.index: stage for rank in ranks for stage in programs[rank].stages}
+        stages |= {scoring[rank].index: scoring[rank] for rank in ranks if rank in scoring}
+        own = {name: value[here["dp"]] for name, value in shares.items()}
+        return _run([stages[index] for index in sorted(stages)], own, totals)
+
+    parts = on_threads(len(fronts), run)
+    rows = [
+        torch.stack([part for part, rank in zip(parts, fronts, strict=True) if made.mesh.place(rank)["dp"] == d]).sum(0)
+        for d in range(made.mesh.dp)
+    ]
+    return made, torch.cat(rows, 1), programs
+
+
+def _bind(programs: list[RankProgram], mesh: Mesh, fronts: list[int], rank: int) -> None:
+    """The groups among the first pipeline ranks, which are the threads; made by all, in one order."""
+    for name, (kind, token) in AXES.items():
+        for ranks in getattr(mesh, kind).groups(token):
+            if not set(ranks) <= set(fronts):
+                continue
+            group = dist.new_group([fronts.index(r) for r in ranks])
+            for program in programs:
+                if rank in ranks and name in program.axes:
+                    program.axes[name].group = group
+
+
+def _run(stages: list[StageModule], batch: Batch, totals: list[Tensor]) -> Tensor:
+    """What the last of the stages returns before its loss."""
+    passed: dict[str, Tensor] = {}
+    outputs: list[Tensor] = []
+    for stage in stages:
+        received = [passed[boundary.name] for boundary in stage.receives]
+        counts = [totals[i].double() for i in stage.denominators]
+        outputs = list(stage.module(*received, *(batch[name] for name in stage.inputs), *counts))
+        passed |= {boundary.name: value for boundary, value in zip(stage.sends, outputs, strict=False)}
+    return outputs[-2]
