@@ -94,6 +94,13 @@ def cost_of(
     return replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
 
 
+def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> tuple[list[float], list[float]]:
+    """Seconds of the forward, and of the backward, of one microbatch on each stage, as ``cost_of`` takes them."""
+    of_units = _seconds_of(work, layout, cluster, _slower(work, layout, cluster))
+    stages = [of_units.stage(*of) for of in stage_ranges(layout.sizes)]
+    return [stage.forward.total for stage in stages], [stage.backward.total for stage in stages]
+
+
 def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
     """Where processes share cores: how many times as long the pipeline takes as on cores of its own."""
     mesh, at_once = layout.mesh, cluster.device.at_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.cluster.cluster import Cluster
-from planner.cost.estimate import cost_of
+from planner.cost.estimate import cost_of, stage_seconds
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
 from planner.cost.seconds.phases import flops_of
@@ -39,6 +39,19 @@ def step_flops(
     """``flops`` of the row, for which no cluster is needed."""
     flops, _ = flops_of(planned_work(decisions, shards, spec, recomputed), AS_PLANNED)
     return schedule.num_microbatches * flops / decisions.mesh.pp
+
+
+def planned_stage_seconds(
+    decisions: Decisions,
+    shards: Shards,
+    spec: Spec,
+    schedule: SchedulePlan,
+    recomputed: Sequence[Piece],
+    cluster: Cluster,
+) -> tuple[list[float], list[float]]:
+    """Seconds of one microbatch's forward, and backward, on each stage of a plan."""
+    work = planned_work(decisions, shards, spec, recomputed)
+    return stage_seconds(work, _layout(decisions, spec, schedule), cluster)
 
 
 def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:

@@ -37,6 +37,12 @@ def train_command(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="At the end, draw the loss here (extra plot).")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="STEPS", help="Trace 3 steps after the first (3), or steps 10 to 13 (10:13).")
+    ] = None,
+    profile_to: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Where the trace goes; trace.json if not given.")
+    ] = None,
     with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
     save: Annotated[
         str | None, typer.Option(metavar="DIR", help="Save the state of the training here, at the end at least.")
@@ -73,6 +79,8 @@ def train_command(
         resume=resume,
         plot=_text(plot),
         tensorboard=_text(tensorboard),
+        profile=profile,
+        profile_to=_text(profile_to),
     )
     trained = train(job, nproc, show_plan if with_plan else None, max_restarts)
     rows = trained.rows

@@ -11,6 +11,7 @@ from runtime.report.step_row import StepRow
 
 AUTO = "auto"
 DEFAULT_SAVES = "checkpoints"
+DEFAULT_TRACE = "trace.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Job:
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
     stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
+    ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
     """
 
     model: str
@@ -44,6 +46,12 @@ class Job:
     resume: str | None = None
     plot: str | None = None
     tensorboard: str | None = None
+    profile: str | None = None
+    profile_to: str | None = None
+
+    @property
+    def trace(self) -> str:
+        return self.profile_to or DEFAULT_TRACE
 
 
 def saves_directory(save: str | None, save_every: int | None, resume: str | None) -> str | None:

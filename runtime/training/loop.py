@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
+from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import saves_in
 from runtime.data.reading import read_tokens
@@ -20,6 +21,8 @@ from runtime.data.tokens import Tokens
 from runtime.distributed.devices import launched
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
+from runtime.profiling.profile import Profile
+from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.training.job import AUTO, Job, Trained
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
@@ -34,18 +37,36 @@ class _Run:
     A GPU works on the next step while this one's figures come.
     """
 
-    def __init__(self, engine: Engine, showing: Showing, stopping: Stopping, beside: OneProcess | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        showing: Showing,
+        stopping: Stopping,
+        beside: OneProcess | None,
+        profile: Profile | None,
+    ) -> None:
         self.engine, self.showing, self.stopping, self.beside = engine, showing, stopping, beside
+        self.profile = profile
         self.is_stopped = False
         self._waiting: list[tuple[int, dict[str, Tensor], StepReport, float | None, float]] = []
         self._guard = NonFiniteGuard(engine)
         self._lag = int(engine.groups.device.type != "cpu")
 
     def step(self, batch: dict[str, Tensor]) -> None:
+        if self.profile is not None:
+            self.profile.before_step(self.engine.step_index + 1)
         report = self.engine.train_step(batch)
+        if self.profile is not None:
+            self.profile.after_step(self.engine.step_index)
         alone = self.beside.train_step(batch) if self.beside else None
         self._waiting.append((self.engine.step_index, batch, report, alone, self.showing.pace.data_seconds))
         self.show(self._lag)
+
+    def finish(self) -> None:
+        """After the last step."""
+        self.show()
+        if self.profile is not None:
+            self.profile.finish()
 
     def show(self, lag: int = 0) -> None:
         """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
@@ -73,26 +94,35 @@ def run_rank(job: Job) -> Trained:
     alone = _with_values(model, job, spec) if job.compare and leads else None
     del model
     showing = Showing(job, decided, leads=leads)
+    profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided) as engine, RunSaves(engine, job, _extra(tokens, spec)) as saves:
         save = saves.resumed()
         if save is None and weights is not None:
             engine.load_pretrained(weights)
         # after the engine has taken its weights: the one process trains the model itself
         beside = None if alone is None else _caught_up(OneProcess(alone, spec), batches, engine.step_index)
+        if profile is not None:
+            profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:
-            run = _Run(engine, showing, stopping, beside)
+            run = _Run(engine, showing, stopping, beside, profile)
             try:
                 while engine.step_index < job.num_steps and not run.is_stopped:
                     with showing.pace.making_batch():
                         batch = batches.batch(engine.step_index)
                     run.step(batch)
                     saves.after_step()
-                run.show()
+                run.finish()
             except NonFiniteError as error:  # of all ranks at the same step
                 return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()
     return Trained(showing.rows, stopped)
+
+
+def _profile_of(job: Job, decided: Plan, spec: Spec, *, leads: bool) -> Profile | None:
+    if job.profile is None:
+        return None
+    return Profile(Window.parse(job.profile, job.num_steps), job.trace, decided, spec.cluster, leads=leads)
 
 
 def _restarted(job: Job) -> Job:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from planner.errors import PlanError, Where
+from runtime.profiling.window import Window
 from runtime.report.curve import SUFFIXES
 from runtime.training.job import Job
 
@@ -22,6 +23,12 @@ def check_outputs(job: Job) -> None:
     if job.tensorboard is not None:
         _check_package("tensorboard", "--tensorboard", "tensorboard")
         _check_directory(job.tensorboard)
+    if job.profile is not None:
+        Window.parse(job.profile, job.num_steps)
+        _check_replaceable(job.trace, "trace")
+    elif job.profile_to is not None:
+        fix = "add --profile STEPS"
+        raise PlanError("--profile-to says where a trace goes, but no step is profiled", where="--profile-to", fix=fix)
 
 
 def _check_log(job: Job) -> None:

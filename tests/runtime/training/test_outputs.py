@@ -33,6 +33,9 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path):
         ({"plot": "none/loss.png"}, "cannot write the picture: No such file or directory"),
         ({"plot": "directory.png"}, "cannot write the picture: Is a directory"),
         ({"plot": "loss.txt"}, "loss.txt is no kind of picture"),
+        ({"profile": "1", "profile_to": "none/trace.json"}, "cannot write the trace: No such file or directory"),
+        ({"profile": "3"}, "reaches to step 4, but there are 3"),
+        ({"profile_to": "trace.json"}, "no step is profiled"),
         ({"tensorboard": "file"}, "cannot write the directory for TensorBoard: File exists"),
         ({"tensorboard": "file/board"}, "cannot write the directory for TensorBoard: Not a directory"),
     ],
@@ -40,8 +43,9 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path):
 def test_what_cannot_be_written_is_one_error(tmp_path: Path, outputs: dict[str, str], words: str):
     (tmp_path / "file").write_text("")
     (tmp_path / "directory.png").mkdir()
+    given = {name: path if name == "profile" else tmp_path / path for name, path in outputs.items()}
     with pytest.raises(PlanError, match=words):
-        check_outputs(job(**{name: tmp_path / path for name, path in outputs.items()}))
+        check_outputs(job(**given))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["directory.png", "file"]
 
 

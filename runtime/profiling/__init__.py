@@ -1,0 +1,1 @@
+"""What every rank did and when, beside what was planned: one trace."""

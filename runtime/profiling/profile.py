@@ -1,0 +1,112 @@
+"""The profile of a run: some steps are recorded on every rank, gathered in one exchange, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from planner.errors import PlanError, Where
+from planner.frozen_plan import Plan
+from planner.mesh import Mesh
+from runtime.distributed.agreement import agreed
+from runtime.distributed.groups import Groups
+from runtime.engine import Engine
+from runtime.profiling.clocks import Offset, offset_to_rank_0
+from runtime.profiling.planned import PlannedRun, planned_run
+from runtime.profiling.recorder import Recorder
+from runtime.profiling.spans import Span
+from runtime.profiling.trace import trace_of
+from runtime.profiling.window import Window
+
+
+class Profile:
+    """Which steps are recorded, and where to. Owns the recorder while they run, and what the plan says of them.
+
+    ``before_step`` and ``after_step`` are called on every rank around each step, with its number from 1; ``finish``
+    once after the last step that is made.
+    """
+
+    def __init__(self, window: Window, path: str, plan: Plan, cluster: str | None, *, leads: bool) -> None:
+        """Before an engine is made of ``plan``. ``leads``: this is rank 0."""
+        self.window, self.path = window, path
+        self._planned = planned_run(plan, cluster) if leads else None
+        self._recorder: Recorder | None = None
+
+    def attach(self, engine: Engine) -> None:
+        """``engine`` has made or loaded the steps before the first one of this run."""
+        self._engine = engine
+        self._steps = self.window.steps(engine.step_index)
+        if not self._steps and engine.groups.rank == 0:
+            print(f"nothing to profile: steps {self.window.text} are made", file=sys.stderr, flush=True)
+
+    def before_step(self, number: int) -> None:
+        if self._recorder is None and self._steps and number == self._steps[0]:
+            engine = self._engine
+            self._offset = offset_to_rank_0(engine.groups)
+            self._recorder = Recorder(
+                engine.groups.faults.activity, engine.executor.transport.waits, engine.groups.device
+            )
+            self._recorder.begin()
+
+    def after_step(self, number: int) -> None:
+        if self._steps and number == self._steps[-1]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is recorded, if anything is and was not written."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        self._steps = range(0)
+        groups = self._engine.groups
+        spans = [_shifted(span, self._offset) for span in recorder.end()]
+        found = gathered((spans, self._offset), groups)
+        with agreed(groups):
+            if found and self._planned is not None:
+                write_trace(self.path, profile_of(found, self._planned, groups.mesh))
+                print(f"trace of {len(_steps_of(spans))} steps: {self.path}", file=sys.stderr, flush=True)
+
+
+def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
+    """The trace of what the ranks recorded."""
+    notes = {
+        "planned": "seconds by the cluster's file" if planned.has_seconds else "units, scaled to each measured step",
+        "clocks differ by at most (seconds)": max(offset.error for _, offset in found),
+    }
+    return trace_of([spans for spans, _ in found], planned, mesh, notes)
+
+
+def gathered(own: Any, groups: Groups) -> list[Any]:
+    """What all ranks have, on rank 0; empty elsewhere."""
+    if groups.host is None:
+        return [own]
+    found: list[Any] | None = [None] * groups.mesh.world_size if groups.rank == 0 else None
+    dist.gather_object(own, found, dst=0, group=groups.host)
+    return found or []
+
+
+def write_trace(path: str, trace: dict[str, Any]) -> None:
+    """Whole or not at all. Raises PlanError, naming the file."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(trace, separators=(",", ":")))
+        os.replace(beside, target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise PlanError(
+            f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="name a writable file"
+        ) from error
+
+
+def _shifted(span: Span, offset: Offset) -> Span:
+    return span._replace(start=span.start + offset.seconds, end=span.end + offset.seconds)
+
+
+def _steps_of(spans: list[Span]) -> set[int]:
+    return {span.step for span in spans if span.step}

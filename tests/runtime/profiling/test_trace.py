@@ -1,0 +1,192 @@
+"""One trace of what all ranks did: every action of the plan once a step, in its order, planned beside measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.mesh import Mesh
+from planner.pipeline.links import received_by
+from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import simulate
+from runtime.distributed.faults.activity import BETWEEN, Now
+from runtime.distributed.launch import launch
+from runtime.profiling import clocks
+from runtime.profiling.clocks import Offset
+from runtime.profiling.planned import PlannedRun, planned_run
+from runtime.profiling.profile import profile_of
+from runtime.profiling.spans import Change, Waited, spans_of
+from runtime.profiling.trace import MEASURED, PLANNED
+from runtime.training.job import Job
+from runtime.training.loop import run_rank
+from tests.tools.traces import check_causes, check_nesting, check_trace, tracks
+
+MODEL = """
+import torch
+from examples.gpt import GPT
+
+def build():
+    torch.manual_seed(0)
+    return GPT(length=8, width=16, num_layers=4, num_heads=2)
+"""
+
+
+def lived(schedule: Any, rank: int, step: int, begun: float) -> tuple[list[Change], list[Waited]]:
+    """What a rank was at in a step that goes as it was simulated, each unit of time taking a second."""
+    spans = simulate(schedule).spans[rank]
+    changes: list[Change] = [(Now("batch", step, 0.0), begun), (Now("forward", step, 0.0), begun + 0.25)]
+    waits, free = list[Waited](), 0.5
+    for action, (start, end) in zip(schedule.orders[rank], spans, strict=True):
+        stage = action.chunk * schedule.pp + rank
+        changes.append((Now("batch", step, 0.0, stage, action), begun + free))
+        is_first = stage == 0 if action.kind == "F" else stage == schedule.num_stages - 1
+        if not is_first:
+            waits.append((received_by(action.kind, stage, action.microbatch), begun + free, begun + 0.5 + start))
+        free = 0.5 + end
+    changes.append((Now("sum of gradients", step, 0.0), begun + free))
+    changes.append((Now(BETWEEN, step, 0.0), begun + free + 1.0))
+    return changes, waits
+
+
+def as_planned(schedule: Any) -> PlannedRun:
+    run = simulate(schedule)
+    rows = zip(schedule.orders, run.spans, strict=True)
+    actions = tuple(tuple((a, *s) for a, s in zip(order, spans, strict=True)) for order, spans in rows)
+    return PlannedRun(actions, run.duration, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "vpp"), [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 1, 1), ("interleaved_1f1b", 2, 3)]
+)
+def test_a_run_that_goes_as_planned_has_equal_tracks(kind, pp, vpp):
+    schedule = build_schedule(kind, pp, 4, vpp)
+    mesh = Mesh(tp=2, pp=pp, vpp=vpp)
+    found = []
+    for rank in range(mesh.world_size):
+        steps = [lived(schedule, mesh.coordinate(rank)["pp"], step, 1000.0 * (step + 1)) for step in (3, 4)]
+        changes, waits = ([*a, *b] for a, b in zip(*steps, strict=True))
+        found.append((spans_of(changes, waits), Offset(0.0, 0.0)))
+    trace = json.loads(json.dumps(profile_of(found, as_planned(schedule), mesh)))
+    check_trace(trace, schedule.orders, mesh, [4, 5])
+    crossing = (pp * vpp - 1) * 2 * 4 if pp > 1 else 0
+    check_causes(trace, 2 * mesh.tp * crossing)
+    ends = {
+        (rank, track): {(e["args"]["step"], e["name"]): e["ts"] + e["dur"] for e in events if "chunk" in e["args"]}
+        for (rank, track), events in tracks(trace).items()
+    }
+    for rank in range(mesh.world_size):
+        assert ends[rank, MEASURED] == pytest.approx(ends[rank, PLANNED])
+
+
+def test_a_step_is_told_apart_from_other_calls_and_its_phases_lie_in_it():
+    at = [
+        (BETWEEN, 1.0), ("batch", 2.0), ("denominators", 3.0), ("forward", 4.0), ("update", 6.0), (BETWEEN, 7.0),
+        ("save", 8.0), (BETWEEN, 9.0),
+    ]  # fmt: skip
+    spans = spans_of([(Now(phase, 4, 0.0), seconds) for phase, seconds in at], [(None, 4.5, 5.0)])
+    assert [(span.name, span.kind, span.start, span.end, span.step) for span in spans] == [
+        ("between steps", "call", 1.0, 2.0, 0),
+        ("step 5", "step", 2.0, 7.0, 5),
+        ("check batch", "phase", 2.0, 3.0, 5),
+        ("denominators", "phase", 3.0, 4.0, 5),
+        ("begin", "phase", 4.0, 6.0, 5),
+        ("wait", "wait", 4.5, 5.0, 0),
+        ("update", "phase", 6.0, 7.0, 5),
+        ("between steps", "call", 7.0, 8.0, 0),
+        ("save", "call", 8.0, 9.0, 0),
+        ("save", "phase", 8.0, 9.0, 0),
+    ]
+
+
+def test_an_action_of_another_place_in_the_order_is_seen():
+    schedule = build_schedule("1f1b", 2, 2)
+    mesh = Mesh(pp=2)
+    found = [(spans_of(*lived(schedule, rank, 0, 0.0)), Offset(0.0, 0.0)) for rank in range(2)]
+    spans, offset = found[1]
+    action = next(i for i, span in enumerate(spans) if span.name == "B0.0")
+    found[1] = ([span._replace(name="B1.0") if i == action else span for i, span in enumerate(spans)], offset)
+    with pytest.raises(AssertionError):
+        check_trace(profile_of(found, as_planned(schedule), mesh), schedule.orders, mesh, [1])
+
+
+def test_spans_that_overlap_are_seen():
+    inside = {"ts": 0.0, "dur": 5.0}, {"ts": 1.0, "dur": 2.0}, {"ts": 3.0, "dur": 2.0}
+    check_nesting(inside)
+    with pytest.raises(AssertionError):
+        check_nesting((*inside, {"ts": 4.0, "dur": 2.0}))
+
+
+def test_the_plan_has_seconds_where_a_cluster_is_named_and_else_units_that_are_scaled(tmp_path):
+    files = written(tmp_path, {"pp": 2})
+    decided = plan(load_model(files[0]), files[1])
+    units = planned_run(decided, None)
+    assert not units.has_seconds
+    assert units.scaled(3.0).duration == pytest.approx(3.0)
+    assert units.scaled(3.0).actions[1][-1][2] == pytest.approx(3.0 * units.actions[1][-1][2] / units.duration)
+    files = written(tmp_path, {"pp": 2}, cluster="h200")
+    decided = plan(load_model(files[0]), files[1])
+    assert decided.cost is not None
+    seconds = planned_run(decided, "h200")
+    assert seconds.has_seconds
+    assert seconds.scaled(3.0) is seconds
+    assert 0 < seconds.duration < decided.cost.step_seconds
+    assert [[a for a, *_ in rank] for rank in seconds.actions] == [list(order) for order in decided.schedule.actions]
+
+
+def written(directory: Path, mesh: dict[str, int], **more: Any) -> tuple[str, str, str]:
+    """Model, spec and data."""
+    (directory / "model.py").write_text(MODEL)
+    (directory / "text.txt").write_bytes(bytes(random.Random(0).choices(range(32, 127), k=4000)))
+    spec = {
+        "mesh": mesh,
+        "batch": {"global": 8, "micro": 2},
+        "inputs": {"input_ids": {"shape": [8], "dtype": "int64", "high": 256}, "targets": {"like": "input_ids"}},
+        "optimizer": {"lr": 1e-2},
+    } | more
+    (directory / "spec.yaml").write_text(yaml.safe_dump(spec))
+    return f"{directory / 'model.py'}:build", str(directory / "spec.yaml"), str(directory / "text.txt")
+
+
+def profiled(directory: Path, mesh: dict[str, int], steps: str, **more: Any) -> Job:
+    return Job(*written(directory, mesh, **more), 5, profile=steps, profile_to=str(directory / "trace.json"))
+
+
+def orders_of(job: Job) -> tuple[Any, Mesh]:
+    decided = plan(load_model(job.model), job.spec)
+    return decided.schedule.actions, decided.mesh
+
+
+def test_a_run_of_one_process_is_traced(tmp_path, capsys):
+    job = profiled(tmp_path, {}, "3:4")
+    run_rank(job)
+    assert f"trace of 2 steps: {job.profile_to}" in capsys.readouterr().err
+    check_trace(json.loads((tmp_path / "trace.json").read_text()), *orders_of(job), [3, 4])
+
+
+def run_by_another_clock(job: Job) -> None:
+    """Each rank is a host of its own, with a clock of its own."""
+    rank, real = int(os.environ["RANK"]), time.perf_counter
+    clocks.host_key = lambda: f"host {rank}"
+    time.perf_counter = lambda: real() + 100.0 * rank
+    run_rank(job)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_clocks_of_their_own_are_traced_by_one(tmp_path):
+    chunks = {"schedule": "interleaved_1f1b"}
+    job = profiled(tmp_path, {"tp": 2, "pp": 2, "vpp": 2}, "2", pipeline=chunks)
+    launch(run_by_another_clock, 4, job, timeout_seconds=240)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    orders, mesh = orders_of(job)
+    check_trace(trace, orders, mesh, [2, 3])
+    check_causes(trace, 2 * mesh.tp * 3 * 2 * 4)
+    assert 0 < trace["otherData"]["clocks differ by at most (seconds)"] < 50
