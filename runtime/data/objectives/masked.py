@@ -56,6 +56,7 @@ class MaskedWords:
         special = tokens.tokenization.special
         _check(tokens, length, self._capacity)
         self._class, self._separator, self._mask, self._padding = (special[name] for name in NEEDED)
+        self._ids, self._marks = np.asarray(tokens.ids), np.asarray(tokens.marks)  # views: a map's own are slow to make
         self._random = RandomIds(tokens.tokenization.vocabulary_size, list(special.values()))
         made = SentenceWindows if is_paired else PlainWindows
         self.windows: Windows = made.of(tokens, self._capacity)
@@ -90,7 +91,7 @@ class MaskedWords:
         """The one or two runs of text of a sample, in their order there, and whether that is not the text's."""
         if not self.is_paired:
             return slice(begin, stop), None, False
-        inner = inner_sentences(self.tokens, begin, stop)
+        inner = inner_sentences(self._marks, begin, stop)
         border = int(inner[draw.integers(len(inner))])
         before, after = _shortened(border - begin, stop - border, self._capacity)
         first, second = slice(border - before, border), slice(border, border + after)
@@ -103,10 +104,10 @@ class MaskedWords:
         """
         texts, bounds, segments, at = [], [], [], 0
         for run in runs:
-            begins = np.flatnonzero(self.tokens.marks[run.start + 1 : run.stop] & WORD) + 1
+            begins = np.flatnonzero(self._marks[run.start + 1 : run.stop] & WORD) + 1
             segments.append(sum(map(len, bounds)))
             bounds.append(np.concatenate([np.zeros(1, dtype=np.int64), begins]) + at)
-            texts.append(np.asarray(self.tokens.ids[run], dtype=np.int64))
+            texts.append(self._ids[run].astype(np.int64))
             at += len(texts[-1])
         return np.concatenate(texts), np.concatenate([*bounds, np.array([at])]), segments
 

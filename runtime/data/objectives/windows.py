@@ -60,9 +60,9 @@ class SentenceWindows:
         return int(self.begins[index]), int(self.stops[index])
 
 
-def inner_sentences(tokens: Tokens, begin: int, stop: int) -> np.ndarray:
+def inner_sentences(marks: np.ndarray, begin: int, stop: int) -> np.ndarray:
     """Where the sentences of [begin, stop) but for the first begin, int64 [sentences - 1]."""
-    return np.flatnonzero(tokens.marks[begin + 1 : stop] & SENTENCE) + begin + 1
+    return np.flatnonzero(marks[begin + 1 : stop] & SENTENCE) + begin + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ where tokens are bytes, and not to tell it is what whole words are masked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.random import Generator
@@ -27,8 +28,7 @@ def choose_words(bounds: np.ndarray, segments: Sequence[int], share: float, ngra
     num_words = len(bounds) - 1
     chosen = np.zeros(num_words, dtype=bool)
     budget = share * int(bounds[-1] - bounds[0])
-    sizes = np.arange(1, ngram + 1)
-    lengths = draw.choice(sizes, size=num_words, p=1 / sizes / (1 / sizes).sum()).tolist()
+    lengths = (1 + np.searchsorted(_up_to(ngram), draw.random(num_words), side="right")).tolist()
     stops = [*segments[1:], num_words]
     for first, length in zip(draw.permutation(num_words).tolist(), lengths, strict=True):
         stop = min(first + length, next(s for s in stops if s > first))
@@ -55,8 +55,16 @@ def hide(
     masked = np.repeat(chosen & (fate < MASKED), sizes)
     replaced = np.repeat(chosen & (fate >= MASKED) & (fate < MASKED + RANDOM), sizes)
     hidden = np.where(masked, mask, text)
-    hidden[replaced] = others.drawn(int(replaced.sum()), draw)
+    if num_replaced := int(np.count_nonzero(replaced)):
+        hidden[replaced] = others.drawn(num_replaced, draw)
     return hidden
+
+
+@cache
+def _up_to(ngram: int) -> np.ndarray:
+    """The probability of at most 1 .. ngram - 1 words, where n has one ∝ 1/n."""
+    shares = np.cumsum(1 / np.arange(1, ngram + 1))
+    return shares[:-1] / shares[-1]
 
 
 class RandomIds:

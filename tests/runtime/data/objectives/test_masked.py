@@ -12,6 +12,7 @@ from planner.spec.data import DataSpec
 from runtime.data.objectives.masked import MaskedWords, masked
 from runtime.data.objectives.protocol import NOTHING
 from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
+from runtime.data.reading import read_tokens
 from runtime.data.tokens import SENTENCE, WORD
 from tests.tools.texts import SPECIAL, STORY, tokens_of
 
@@ -188,3 +189,24 @@ def test_share_and_ngram_are_those_of_the_spec():
     made = masked(tokens_of(TEXT), 64, data, 1, {"tokens"})
     assert isinstance(made, MaskedWords)
     assert (made.share, made.ngram) == (0.5, 1)
+
+
+def test_the_pieces_of_a_word_are_masked_together_by_a_tokenizer_s_own_special_tokens(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, "un", "##believ", "##able", "it", "was", "is", "."]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(special)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("it was unbelievable . it is unbelievable . was it unbelievable .")
+    tokens = read_tokens(str(tmp_path / "text.txt"), str(tmp_path / "tokenizer.json"))
+    samples, fates = MaskedWords(tokens, 24, True, 1), set()
+    for epoch in range(200):
+        sample = samples.sample(0, epoch)
+        first = np.flatnonzero(restored(sample) == numbers["un"])
+        fates |= {tuple((sample["labels"][i : i + 3] != NOTHING).tolist()) for i in first}
+        around = sample["tokens"][np.isin(sample["tokens"], [numbers[name] for name in ("[PAD]", "[CLS]", "[SEP]")])]
+        assert sorted(around.tolist()) == [0, 0, 0, 2, 3, 3]
+    assert fates == {(True,) * 3, (False,) * 3}

@@ -66,9 +66,9 @@ def test_sentence_windows_hold_two_sentences_of_one_document_and_miss_no_pair(te
     seen = np.zeros(len(tokens.ids), dtype=int)
     for begin, stop in map(windows.span, range(len(windows))):
         seen[begin:stop] += 1
-        assert len(inner_sentences(tokens, begin, stop)) >= 1
+        assert len(inner_sentences(tokens.marks, begin, stop)) >= 1
         assert 0 not in tokens.ids[begin:stop]  # an end token
-        assert stop - begin <= most or len(inner_sentences(tokens, begin, stop)) == 1
+        assert stop - begin <= most or len(inner_sentences(tokens.marks, begin, stop)) == 1
     for head, tail in zip(*documents(tokens), strict=True):
-        is_pair = len(inner_sentences(tokens, head, tail)) >= 1
+        is_pair = len(inner_sentences(tokens.marks, head, tail)) >= 1
         assert (seen[head:tail] >= 1).all() if is_pair else not seen[head:tail].any()
