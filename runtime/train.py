@@ -19,11 +19,10 @@ from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
 from runtime.cuda_graphs.choice import check_backend_here
-from runtime.data.reading import read_tokens
-from runtime.data.token_batches import token_batches
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.report.step_row import StepRow
+from runtime.training.data import check_data
 from runtime.training.job import Job, Trained, check_saves
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
@@ -76,7 +75,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     decided = plan(load_model(job.model), spec)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
-    token_batches(read_tokens(job.data), spec)
+    check_data(job, spec, decided)
     world_size = decided.mesh.world_size
     if num_ranks is not None and num_ranks != world_size:
         raise PlanError(

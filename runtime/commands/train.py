@@ -23,8 +23,13 @@ def train_command(
     spec: SpecFile,
     data: Annotated[
         str,
-        typer.Option(metavar="PATH|stdlib", help="A file or directory, read as bytes; stdlib: Python's own source."),
+        typer.Option(
+            metavar="PATH|stdlib", help="A token file, or a text file or directory; stdlib: Python's own source."
+        ),
     ],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A tokenizer.json that cuts a text; if not given, its bytes.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 100,
     nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
     compare: Annotated[bool, typer.Option(help="Train in one process beside, and print both losses.")] = False,
@@ -42,6 +47,10 @@ def train_command(
     ] = None,
     profile_to: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Where the trace goes; trace.json if not given.")
+    ] = None,
+    validate_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Each N updates, the loss of what the spec holds out."),
     ] = None,
     with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
     save: Annotated[
@@ -61,7 +70,7 @@ def train_command(
         int, typer.Option(min=0, metavar="N", help="Start the ranks again, at most N times, when one fails.")
     ] = 0,
 ) -> None:
-    """Train on the bytes of a text. Starts the local processes itself; under torchrun it is one of them."""
+    """Train on a text. Starts the local processes itself; under torchrun it is one of them."""
     from runtime.train import largest_difference, train
     from runtime.training.job import Job, saves_directory
 
@@ -81,6 +90,8 @@ def train_command(
         tensorboard=_text(tensorboard),
         profile=profile,
         profile_to=_text(profile_to),
+        tokenizer=tokenizer,
+        validate_every=validate_every,
     )
     trained = train(job, nproc, show_plan if with_plan else None, max_restarts)
     rows = trained.rows

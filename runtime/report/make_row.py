@@ -15,6 +15,7 @@ def make_row(
     one_process_loss: float | None = None,
     data_seconds: float = 0.0,
     seconds_left: float | None = None,
+    validation_loss: float | None = None,
 ) -> StepRow:
     """``data_seconds``: what the step's batch took to make. Waits for the device where the step still runs."""
     is_alone = one_process_loss is None  # else rank 0 trains the single process too: that others wait for it is no news
@@ -32,6 +33,7 @@ def make_row(
         one_process_loss=one_process_loss,
         slow_rank=str(report.slow_rank) if report.slow_rank is not None and is_alone else None,
         loss_scale=report.loss_scale,
+        validation_loss=validation_loss,
         step_seconds=seconds or None,
         data_share=data_seconds / (data_seconds + seconds) if seconds else None,
         flops_per_s=flops_per_s,

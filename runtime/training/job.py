@@ -30,6 +30,8 @@ class Job:
     ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
     stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
+    ``tokenizer``: a file that cuts the text of ``data``, None for its bytes or where it holds tokens already.
+    ``validate_every``: steps between two validations, None for none.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
     """
@@ -46,6 +48,8 @@ class Job:
     resume: str | None = None
     plot: str | None = None
     tensorboard: str | None = None
+    tokenizer: str | None = None
+    validate_every: int | None = None
     profile: str | None = None
     profile_to: str | None = None
 

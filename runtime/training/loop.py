@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,19 +14,19 @@ from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import saves_in
-from runtime.data.reading import read_tokens
-from runtime.data.token_batches import Batches, token_batches
-from runtime.data.tokens import Tokens
+from runtime.data.prefetch import Prefetched
+from runtime.data.token_batches import Batches
 from runtime.distributed.devices import launched
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
 from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
+from runtime.training.data import RunData, run_data
 from runtime.training.job import AUTO, Job, Trained
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.saving import RunSaves
-from runtime.training.showing import Showing
+from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess
 
 
@@ -40,15 +39,16 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
+        data: RunData,
         showing: Showing,
         stopping: Stopping,
         beside: OneProcess | None,
         profile: Profile | None,
     ) -> None:
-        self.engine, self.showing, self.stopping, self.beside = engine, showing, stopping, beside
+        self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
         self.profile = profile
         self.is_stopped = False
-        self._waiting: list[tuple[int, dict[str, Tensor], StepReport, float | None, float]] = []
+        self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
         self._guard = NonFiniteGuard(engine)
         self._lag = int(engine.groups.device.type != "cpu")
 
@@ -59,7 +59,9 @@ class _Run:
         if self.profile is not None:
             self.profile.after_step(self.engine.step_index)
         alone = self.beside.train_step(batch) if self.beside else None
-        self._waiting.append((self.engine.step_index, batch, report, alone, self.showing.pace.data_seconds))
+        validation = self.data.validation_after(self.engine.step_index, self.engine.evaluate)
+        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, validation)
+        self._waiting.append((batch, report, seen))
         self.show(self._lag)
 
     def finish(self) -> None:
@@ -71,10 +73,10 @@ class _Run:
     def show(self, lag: int = 0) -> None:
         """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
         while len(self._waiting) > lag:
-            step, batch, report, alone, data_seconds = self._waiting.pop(0)
+            batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
-            self.showing.step(step, report, alone, data_seconds)
-            self._guard.check(batch, report, step - 1)
+            self.showing.step(report, seen)
+            self._guard.check(batch, report, seen.step - 1)
 
 
 def run_rank(job: Job) -> Trained:
@@ -85,32 +87,33 @@ def run_rank(job: Job) -> Trained:
     """
     job = _restarted(job)
     spec = Spec.load(job.spec)
-    tokens = read_tokens(job.data)
-    batches = token_batches(tokens, spec)
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
     leads = not launched(os.environ).rank
     decided = plan(model, spec)
+    data = run_data(job, spec, decided)
     alone = _with_values(model, job, spec) if job.compare and leads else None
     del model
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
-    with Engine(decided) as engine, RunSaves(engine, job, _extra(tokens, spec)) as saves:
+    with Engine(decided) as engine, RunSaves(engine, job, data.identity) as saves:
         save = saves.resumed()
         if save is None and weights is not None:
             engine.load_pretrained(weights)
         # after the engine has taken its weights: the one process trains the model itself
-        beside = None if alone is None else _caught_up(OneProcess(alone, spec), batches, engine.step_index)
+        beside = None if alone is None else _caught_up(OneProcess(alone, spec), data.training, engine.step_index)
         if profile is not None:
             profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:
-            run = _Run(engine, showing, stopping, beside, profile)
+            run = _Run(engine, data, showing, stopping, beside, profile)
+            ahead = Prefetched(data.training, engine.step_index, job.num_steps)
             try:
-                while engine.step_index < job.num_steps and not run.is_stopped:
-                    with showing.pace.making_batch():
-                        batch = batches.batch(engine.step_index)
-                    run.step(batch)
-                    saves.after_step()
+                with ahead as batches:
+                    while engine.step_index < job.num_steps and not run.is_stopped:
+                        with showing.pace.making_batch():
+                            batch = batches.batch(engine.step_index)
+                        run.step(batch)
+                        saves.after_step()
                 run.finish()
             except NonFiniteError as error:  # of all ranks at the same step
                 return Trained(showing.rows, failure=str(error))
@@ -130,15 +133,6 @@ def _restarted(job: Job) -> Job:
     is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     has_saves = job.save is not None and bool(saves_in(Path(job.save)))
     return replace(job, resume=AUTO) if is_again and has_saves else job
-
-
-def _extra(tokens: Tokens, spec: Spec) -> dict[str, Any]:
-    """What must be the same for the batches after a resume to be those that would have come."""
-    return {
-        "data": tokens.identity,
-        "seed": spec.seed,
-        "batch.global": spec.batch.global_size,
-    }
 
 
 def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProcess:

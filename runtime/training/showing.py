@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Self
 
 from planner.frozen_plan import Plan
@@ -15,6 +16,19 @@ from runtime.report.step_report import StepReport
 from runtime.report.step_row import StepRow
 from runtime.report.tensorboard import TensorBoard
 from runtime.training.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What rank 0 saw beside the engine's report of a step. ``step``: its number, from 1.
+
+    ``one_process_loss``: of the single process, where it runs; ``validation_loss``: after the step, where asked for.
+    """
+
+    step: int
+    one_process_loss: float | None
+    data_seconds: float
+    validation_loss: float | None
 
 
 class Showing:
@@ -54,17 +68,17 @@ class Showing:
         if self.leads and self.job.plot is not None and (rows := [*self._before, *self.rows]):
             draw_curve(rows, self.job.plot)
 
-    def step(self, step: int, report: StepReport, alone: float | None, data_seconds: float) -> None:
-        """``step``: its number, from 1. ``alone``: the loss of the single process."""
+    def step(self, report: StepReport, seen: Seen) -> None:
         if not self.leads:
             return
         row = make_row(
-            step,
+            seen.step,
             report,
             self._planned,
-            one_process_loss=alone,
-            data_seconds=data_seconds,
-            seconds_left=self.pace.seconds_left(step),
+            one_process_loss=seen.one_process_loss,
+            data_seconds=seen.data_seconds,
+            seconds_left=self.pace.seconds_left(seen.step),
+            validation_loss=seen.validation_loss,
         )
         self.rows.append(row)
         self._progress.show(row)

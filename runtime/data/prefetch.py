@@ -1,0 +1,68 @@
+"""Batches made ahead by a thread, while a step runs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from runtime.data.token_batches import Batches
+
+_AHEAD = 2  # batches that wait
+
+
+class Prefetched:
+    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made when asked.
+
+    Owns the thread, from ``with`` on. What it raises is raised where the batch is asked for.
+    """
+
+    def __init__(self, batches: Batches, first: int, stop: int) -> None:
+        self.batches, self._steps = batches, range(first, stop)
+        self._made: queue.Queue[tuple[int, dict[str, Tensor] | BaseException]] = queue.Queue(_AHEAD)
+        self._is_closed = threading.Event()
+        self._next = first
+        self._thread = threading.Thread(target=self._make, name="batches", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed.set()
+        with suppress(queue.Empty):  # a full queue would keep the thread waiting
+            while True:
+                self._made.get_nowait()
+        self._thread.join()
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of a step."""
+        if step != self._next or step not in self._steps or not self._thread.ident:
+            return self.batches.batch(step)
+        _, made = self._made.get()
+        if isinstance(made, BaseException):
+            raise made
+        self._next = step + 1
+        return made
+
+    def _make(self) -> None:
+        for step in self._steps:
+            made = self._one(step)
+            while not self._is_closed.is_set():
+                with suppress(queue.Full):
+                    self._made.put((step, made), timeout=0.2)
+                    break
+            if self._is_closed.is_set() or isinstance(made, BaseException):
+                return
+
+    def _one(self, step: int) -> dict[str, Tensor] | BaseException:
+        try:
+            return self.batches.batch(step)
+        except BaseException as error:  # told to who asks for the batch
+            return error

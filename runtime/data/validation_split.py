@@ -1,0 +1,63 @@
+"""The end of a text is held out: what a model is validated by, it was never trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from runtime.data.tokens import WORD, Tokens
+
+_COUNTED = 1 << 22  # marks at once
+
+
+def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
+    """What is trained on, and the last ``share`` of the text: whole documents, at least one; None where share is 0.
+
+    The cut is the end of a document that is nearest. A text of one document is cut inside it.
+    """
+    if not share:
+        return tokens, None
+    wanted = round((1.0 - share) * len(tokens.ids))
+    if len(tokens.ends) == 1:
+        return _inside(tokens, wanted)
+    inner = tokens.ends[:-1]
+    after = min(int(np.searchsorted(inner, wanted)), len(inner) - 1)
+    before = max(after - 1, 0)
+    last = min((before, after), key=lambda d: abs(int(inner[d]) - wanted))
+    return _part(tokens, 0, last + 1), _part(tokens, last + 1, len(tokens.ends))
+
+
+def _part(tokens: Tokens, first: int, stop: int) -> Tokens:
+    """The documents ``first`` to ``stop``."""
+    begin, end = int(tokens.ends[first - 1]) if first else 0, int(tokens.ends[stop - 1])
+    return replace(
+        tokens,
+        ids=tokens.ids[begin:end],
+        marks=tokens.marks[begin:end],
+        ends=tokens.ends[first:stop] - begin if begin else tokens.ends[first:stop],
+        words=tokens.words[first:stop],
+        identity=f"{tokens.identity} [{begin}:{end}]",
+    )
+
+
+def _inside(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
+    """The two parts of a text that is one document."""
+    in_end = sum(
+        int(np.count_nonzero(tokens.marks[at : at + _COUNTED] & WORD))
+        for at in range(place, len(tokens.marks), _COUNTED)
+    )
+    words = int(tokens.words[0]) - in_end, in_end
+    parts = (0, place), (place, len(tokens.ids))
+    first, second = (
+        replace(
+            tokens,
+            ids=tokens.ids[begin:end],
+            marks=tokens.marks[begin:end],
+            ends=np.array([end - begin]),
+            words=np.array([num_words]),
+            identity=f"{tokens.identity} [{begin}:{end}]",
+        )
+        for (begin, end), num_words in zip(parts, words, strict=True)
+    )
+    return first, second

@@ -1,0 +1,87 @@
+"""What a run reads: batches to train on and to validate by, and what of them must be the same when it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.data.reading import read_tokens
+from runtime.data.roles import roles_of
+from runtime.data.token_batches import TokenBatches, token_batches
+from runtime.data.token_file import check_content, is_token_file
+from runtime.data.tokens import Tokens
+from runtime.data.validation_split import split
+from runtime.data.vocabulary import check_vocabulary
+from runtime.training.job import Job
+
+MOST_VALIDATED = 16  # batches of one validation
+_MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """``validation``: None where the spec holds nothing out; ``validate_every``: steps between two, None for none.
+
+    ``identity``: goes with each save.
+    """
+
+    training: TokenBatches
+    validation: TokenBatches | None
+    identity: dict[str, Any]
+    validate_every: int | None = None
+
+    def validation_after(self, step: int, evaluate: Callable[[Mapping[str, Tensor]], float]) -> float | None:
+        """The mean over the same batches each time: all of what is held out, or a part of it. None after most steps."""
+        if self.validation is None or self.validate_every is None or step % self.validate_every:
+            return None
+        size = self.validation.global_size
+        num_batches = min(MOST_VALIDATED, max(1, self.validation.objective.num_samples // size))
+        return fmean(evaluate(self.validation.batch(step)) for step in range(num_batches))
+
+
+def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
+    """What ``job`` reads. Raises PlanError where the text does not serve it."""
+    tokens = read_tokens(job.data, job.tokenizer)
+    _check_ids(tokens, spec, plan)
+    if job.validate_every is not None and not spec.data.validation:
+        fix = "add `data: {validation: 0.05}` to the spec"
+        raise PlanError("--validate-every, but the spec holds nothing out", where="--validate-every", fix=fix)
+    training, held_out = split(tokens, spec.data.validation)
+    identity = {"data": training.identity, "seed": spec.seed, "batch.global": spec.batch.global_size}
+    validation = None if held_out is None else _validation(held_out, spec)
+    return RunData(token_batches(training, spec), validation, identity, job.validate_every)
+
+
+def check_data(job: Job, spec: Spec, plan: Plan) -> None:
+    """Raise PlanError for all that can be known to be wrong with the data before a process is started."""
+    path = Path(job.data)
+    if is_token_file(path) and path.stat().st_size <= _MOST_CHECKED:
+        check_content(path)
+    run_data(job, spec, plan)
+
+
+def _validation(tokens: Tokens, spec: Spec) -> TokenBatches:
+    try:
+        return token_batches(tokens, spec)
+    except PlanError as error:
+        if error.where != "--data":
+            raise
+        what = f"what data.validation = {spec.data.validation:g} holds out is too short: {error.what}"
+        raise spec.error("data.validation", what, "hold out a larger share, or give a longer text") from None
+
+
+def _check_ids(tokens: Tokens, spec: Spec, plan: Plan) -> None:
+    inputs = spec.require_inputs()
+    ranges = plan.decisions.id_ranges if plan.decisions is not None else {}
+    try:
+        check_vocabulary(tokens, inputs, roles_of(inputs, spec.data.inputs), ranges)
+    except PlanError as error:
+        raise spec.locate(error) from None
