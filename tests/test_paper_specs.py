@@ -61,11 +61,24 @@ def config_of(name: str) -> dict[str, Any]:
     return json.loads((PAPER / f"{name}.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[str, str]]:
+    """Of each run, its parameters in docs/recipes.md, and by how much they are off the paper's."""
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs" / "recipes.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    return {row[0]: (row[4], row[5].replace("−", "-").replace(" ", "")) for row in rows if row[0] in ROWS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_a_run_of_the_paper_is_planned(name):
+def test_a_run_of_the_paper_is_planned(name, told):
     row, made = ROWS[name], plan(load_model(f"hf:{PAPER / name}.json"), spec_of(name))
-    assert sum(prod(p.shape) for p in made.parameters) == pytest.approx(row.parameters, rel=0.03)
+    num_parameters = sum(prod(p.shape) for p in made.parameters)
+    assert num_parameters == pytest.approx(row.parameters, rel=0.03)
+    assert told[name] == (f"{num_parameters:,}", f"{num_parameters / row.parameters - 1:+.1%}")
     assert made.mesh.world_size == row.gpus
     assert max(rank.total for rank in made.memory) < V100_BYTES
     all_reduces = Counter((c.block, c.phase) for c in made.collectives if c.axis == "tp" and c.block and not c.again)
