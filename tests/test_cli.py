@@ -209,13 +209,19 @@ def test_verify_turns_red_without_a_collective():
 
 @pytest.mark.slow
 def test_train_follows_one_process_and_logs_every_step(tmp_path):
-    log = tmp_path / "log.jsonl"
-    result = run("train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", 3, "--nproc", 4, "--compare", "--log", log)
+    log, files = tmp_path / "log.jsonl", [tmp_path / name for name in ("loss.svg", "trace.json", "board")]
+    given = ["--data", "stdlib", "--steps", 3, "--nproc", 4, "--compare", "--log", log]
+    shown = ["--plot", files[0], "--profile", 2, "--profile-to", files[1], "--tensorboard", files[2]]
+    result = run("train", GPT, GPT_SPEC, *given, *shown)
     assert result.exit_code == 0, result.output
+    assert all(file.exists() for file in files)
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(abs(row["loss"] - row["one_process_loss"]) < 1e-5 * row["loss"] for row in rows)
-    assert all(row["grad_norm"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+    told = ("grad_norm", "tokens_per_s", "step_seconds", "data_share", "flops_per_s", "memory_bytes", "planned_bubble")
+    assert all(row[key] > 0 for row in rows for key in told)
+    assert all(0 < row["bubble"] < 1 for row in rows)
+    assert {row["peak_share"] for row in rows} == {None}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -67,6 +68,7 @@ class Showing:
         self._stack.close()
         if self.leads and self.job.plot is not None and (rows := [*self._before, *self.rows]):
             draw_curve(rows, self.job.plot)
+            print(f"curve of the loss: {self.job.plot}", file=sys.stderr, flush=True)
 
     def step(self, report: StepReport, seen: Seen) -> None:
         if not self.leads:

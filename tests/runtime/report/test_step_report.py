@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report.progress import format_row
+from runtime.report.line import format_row
+from runtime.report.make_row import make_row
+from runtime.report.pace import Planned
 from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
 from runtime.report.step_row import StepRow
 
@@ -98,3 +100,22 @@ def test_the_share_of_choices_that_found_no_slot(drops, share):
     assert pickle.loads(pickle.dumps(report)).dropped_share == share
     row = StepRow(1, 0.5, 2.0, 0.1, 9.0, imbalance=1.5, dropped=share)
     assert format_row(row).endswith("experts 1.50×  dropped 12.5 %" if share else "experts 1.50×")
+
+
+def test_a_row_sets_what_a_step_did_beside_the_plan():
+    told = [0.0, 7.0, 7.0, 0.0, 0.0, 3.0, 2.0, 4.0, 3.5, 2.0**30, 2.0**31]  # of two ranks, of one pipeline
+    figures = torch.tensor([2.0, 0.0, 0.5, *told], dtype=torch.float64)
+    clock = StepClock(torch.device("cpu"))
+    clock.stop()
+    scale = torch.tensor(1024.0)
+    report = StepReport(figures, 0.1, 100, clock, notes=(len(told), None), places=([0, 1], [0, 0]), scale=scale)
+    row = make_row(7, report, Planned(flops=6e9, peak=1e12, bubble=0.25), data_seconds=report.seconds, seconds_left=3.0)
+    assert (row.step, row.loss, row.loss_scale, row.seconds_left) == (7, 0.5, 1024.0, 3.0)
+    assert row.bubble == pytest.approx(1 - (3 / 4 + 2 / 4) / 2)
+    assert (row.planned_bubble, row.memory_bytes, row.data_share) == (0.25, 1 << 31, 0.5)
+    assert row.flops_per_s == pytest.approx(6e9 / report.seconds)
+    assert row.peak_share == pytest.approx(6e9 / report.seconds / 1e12)
+    bare = make_row(7, StepReport(figures[:3], 0.1, 100, clock), Planned(0.0, 0.0, 0.25))
+    absent = ("bubble", "planned_bubble", "memory_bytes", "flops_per_s", "peak_share", "loss_scale", "seconds_left")
+    assert [getattr(bare, name) for name in absent] == [None] * len(absent)
+    assert pickle.loads(pickle.dumps(report)).bubble == report.bubble
