@@ -11,7 +11,7 @@ import typer
 
 from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, write_text
 from planner.errors import PlanError
-from runtime.commands import calibrate, checkpoint, diff, prepare, train
+from runtime.commands import calibrate, checkpoint, diff, evaluate, prepare, train
 
 CHECK_FAILED = 1
 
@@ -111,6 +111,7 @@ def memory_command(
 
 app.command("train", epilog=train.EPILOG)(train.train_command)
 app.command("prepare", epilog=prepare.EPILOG)(prepare.prepare_command)
+app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from runtime.scores import Scores
 from tests.models.families import IGNORED, build
 from tests.numeric.test_layouts import name_of
 from tests.tools.laboratory import Case, Lab
-from tests.tools.score_jobs import exchanged_for_scores, scores_of
+from tests.tools.score_jobs import Alone, exchanged_for_scores, measured, scores_of, text
 
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
@@ -53,3 +54,34 @@ def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, layout: tuple[d
 def test_one_sum_over_all_ranks_joins_the_scores(lab: Lab) -> None:
     for seen, planned in lab.run(Case("gpt2", {"tp": 2, "dp": 2}, job=exchanged_for_scores)):
         assert seen == planned == 3 * 8 * 8 * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "rest"),
+    [
+        ("gpt2", {"tp": 2, "pp": 2}, SEQUENCE),
+        ("gpt2", {"cp": 2}, {}),
+        ("gpt", {"dp": 2}, {}),
+        ("gpt", {"pp": 2}, {}),
+    ],
+)
+def test_perplexity_and_cloze_accuracy_are_those_of_the_model_alone(
+    lab: Lab, model: str, mesh: dict[str, int], rest: dict[str, Any]
+) -> None:
+    entry = build(model)
+    length, _, vocabulary = entry.inputs["input_ids"]
+
+    def logits(ids: Tensor) -> Tensor:
+        output = entry.model(input_ids=ids)
+        return output.logits if hasattr(output, "logits") else output[0]
+
+    assert vocabulary is not None
+    alone = Alone(logits, text(vocabulary), length[0] + ("targets" in entry.inputs))
+    alone.tell_some()
+    found = lab.run(Case(model, mesh, rest, job=measured, job_arguments=(alone.tokens, 5)))
+    expected, right = alone.perplexity(5), alone.right()
+    for perplexity, cloze in found:
+        assert perplexity.perplexity == pytest.approx(expected, rel=1e-6)
+        assert (cloze.num_right, cloze.num_passages) == (sum(right), len(right))
+        assert 0 < cloze.num_right < cloze.num_passages

@@ -1,14 +1,20 @@
-"""What ranks run to score a batch."""
+"""What ranks run to score a batch and a text, and the same by definition in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from planner.exchanges.scores import score_rows
 from runtime import Engine
+from runtime.data.tokens import WORD, Tokenization, Tokens
+from runtime.evaluation.evaluate import cloze, perplexity
+from runtime.evaluation.measures import Cloze, Perplexity
 from runtime.scores import Scores
 from tests.tools.jobs import Batches
 
@@ -40,3 +46,75 @@ def exchanged_for_scores(plan: Any, batches: Batches) -> tuple[int, int]:
         dist.all_reduce = whole
     rows = score_rows(plan.to_run()[0], len(batches[0]["labels"]))
     return sum(seen), sum(row.bytes for row in rows if row.axis == "world")
+
+
+def text(vocabulary: int, num_documents: int = 7, seed: int = 0) -> Tokens:
+    """Documents of 2 to 30 ids, each closed by the id 0; a word begins at the first, and at a third of the rest."""
+    random = np.random.default_rng(seed)
+    documents = [random.integers(1, vocabulary, random.integers(2, 31)) for _ in range(num_documents)]
+    marks = [(random.random(len(ids)) < 0.3).astype(np.uint8) * WORD for ids in documents]
+    for mark in marks:
+        mark[0] = WORD
+    words = np.array([int(mark.sum()) for mark in marks])
+    ends = np.cumsum([len(ids) + 1 for ids in documents])
+    closed = [np.append(ids, 0) for ids in documents], [np.append(mark, np.uint8(0)) for mark in marks]
+    how = Tokenization("by hand", vocabulary, {"end": 0})
+    return Tokens(np.concatenate(closed[0]), ends, np.concatenate(closed[1]), words, how, "by hand", "")
+
+
+def measured(plan: Any, batches: Batches, tokens: Tokens, stride: int) -> tuple[Perplexity, Cloze]:
+    """Of the model as it is: what an evaluation finds on the text."""
+    with Engine(plan, timeout_seconds=60) as engine:
+        return perplexity(engine, tokens, stride=stride), cloze(engine, tokens)
+
+
+class Alone:
+    """The same by definition, in one process: the next token's distribution of the unmodified model, one at a time.
+
+    ``logits(ids [1, n]) -> [1, n, v]``; ``span``: how many tokens a window holds, the predicted one included.
+    """
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], tokens: Tokens, span: int) -> None:
+        self.logits, self.tokens, self.span = logits, tokens, span
+
+    @torch.no_grad()
+    def next_of(self, start: int, stop: int) -> Tensor:
+        """log P [v] of the token at ``stop`` behind those from ``start``."""
+        ids = torch.from_numpy(self.tokens.ids[start:stop].astype(np.int64))
+        return self.logits(ids[None])[0, -1].double().log_softmax(-1)
+
+    def perplexity(self, stride: int) -> float:
+        """Windows stand at 0, stride, 2·stride …, the last at the end; each token is of the first that has it."""
+        num, total = len(self.tokens.ids), 0.0
+        starts = [0]
+        while starts[-1] + self.span < num:
+            starts.append(min(starts[-1] + stride, num - self.span))
+        for token in range(1, num):
+            start = next(start for start in starts if token < start + self.span)
+            total += float(self.next_of(start, token)[self.tokens.ids[token]])
+        return float(np.exp(-total / self.tokens.words.sum()))
+
+    def last_words(self) -> Iterator[tuple[int, range]]:
+        """Of each document that has two words: where its window begins, and the tokens of the last word."""
+        first = 0
+        for end in self.tokens.ends.tolist():
+            words = first + np.flatnonzero(self.tokens.marks[first : end - 1])
+            begin, first = max(first, end - 1 - self.span), end
+            if len(words) > 1 and words[-1] > begin:
+                yield begin, range(words[-1], end - 1)
+
+    def tell_some(self) -> None:
+        """Every other last word becomes what the model would say; of every fourth but its last token."""
+        for number, (begin, word) in enumerate(self.last_words()):
+            for token in word if number % 2 == 0 else ():
+                self.tokens.ids[token] = self.top(begin, token) + (number % 4 == 2 and token == word[-1])
+
+    def top(self, start: int, stop: int) -> int:
+        return int(self.next_of(start, stop)[:-1].argmax())
+
+    def right(self) -> list[bool]:
+        """Of each passage: whether all tokens of the last word are the most probable ones."""
+        return [
+            all(int(self.next_of(begin, t).argmax()) == self.tokens.ids[t] for t in word)
+            for begin, word in self.last_words()
+        ]

@@ -1,0 +1,1 @@
+"""Evaluation of a language model: perplexity over sliding windows, cloze accuracy."""

@@ -1,0 +1,103 @@
+"""Perplexity and cloze accuracy of the model that an engine holds: batch by batch, alike on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from planner.errors import PlanError
+from runtime.data.tokens import Tokens
+from runtime.engine import Engine
+from runtime.evaluation.measures import Cloze, Perplexity
+from runtime.evaluation.passages import Passages, passages_of
+from runtime.evaluation.rows import RowBatches
+from runtime.evaluation.windows import Row, Windows
+
+Progress = Callable[[int], None]  # is told how many rows are done
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """Tokens of the text before it was cut into the model's, which perplexity is normalised by; how they were told."""
+
+    number: int
+    how: str
+
+
+def original_of(tokens: Tokens, given: int | None = None) -> Original:
+    """``given``, or the words of the text. Raises PlanError where it has none."""
+    if given is not None:
+        return Original(given, "original tokens, as given")
+    words = int(tokens.words.sum())
+    if not words:
+        raise PlanError(
+            f"{tokens.source} holds no words to normalise by",
+            where="--data",
+            fix="give a text, or say the number of its original tokens by --original-tokens",
+        )
+    return Original(words, "words of the text")
+
+
+def perplexity(
+    engine: Engine,
+    tokens: Tokens,
+    *,
+    stride: int | None = None,
+    original_tokens: int | None = None,
+    progress: Progress = lambda num_rows: None,
+) -> Perplexity:
+    """exp(−(1/T_o) Σ log P) over windows of the spec's length; the same call on every rank, the same answer on each.
+
+    ``stride``: tokens from one window to the next; 32, or what a window predicts if that is less.
+    ``original_tokens``: T_o; the text's words if not given. Raises PlanError where text or model have no such thing.
+    """
+    batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
+    original = original_of(tokens, original_tokens)
+    windows = Windows(tokens.ids, batches.span, stride, tokens.source)
+    sums, num_scored = list[float](), 0
+    for log_probabilities, _ in _scored(engine, batches, windows, progress):
+        sums.append(float(log_probabilities.sum()))
+        num_scored += log_probabilities.numel()
+    return Perplexity(
+        math.fsum(sums),
+        num_scored,
+        windows.num_scored - num_scored,
+        original.number,
+        original.how,
+        len(windows),
+        batches.span,
+        windows.stride,
+    )
+
+
+def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_rows: None) -> Cloze:
+    """Of the documents, those of whose last word every token is the arg max behind the true ones before it.
+
+    The same call on every rank, the same answer on each. Raises PlanError where no document is a passage.
+    """
+    batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
+    passages = passages_of(tokens, batches.span)
+    num_right = sum(bool(is_top.all()) for _, is_top in _scored(engine, batches, passages, progress))
+    return Cloze(num_right, len(passages), passages.num_cut, Counter(passages.left_out), batches.span)
+
+
+def rows_of(tokens: Tokens, batches: RowBatches, *, is_cloze: bool, stride: int | None) -> Windows | Passages:
+    """What would be scored. Raises PlanError where nothing could be."""
+    if is_cloze:
+        return passages_of(tokens, batches.span)
+    return Windows(tokens.ids, batches.span, stride, tokens.source)
+
+
+def _scored(
+    engine: Engine, batches: RowBatches, rows: Iterable[Row], progress: Progress
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each row in its order: log P and top of the tokens that it is to score."""
+    left = iter(rows)
+    while some := list(islice(left, batches.size)):
+        yield from batches.scores_of(some, engine.score(batches.batch(some)))
+        progress(len(some))

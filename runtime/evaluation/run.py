@@ -1,0 +1,131 @@
+"""The command `evaluate`: the plan's ranks are started here, each scores its share, rank 0 tells what was found.
+
+All that can be known to be wrong is told before a process starts; under torchrun this process is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner import plan
+from planner.capture.model.reference import load_model, pretrained_directory
+from planner.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.checkpoint.saves import look, resolve
+from runtime.cuda_graphs.choice import check_backend_here
+from runtime.data.reading import read_tokens
+from runtime.data.tokens import Tokens
+from runtime.distributed.devices import launched
+from runtime.distributed.launch import launch
+from runtime.engine import Engine
+from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
+from runtime.evaluation.measures import Cloze, Perplexity
+from runtime.evaluation.rows import RowBatches
+
+TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was asked for; the same on every rank. ``load``: a save of training, or a directory of saves."""
+
+    model: str
+    spec: str
+    data: str
+    tokenizer: str | None = None
+    is_cloze: bool = False
+    stride: int | None = None
+    original_tokens: int | None = None
+    load: str | None = None
+
+
+def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
+    """What was found; None on a rank but the first. ``num_ranks``: local processes; the mesh's size if not given.
+
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        return run_rank(asked)
+    world_size = _checked(asked, num_ranks)
+    if world_size == 1:
+        return run_rank(asked)
+    return launch(run_rank, world_size, asked, timeout_seconds=TIMEOUT_SECONDS)[0]
+
+
+def _checked(asked: Evaluation, num_ranks: int | None) -> int:
+    """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
+    spec = Spec.load(asked.spec)
+    check_backend_here(spec)
+    tokens = read_tokens(asked.data, asked.tokenizer)
+    if asked.load is not None:
+        look(resolve(Path(asked.load)))
+    decided = plan(load_model(asked.model), spec)
+    if asked.load is None and (weights := pretrained_directory(asked.model)):
+        check_pretrained(decided, weights)
+    _num_rows(asked, spec, decided, tokens)
+    world_size = decided.mesh.world_size
+    if num_ranks is not None and num_ranks != world_size:
+        raise PlanError(
+            f"--nproc {num_ranks}, but the mesh takes {world_size} processes",
+            where=spec.location("mesh"),
+            fix=f"use --nproc {world_size}, or change the mesh",
+        )
+    return world_size
+
+
+def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
+    """How many sequences are to be scored. Raises PlanError where text, spec or model do not serve."""
+    batches = RowBatches(spec, decided.to_run()[0].scored)
+    if not asked.is_cloze:
+        original_of(tokens, asked.original_tokens)
+    return len(rows_of(tokens, batches, is_cloze=asked.is_cloze, stride=asked.stride))
+
+
+def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
+    """The evaluation of one rank; what was found on the first."""
+    spec = Spec.load(asked.spec)
+    tokens = read_tokens(asked.data, asked.tokenizer)
+    weights = pretrained_directory(asked.model) if asked.load is None else None
+    model = load_model(asked.model, materialize=weights is None and asked.load is None, seed=spec.seed)
+    leads = not launched(os.environ).rank
+    decided = plan(model, spec)
+    num_rows = _num_rows(asked, spec, decided, tokens)
+    del model
+    with Engine(decided) as engine:
+        if asked.load is not None:
+            engine.load(asked.load)
+        elif weights is not None:
+            engine.load_pretrained(weights)
+        elif leads:
+            print(f"no --load: the weights are those that {asked.model} is built with", file=sys.stderr, flush=True)
+        with _shown(num_rows, enabled=leads) as progress:
+            found = _measured(engine, asked, tokens, progress)
+    return found if leads else None
+
+
+def _measured(engine: Engine, asked: Evaluation, tokens: Tokens, progress: Progress) -> Perplexity | Cloze:
+    if asked.is_cloze:
+        return cloze(engine, tokens, progress=progress)
+    given = asked.original_tokens
+    return perplexity(engine, tokens, stride=asked.stride, original_tokens=given, progress=progress)
+
+
+@contextmanager
+def _shown(num_rows: int, *, enabled: bool) -> Iterator[Progress]:
+    """A line of how many rows are done and how long it will take, in a terminal alone."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
+        task = bar.add_task("score", total=num_rows)
+        yield lambda done: bar.advance(task, done)

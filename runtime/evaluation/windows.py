@@ -1,0 +1,56 @@
+"""Sliding windows over a text: each token but the first is scored once, behind as much of the text as a window holds.
+
+window 0   | . s s s s s |                      the first: all that have a token before them
+window 1       | . . . . s s |                  moved by the stride: its last tokens alone
+window 2         | . . . . . s |                the last is moved back to end with the text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.errors import PlanError
+
+STRIDE = 32  # of the paper
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one sequence of a batch holds: ``ids`` (int64 [tokens]), of which those from ``first`` on are scored."""
+
+    ids: np.ndarray
+    first: int
+
+
+class Windows:
+    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further; 32 if not given, or what a window
+    predicts if that is less. ``num_scored``: tokens scored in all.
+
+    Raises PlanError for a text of fewer than two tokens, and for a stride that would leave tokens out.
+    """
+
+    def __init__(self, ids: np.ndarray, span: int, stride: int | None, source: str) -> None:
+        stride = min(STRIDE, span - 1) if stride is None else stride
+        if len(ids) < 2:
+            what = f"{source} holds {len(ids)} tokens: none stands behind another"
+            raise PlanError(what, where="--data", fix="give a longer text")
+        if not 1 <= stride < span:
+            what = f"a window predicts {span - 1} tokens, a stride of {stride} would leave some out"
+            raise PlanError(what, where="--stride", fix=f"use --stride 1 to {span - 1}")
+        self.ids, self.span, self.stride = ids, span, stride
+        self.num_scored = len(ids) - 1
+
+    def __len__(self) -> int:
+        return 1 + max(0, -(-(len(self.ids) - self.span) // self.stride))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self.row(index) for index in range(len(self)))
+
+    def row(self, index: int) -> Row:
+        stop = min(self.span + index * self.stride, len(self.ids))
+        start = max(0, stop - self.span)
+        scored = 1 if index == 0 else self.span + (index - 1) * self.stride
+        return Row(np.asarray(self.ids[start:stop], np.int64), scored - start)

@@ -1,0 +1,142 @@
+"""`meshwright evaluate`: what it prints is what one process finds by definition; bad input is one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.gpt import GPT
+from runtime.cli import app
+from runtime.data.reading import read_tokens
+from tests.tools.score_jobs import Alone
+
+TEXT = "The ship goes down to the sea. Over the sea it goes, and no one is on the ship.\n"
+MODEL = """
+import torch
+from examples.gpt import GPT
+
+def build():
+    torch.manual_seed(1)
+    model = GPT(256, 16, 32, 2, 4)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+"""
+SPEC = """
+mesh: {}
+batch: {global: 4, micro: 2}
+inputs:
+  input_ids: {shape: [16], dtype: int64, high: 256}
+  targets: {like: input_ids}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "text.txt").write_text(TEXT)
+    passages = tmp_path / "passages"
+    passages.mkdir()
+    for number, line in enumerate(("a b a b", "it is what it is", "one", "so long, and thanks for all the fish")):
+        (passages / f"{number}.txt").write_text(line + "\n")
+    return tmp_path
+
+
+def ran(files: Path, *options: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["evaluate", f"{files}/model.py:build", f"{files}/spec.yaml", *options])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def alone(source: Path) -> Alone:
+    namespace: dict[str, Any] = {}
+    exec(MODEL, namespace)
+    model: GPT = namespace["build"]()
+    return Alone(lambda ids: model(ids)[0], read_tokens(str(source)), 17)
+
+
+def test_perplexity_is_that_of_the_definition(files: Path) -> None:
+    found = json.loads(ran(files, "--data", f"{files}/text.txt", "--stride", "4", "--format", "json").stdout)
+    truth = alone(files / "text.txt")
+    assert found["perplexity"] == pytest.approx(truth.perplexity(4), rel=1e-5)  # a sum of 81 in float32, over 18 words
+    assert (found["num_original"], found["num_scored"]) == (len(TEXT.split()), len(TEXT))
+    assert found["log_probability"] < 0
+
+
+def test_the_original_tokens_may_be_told(files: Path) -> None:
+    options = ("--data", f"{files}/text.txt", "--format", "json", "--stride", "16", "--original-tokens", str(len(TEXT)))
+    found = json.loads(ran(files, *options).stdout)
+    assert found["perplexity"] == pytest.approx(found["perplexity_of_tokens"])
+
+
+def test_cloze_accuracy_is_that_of_the_definition(files: Path) -> None:
+    found = json.loads(ran(files, "--data", f"{files}/passages", "--cloze", "--format", "json").stdout)
+    assert (found["num_passages"], found["num_cut"]) == (3, 1)
+    assert found["left_out"] == {"nothing stands before its last word": 1}
+    assert found["accuracy"] == found["num_right"] / 3
+    table = ran(files, "--data", f"{files}/passages", "--cloze").stdout
+    assert "left out" in table
+
+
+def test_a_model_of_the_last_save_is_scored(files: Path) -> None:
+    """A run of one step at a rate of 1 changes what is found."""
+    spec = files / "spec.yaml"
+    spec.write_text(SPEC + "optimizer: {name: adamw, lr: 1.0e-2}\n")
+    given = [f"{files}/model.py:build", str(spec)]
+    trained = CliRunner().invoke(
+        app, ["train", *given, "--data", f"{files}/text.txt", "--steps", "1", "--save", f"{files}/run"]
+    )
+    assert trained.exit_code == 0, trained.output
+    options = ("--data", f"{files}/text.txt", "--format", "json", "--stride", "16")
+    before, after = (
+        json.loads(ran(files, *options, *load).stdout)["perplexity_of_tokens"]
+        for load in ((), ("--load", f"{files}/run"))
+    )
+    assert after < 0.99 * before
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--data", "{files}/text.txt", "--stride", "17"], "a window predicts 16 tokens, a stride of 17"),
+        (["--data", "{files}/text.txt", "--cloze", "--stride", "4"], "--stride is of perplexity"),
+        (["--data", "{files}/text.txt", "--cloze", "--perplexity"], "--perplexity and --cloze are two measures"),
+        (["--data", "{files}/none.txt"], "no file or directory"),
+        (["--data", "{files}/space.txt"], "holds no words to normalise by"),
+        (["--data", "{files}/one.txt", "--cloze"], "holds no passage whose last word could be asked for"),
+        (["--data", "{files}/text.txt", "--load", "{files}/nowhere"], "nowhere"),
+        (["--data", "{files}/text.txt", "--nproc", "2"], "--nproc 2, but the mesh takes 1 processes"),
+    ],
+)
+def test_bad_input_is_one_message(files: Path, options: list[str], what: str) -> None:
+    (files / "one.txt").write_text("word")
+    (files / "space.txt").write_text("  \n  ")
+    result = ran(files, *(option.format(files=files) for option in options), code=2)
+    assert what in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("", "data: {inputs: {targets: segments}}"), "the input 'targets' is fed by segments"),
+        (("SPEC", "data: {objective: masked}"), "data.objective is masked"),
+        (("targets", "data: {inputs: {targets: labels}}"), "from a window that holds it: it does not shift them"),
+    ],
+)
+def test_a_spec_of_another_task_is_refused(files: Path, change: tuple[str, str], what: str) -> None:
+    text = SPEC + change[1] if change[1].startswith("data:") else SPEC.replace(*change)
+    (files / "spec.yaml").write_text(text + "\n")
+    result = ran(files, "--data", f"{files}/text.txt", "--stride", "8", code=2)
+    assert what in result.stderr
+
+
+def test_ids_that_the_model_does_not_have_are_refused(files: Path) -> None:
+    (files / "model.py").write_text(MODEL.replace("256", "100"))
+    result = ran(files, "--data", f"{files}/text.txt", code=2)
+    assert "the embedding tokens has rows 0 to 99" in result.stderr
