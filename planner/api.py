@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
@@ -178,6 +179,7 @@ def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) 
     with shown_if_slow("capturing the model"):
         program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
         simplify_masks(program)
+        check_fixed_lookups(program)
     if spec.dropout == "layout_invariant":
         name_draws(program, int(spec.batch.micro))
 
