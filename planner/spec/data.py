@@ -28,7 +28,9 @@ class MaskSpec(Section):
 
 class DataSpec(Section):
     objective: Literal["next_token", "masked"] = key("next_token", "next_token | masked")
-    packing: Flag = key(True, "sequences run on over the ends of documents; false: each is of one document, padded")
+    packing: Flag = key(
+        True, "of next_token: sequences run on over the ends of documents; false: each is of one, padded"
+    )
     validation: Fraction = key(0.0, "share of the text, at its end, that is not trained on but validated by")
     inputs: Annotated[dict[Name, Annotated[Role, Word]], Field(max_length=MOST_INPUTS)] = key(
         {}, f"what inputs are whose names do not say it: {' | '.join(ROLES)}"

@@ -149,6 +149,12 @@ def _check(tokens: Tokens, length: int, capacity: int) -> None:
             where=tokens.source,
             fix="prepare the text with a tokenizer that has them, or as bytes; or set data.objective: next_token",
         )
+    if len(set(special.values())) >= tokens.tokenization.vocabulary_size:
+        raise PlanError(
+            f"the tokenization {name} has special tokens alone",
+            where=tokens.source,
+            fix="prepare the text with a tokenizer that has others too",
+        )
     if capacity < 2:
         raise PlanError(
             f"a sequence of {length} tokens has no room for special tokens and words",

@@ -16,7 +16,7 @@ import numpy as np
 
 from runtime.data.tokens import SENTENCE, Tokens
 
-_LOOKED_AT = 1 << 24  # marks read at once, of a file that may be larger than the memory
+_AT_ONCE = 1 << 24
 
 
 class Windows(Protocol):
@@ -38,20 +38,18 @@ class SentenceWindows:
     stops: np.ndarray
 
     @classmethod
-    def of(cls, tokens: Tokens, most: int) -> SentenceWindows:
-        """Windows of at most ``most`` tokens."""
+    def of(cls, tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> SentenceWindows:
+        """Windows of at most ``most`` tokens.
+
+        ``at_once``: tokens that are looked at together, more in a longer document; a text may be larger than the memory.
+        """
         heads, tails = documents(tokens)
-        starts = np.union1d(_sentences(tokens), heads)
-        starts = starts[_inside(starts, heads, tails)]
-        document = np.searchsorted(heads, starts, side="right") - 1
-        last = np.searchsorted(starts, tails[document])  # the number of the first sentence behind the document
-        edges = np.append(starts, tails[-1] if len(tails) else 0)
-        fitting = np.searchsorted(edges, starts + most, side="right") - 1
-        stop = np.minimum(np.maximum(fitting, np.arange(len(starts)) + 2), last)
-        stop = np.where(tails[document] - starts <= most, last, stop)  # the end token needs no room
-        begins, stops = _walk(stop.tolist(), document.tolist())
-        ends = np.where(stops == last[begins], tails[document[begins]], edges[stops]) if len(begins) else stops
-        return cls(starts[begins], ends)
+        cuts = np.flatnonzero(np.diff(heads // at_once)) + 1
+        groups = zip(np.split(heads, cuts), np.split(tails, cuts), strict=True) if len(heads) else ()
+        found = [_runs(np.asarray(tokens.marks[h[0] : t[-1]]), h, t, most) for h, t in groups]
+        nothing = np.zeros(0, dtype=np.int64)
+        begins, stops = (np.concatenate([nothing, *parts]) for parts in zip((nothing, nothing), *found, strict=True))
+        return cls(begins, stops)
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -104,19 +102,19 @@ def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     return heads[stops > heads], stops[stops > heads]
 
 
-def _sentences(tokens: Tokens) -> np.ndarray:
-    """Where sentences begin, int64 [sentences]."""
-    parts = [
-        np.flatnonzero(tokens.marks[at : at + _LOOKED_AT] & SENTENCE) + at
-        for at in range(0, len(tokens.marks), _LOOKED_AT)
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _inside(starts: np.ndarray, heads: np.ndarray, tails: np.ndarray) -> np.ndarray:
-    """Which starts lie in a document: an end token may be marked too."""
+def _runs(marks: np.ndarray, heads: np.ndarray, tails: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Begins and stops of the windows of neighbouring documents, whose marks are given; int64 [windows] each."""
+    starts = np.union1d(np.flatnonzero(marks & SENTENCE) + heads[0], heads)
     document = np.searchsorted(heads, starts, side="right") - 1
-    return (document >= 0) & (starts < tails[document]) if len(heads) else np.zeros(len(starts), dtype=bool)
+    is_inside = starts < tails[document]  # an end token may be marked too
+    starts, document = starts[is_inside], document[is_inside]
+    last = np.searchsorted(starts, tails[document])  # the number of the first sentence behind the document
+    edges = np.append(starts, tails[-1])
+    fitting = np.searchsorted(edges, starts + most, side="right") - 1
+    stop = np.minimum(np.maximum(fitting, np.arange(len(starts)) + 2), last)
+    stop = np.where(tails[document] - starts <= most, last, stop)  # the end token needs no room
+    begins, stops = _walk(stop.tolist(), document.tolist())
+    return starts[begins], np.where(stops == last[begins], tails[document[begins]], edges[stops])
 
 
 def _walk(stop: list[int], document: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,12 @@ from runtime.data.objectives.masked import MaskedWords, masked
 from runtime.data.objectives.protocol import NOTHING
 from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
 from runtime.data.reading import read_tokens
-from runtime.data.tokens import SENTENCE, WORD
+from runtime.data.tokens import SENTENCE, WORD, Tokenization
 from tests.tools.texts import SPECIAL, STORY, tokens_of
 
 TEXT = [STORY, "Snow fell. The road was gone by noon. We stayed inside and read.", "One. Two. Three. Four."]
 ROLES = {"tokens", "labels", "attention_mask", "segments", "positions", "sentence_order"}
+ONLY_SPECIAL = Tokenization("few", 4, {"class": 0, "separator": 1, "mask": 2, "padding": 3})
 CLASS, SEPARATOR, MASK = (SPECIAL[name] for name in ("class", "separator", "mask"))
 
 
@@ -166,6 +169,7 @@ def test_random_ids_are_all_but_the_special_ones():
     ("make", "said"),
     [
         (lambda: MaskedWords(tokens_of(TEXT, {"end": 0, "mask": 3}), 64, True, 1), "lacks: class, separator, padding"),
+        (lambda: MaskedWords(replace(tokens_of(TEXT), tokenization=ONLY_SPECIAL), 64, True, 1), "special tokens alone"),
         (lambda: MaskedWords(tokens_of(TEXT), 4, True, 1), "no room"),
         (lambda: MaskedWords(tokens_of(["One sentence.", ""]), 64, True, 1), "no document of the data"),
         (lambda: MaskedWords(tokens_of([""]), 64, False, 1), "holds no tokens"),

@@ -59,6 +59,14 @@ def test_plain_windows_hold_every_token_once(texts, most):
 
 
 @settings(max_examples=60, deadline=None)
+@given(TEXTS, st.integers(4, 40), st.integers(1, 60))
+def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_together(texts, most, at_once):
+    whole, parts = (SentenceWindows.of(tokens_of(texts), most, size) for size in (1 << 20, at_once))
+    assert whole.begins.tolist() == parts.begins.tolist()
+    assert whole.stops.tolist() == parts.stops.tolist()
+
+
+@settings(max_examples=60, deadline=None)
 @given(TEXTS, st.integers(4, 40))
 def test_sentence_windows_hold_two_sentences_of_one_document_and_miss_no_pair(texts, most):
     tokens = tokens_of(texts)
