@@ -41,7 +41,7 @@ class SentenceWindows:
     def of(cls, tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> SentenceWindows:
         """Windows of at most ``most`` tokens.
 
-        ``at_once``: tokens that are looked at together, more in a longer document; a text may be larger than the memory.
+        ``at_once``: tokens looked at together, more in a longer document; a text may be larger than the memory.
         """
         heads, tails = documents(tokens)
         cuts = np.flatnonzero(np.diff(heads // at_once)) + 1
