@@ -21,7 +21,9 @@ from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import look, resolve
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.data.reading import read_tokens
+from runtime.data.token_file import check_content, is_token_file
 from runtime.data.tokens import Tokens
+from runtime.data.vocabulary import check_vocabulary
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
@@ -64,6 +66,8 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     spec = Spec.load(asked.spec)
     check_backend_here(spec)
     tokens = read_tokens(asked.data, asked.tokenizer)
+    if is_token_file(Path(asked.data)):
+        check_content(Path(asked.data))  # all of it will be read anyway
     if asked.load is not None:
         look(resolve(Path(asked.load)))
     decided = plan(load_model(asked.model), spec)
@@ -82,7 +86,12 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
 
 def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
     """How many sequences are to be scored. Raises PlanError where text, spec or model do not serve."""
-    batches = RowBatches(spec, decided.to_run()[0].scored)
+    decisions, _ = decided.to_run()
+    batches = RowBatches(spec, decisions.scored)
+    try:
+        check_vocabulary(tokens, spec.require_inputs(), batches.roles, decisions.id_ranges)
+    except PlanError as error:
+        raise spec.locate(error) from None
     if not asked.is_cloze:
         original_of(tokens, asked.original_tokens)
     return len(rows_of(tokens, batches, is_cloze=asked.is_cloze, stride=asked.stride))

@@ -139,4 +139,15 @@ def test_a_spec_of_another_task_is_refused(files: Path, change: tuple[str, str],
 def test_ids_that_the_model_does_not_have_are_refused(files: Path) -> None:
     (files / "model.py").write_text(MODEL.replace("256", "100"))
     result = ran(files, "--data", f"{files}/text.txt", code=2)
+    assert "holds the id 104 at position 1" in result.stderr
     assert "the embedding tokens has rows 0 to 99" in result.stderr
+
+
+def test_a_damaged_token_file_is_refused(files: Path) -> None:
+    tokens = files / "text.tokens"
+    made = CliRunner().invoke(app, ["prepare", f"{files}/text.txt", "-o", str(tokens)])
+    assert made.exit_code == 0, made.output
+    content = bytearray(tokens.read_bytes())
+    content[content.index(b"ship")] ^= 1
+    tokens.write_bytes(content)
+    assert "damaged" in ran(files, "--data", str(tokens), code=2).stderr
