@@ -39,6 +39,11 @@ def runs(sample):
     return [bytes(part[(part != CLASS) & (part != SEPARATOR)].tolist()).decode() for part in parts]
 
 
+def laid_out(text, length):
+    ids = [CLASS, *(i for part in text for i in (*part.encode(), SEPARATOR))]
+    return ids + [SPECIAL["padding"]] * (length - len(ids))
+
+
 CASES = st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.integers(8, 100), st.booleans())
 
 
@@ -54,7 +59,10 @@ def test_labels_restore_the_text_and_no_special_token_is_masked(case):
         assert all(part and part in whole for part in text)
         special = np.isin(restored(sample), [CLASS, SEPARATOR]) | (sample["attention_mask"] == 0)
         assert (sample["labels"][special] == NOTHING).all()
-        assert int(sample["attention_mask"].sum()) == sum(map(len, text)) + len(text) + 1
+        assert restored(sample).tolist() == laid_out(text, length)
+        sizes = [1 + len(text[0]) + 1, *(len(part) + 1 for part in text[1:])]  # separators belong to what they close
+        assert sample["attention_mask"].tolist() == [1] * sum(sizes) + [0] * (length - sum(sizes))
+        assert sample["segments"].tolist() == [0] * sizes[0] + [1] * sum(sizes[1:]) + [0] * (length - sum(sizes))
         changed = sample["tokens"] != restored(sample)
         assert (sample["labels"][changed] != NOTHING).all()
         assert not np.isin(sample["tokens"][changed & (sample["tokens"] != MASK)], list(SPECIAL.values())).any()
