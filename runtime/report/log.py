@@ -11,6 +11,8 @@ from pathlib import Path
 from planner.errors import PlanError, Where
 from runtime.report.step_row import StepRow
 
+_KEYS = tuple(field.name for field in dataclasses.fields(StepRow))
+
 
 class Log:
     """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones will be made again.
@@ -29,7 +31,7 @@ class Log:
 
     def write(self, row: StepRow) -> None:
         try:
-            self._file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            self._file.write(json.dumps({name: getattr(row, name) for name in _KEYS}) + "\n")
             self._file.flush()
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -48,9 +50,8 @@ class Log:
 
 def rows_until(path: str | None, step: int) -> list[StepRow]:
     """The steps up to ``step`` that an earlier run has logged; none where there is no log of them."""
-    names = {field.name for field in dataclasses.fields(StepRow)}
     found = [json.loads(line) for line in _lines_until(path, step)] if path else []
-    return [StepRow(**{name: value for name, value in row.items() if name in names}) for row in found]
+    return [StepRow(**{name: value for name, value in row.items() if name in _KEYS}) for row in found]
 
 
 def _lines_until(path: str, step: int) -> list[str]:
