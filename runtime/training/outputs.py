@@ -32,14 +32,11 @@ def check_outputs(job: Job) -> None:
 
 
 def _check_log(job: Job) -> None:
-    """A new run replaces an old log; one that is resumed goes on in it."""
+    """What is there stays: the log itself knows, once training begins, which steps of it an earlier run has made."""
     if job.log is None:
         return
     try:
-        if job.resume is None:
-            Path(job.log).write_text("")
-        else:
-            Path(job.log).open("a").close()
+        Path(job.log).open("a").close()
     except OSError as error:
         raise _cannot_write("log", job.log, error) from error
 

@@ -20,8 +20,10 @@ def job(**outputs: Any) -> Job:
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path):
     (tmp_path / "loss.png").write_text("old")
+    (tmp_path / "log.jsonl").write_text("of ranks that are started again")
     check_outputs(job(plot=tmp_path / "loss.png", tensorboard=tmp_path / "a" / "b", log=tmp_path / "log.jsonl"))
     assert (tmp_path / "loss.png").read_text() == "old"
+    assert (tmp_path / "log.jsonl").read_text() == "of ranks that are started again"
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "b", "log.jsonl", "loss.png"]
 
 
