@@ -22,7 +22,7 @@ from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.report.step_row import StepRow
-from runtime.training.data import check_data
+from runtime.training.data import check_source, run_data
 from runtime.training.job import Job, Trained, check_saves
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
@@ -72,10 +72,11 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
             pass
     spec = Spec.load(job.spec)
     check_backend_here(spec)
+    check_source(job)
     decided = plan(load_model(job.model), spec)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
-    check_data(job, spec, decided)
+    run_data(job, spec, decided)
     world_size = decided.mesh.world_size
     if num_ranks is not None and num_ranks != world_size:
         raise PlanError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -23,8 +22,10 @@ class Prefetched:
 
     def __init__(self, batches: Batches, first: int, stop: int) -> None:
         self.batches, self._steps = batches, range(first, stop)
-        self._made: queue.Queue[tuple[int, dict[str, Tensor] | BaseException]] = queue.Queue(_AHEAD)
-        self._is_closed = threading.Event()
+        # neither of the two makes the asker wait for the interpreter, as queue.Queue does: a batch takes less than that
+        self._made: queue.SimpleQueue[dict[str, Tensor] | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
+        self._is_closed = False
         self._next = first
         self._thread = threading.Thread(target=self._make, name="batches", daemon=True)
 
@@ -35,34 +36,28 @@ class Prefetched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_closed.set()
-        with suppress(queue.Empty):  # a full queue would keep the thread waiting
-            while True:
-                self._made.get_nowait()
+        self._is_closed = True
+        self._room.release()
         self._thread.join()
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """The global batch of a step."""
         if step != self._next or step not in self._steps or not self._thread.ident:
             return self.batches.batch(step)
-        _, made = self._made.get()
+        made = self._made.get()
         if isinstance(made, BaseException):
             raise made
         self._next = step + 1
+        self._room.release()
         return made
 
     def _make(self) -> None:
         for step in self._steps:
-            made = self._one(step)
-            while not self._is_closed.is_set():
-                with suppress(queue.Full):
-                    self._made.put((step, made), timeout=0.2)
-                    break
-            if self._is_closed.is_set() or isinstance(made, BaseException):
+            self._room.acquire()
+            if self._is_closed:
                 return
-
-    def _one(self, step: int) -> dict[str, Tensor] | BaseException:
-        try:
-            return self.batches.batch(step)
-        except BaseException as error:  # told to who asks for the batch
-            return error
+            try:
+                self._made.put(self.batches.batch(step))
+            except BaseException as error:  # told to who asks for the batch
+                self._made.put(error)
+                return

@@ -15,8 +15,9 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.reading import read_tokens
 from runtime.data.roles import roles_of
+from runtime.data.text.sources import STDLIB, files_of
 from runtime.data.token_batches import TokenBatches, token_batches
-from runtime.data.token_file import check_content, is_token_file
+from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split
 from runtime.data.vocabulary import check_vocabulary
@@ -60,12 +61,13 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     return RunData(token_batches(training, spec), validation, identity, job.validate_every)
 
 
-def check_data(job: Job, spec: Spec, plan: Plan) -> None:
-    """Raise PlanError for all that can be known to be wrong with the data before a process is started."""
+def check_source(job: Job) -> None:
+    """Raise PlanError for a source that is not there, or a token file that is damaged: before anything takes long."""
     path = Path(job.data)
-    if is_token_file(path) and path.stat().st_size <= _MOST_CHECKED:
+    if job.data == STDLIB or not is_token_file(path):
+        files_of(job.data)
+    elif read_header(path).num_bytes <= _MOST_CHECKED:
         check_content(path)
-    run_data(job, spec, plan)
 
 
 def _validation(tokens: Tokens, spec: Spec) -> TokenBatches:

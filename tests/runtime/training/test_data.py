@@ -18,7 +18,7 @@ from runtime.cli import app
 from runtime.data.prepare import prepare
 from runtime.data.text.byte_tokens import ByteEncoder
 from runtime.data.token_batches import TokenBatches
-from runtime.training.data import check_data, run_data
+from runtime.training.data import check_source, run_data
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
 from tests.tools.tokenizer_files import bpe_file
@@ -52,7 +52,8 @@ def checked(job: Job) -> None:
     from planner.capture.model.reference import load_model
 
     spec = Spec.load(job.spec)
-    check_data(job, spec, plan(load_model(job.model), spec))
+    check_source(job)
+    run_data(job, spec, plan(load_model(job.model), spec))
 
 
 def rows(job: Job) -> list[dict[str, Any]]:
