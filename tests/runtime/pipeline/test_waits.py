@@ -81,3 +81,20 @@ def test_the_bubble_is_the_mean_share_of_the_first_stages_run_in_which_ranks_do_
     unknown = Told(working_seconds=(8.0, 0.0), pipeline_seconds=(10.0, 0.0))
     assert bubble_of(unknown, [0, 0]) is None
     assert bubble_of(Told(), []) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_marks_are_events_that_nobody_waits_for():
+    marks = Marks(torch.device("cuda"))
+    waits = Waits(marks)
+    busy = torch.randn(4096, 4096, device="cuda")
+    waits.begin()
+    start = waits.now()
+    for _ in range(50):
+        busy = (busy @ busy).tanh()
+    waits.note(MESSAGE, start)
+    waits.end()
+    torch.cuda.synchronize()
+    worked, run = waits.told()
+    assert 0 <= worked < run
+    assert marks.seconds(waits.latest[0].start, waits.latest[0].end) == pytest.approx(run - worked)

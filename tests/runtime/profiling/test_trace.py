@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from planner.mesh import Mesh
 from planner.pipeline.links import received_by
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
-from runtime.distributed.faults.activity import BETWEEN, Now
+from runtime.distributed.faults.activity import BETWEEN, LAST_SENDS, Now
 from runtime.distributed.launch import launch
 from runtime.profiling import clocks
 from runtime.profiling.clocks import Offset
@@ -184,9 +185,30 @@ def run_by_another_clock(job: Job) -> None:
 def test_four_ranks_with_clocks_of_their_own_are_traced_by_one(tmp_path):
     chunks = {"schedule": "interleaved_1f1b"}
     job = profiled(tmp_path, {"tp": 2, "pp": 2, "vpp": 2}, "2", pipeline=chunks)
+    job = replace(job, log=str(tmp_path / "log.jsonl"))
     launch(run_by_another_clock, 4, job, timeout_seconds=240)
     trace = json.loads((tmp_path / "trace.json").read_text())
     orders, mesh = orders_of(job)
     check_trace(trace, orders, mesh, [2, 3])
     check_causes(trace, 2 * mesh.tp * 3 * 2 * 4)
     assert 0 < trace["otherData"]["clocks differ by at most (seconds)"] < 50
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    for step in (2, 3):
+        assert rows[step - 1]["bubble"] == pytest.approx(bubble_in(trace, mesh, step), abs=0.05)
+
+
+def bubble_in(trace: dict[str, Any], mesh: Mesh, step: int) -> float:
+    """By the spans of the trace: what ranks do not wait of the first stage's run."""
+    worked, run = dict[int, float](), dict[int, float]()
+    for (rank, track), events in tracks(trace).items():
+        if track == MEASURED:
+            of_step = [e for e in events if e["args"].get("step") == step and ("chunk" in e["args"] or _ends_a_run(e))]
+            begun, ended = of_step[0]["ts"], of_step[-1]["ts"] + of_step[-1]["dur"]
+            waits = [e["dur"] for e in events if e["cat"] == "wait" and begun <= e["ts"] < ended]
+            run[rank], worked[rank] = ended - begun, ended - begun - sum(waits)
+    first = [mesh.rank_of(**{**mesh.coordinate(rank), "pp": 0}) for rank in sorted(run)]
+    return 1 - sum(worked[rank] / run[first[rank]] for rank in run) / len(run)
+
+
+def _ends_a_run(event: dict[str, Any]) -> bool:
+    return event["name"] == LAST_SENDS
