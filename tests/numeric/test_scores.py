@@ -11,25 +11,30 @@ from torch import Tensor
 
 from runtime.scores import Scores
 from tests.models.families import IGNORED, build
-from tests.numeric.test_layouts import name_of
 from tests.tools.laboratory import Case, Lab
 from tests.tools.score_jobs import Alone, exchanged_for_scores, measured, scores_of, text
 
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
-LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"tp": 2, "pp": 2}, SEQUENCE),
-    ({"pp": 2, "vpp": 2}, INTERLEAVED),
-    ({"cp": 2, "dp": 2}, {}),
-]
+GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "mlp"], "warmup_steps": 1}}
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "tp 2, pp 2, along the sequence": ("gpt2", {"tp": 2, "pp": 2}, SEQUENCE),
+    "two chunks a rank": ("gpt2", {"pp": 2, "vpp": 2}, INTERLEAVED),
+    "cp 2, dp 2": ("gpt2", {"cp": 2, "dp": 2}, {}),
+    "experts of their own ranks": ("mixtral", {"dp": 2, "ep": 2}, {}),
+    "dropout, and regions as graphs": ("gpt2-dropout", {"tp": 2}, {"train": True, **GRAPHS}),
+}
 
 
 def assert_those_of_the_model(found: Scores, model: str) -> None:
     """The model shifts labels inside: what its logits say at a token is of the next one."""
     entry = build(model)
+    whole: Any = entry.model
+    if hasattr(whole, "set_experts_implementation"):
+        whole.set_experts_implementation("eager")  # the other takes no float64
     batch = entry.batch(8, 0)
     with torch.no_grad():
-        logits = entry.model(**batch).logits[:, :-1]
+        logits = whole(**batch).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     is_scored = labels != IGNORED
     each = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
@@ -40,14 +45,15 @@ def assert_those_of_the_model(found: Scores, model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: name_of(layout[0]))
-def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, layout: tuple[dict[str, int], dict[str, Any]]) -> None:
-    mesh, rest = layout
-    found = lab.run(Case("gpt2", mesh, rest, job=scores_of))
-    for scores, loss in found:
-        assert_those_of_the_model(scores, "gpt2")
-        mean = -scores.log_probabilities.sum() / scores.is_scored.sum()
-        assert mean.item() == pytest.approx(loss, rel=1e-6)  # the model takes its loss in float32
+@pytest.mark.parametrize("case", CASES)
+def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, case: str) -> None:
+    model, mesh, rest = CASES[case]
+    for before, after in lab.run(Case(model, mesh, rest, job=scores_of)):
+        assert_those_of_the_model(before[0], model)
+        for scores, loss in (before, after):
+            mean = -scores.log_probabilities.sum() / scores.is_scored.sum()
+            assert mean.item() == pytest.approx(loss, rel=1e-6)  # the model takes its loss in float32
+        assert after[1] < before[1]
 
 
 @pytest.mark.slow
