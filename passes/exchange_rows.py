@@ -48,13 +48,13 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
         if node.op == "call_function" and node.target in BECOMES:
             if node.target is exchange.meet:
                 _hand_axes(stage, context, node)
-                node.args = (*node.args, _load_node(stage, context), _layer_of(context, node))
+                node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
             if node.target in (exchange.part, exchange.slots_of):
                 node.update_arg(2, _number_here(context, node))
             if node.target is exchange.send_slots:
                 node.args = (*node.args, *(None,)[len(node.args) - 3 :])
                 _hand_axes(stage, context, node)
-                node.args = (*node.args, _load_node(stage, context), _layer_of(context, node))
+                node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
             if node.target is exchange.return_slots:
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, node.meta["val"].shape[node.args[2]])
@@ -73,7 +73,7 @@ def _hand_axes(stage: StageGraph, context: LowerContext, node: fx.Node) -> None:
     node.args = (*node.args, *handles)
 
 
-def _load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
+def load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
     """The node that hands over where rows are noted; made once."""
     for node in stage.graph.find_nodes(op="get_attr", target="load"):
         return node

@@ -36,6 +36,7 @@ from passes.exchange_sequence import exchange_sequence
 from passes.extract import extract
 from passes.insert_collectives import insert_collectives
 from passes.localize import localize
+from passes.note_choices import note_choices
 from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.random_state import RandomState
@@ -62,13 +63,14 @@ PASSES: tuple[Pass, ...] = (
     Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
+    Pass(note_choices),
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
     Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 # The stage of the loss where it is to score labels: nothing is captured, computed again, or waited for.
 _LOCAL = [step.name for step in PASSES].index("localize") + 1
-_ONLY_TRAINING = (cut_regions, recompute, await_parameters)
+_ONLY_TRAINING = (note_choices, cut_regions, recompute, await_parameters)
 SCORING: tuple[Pass, ...] = (
     Pass(add_scores, leaves=(collectives_are_those_of_the_plan,)),
     *(step for step in PASSES[_LOCAL:] if step.run not in _ONLY_TRAINING),
@@ -109,7 +111,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     asked |= {"thorough": thorough, "place": here}
     data = plan.mesh.data_axis
     asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
-    asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits)
+    asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
     asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in _more_axes(plan)}
     context = LowerContext(decisions, shards, plan.collectives, tp, random, device, **asked)
     return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)

@@ -6,6 +6,7 @@ A plan holds it while it is fresh; a plan that was loaded from a file has its ro
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,8 +19,9 @@ from planner.capture.loss.scored import Scored, find_scored
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.context.facts import Context
-from planner.experts.layers import Experts
+from planner.experts.layers import Asked, Experts
 from planner.experts.parts import ExpertPart, expert_parts
+from planner.experts.resting import asked_of, resting
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 from planner.graph.roles import parameter_roles
@@ -84,12 +86,27 @@ class Decisions:
     @property
     def num_noted(self) -> int:
         """Figures of experts that a step sums."""
-        return sum(self.noted_experts) + sum(limit > 0 for limit in self.noted_limits)
+        return sum(self.noted_experts) + sum(limit > 0 for limit in self.noted_limits) + self.num_asked
 
     @property
     def noted_limits(self) -> tuple[int, ...]:
         """Slots of each expert of each layer, where a step counts what is dropped; 0 where it does not."""
         return tuple(layer.limit for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
+
+    @cached_property
+    def asked(self) -> tuple[Asked, ...]:
+        """The layers of experts whose choices a step counts, since weights rest where no token chose them."""
+        return asked_of(self.program, self.experts)
+
+    @property
+    def num_asked(self) -> int:
+        """Figures that these counts take."""
+        return sum(asked.size for asked in self.asked)
+
+    @cached_property
+    def resting(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter → the figures of a step, of those that ``asked`` counts, that are all zero where it rests."""
+        return resting(self.program, self.experts)
 
     @cached_property
     def id_ranges(self) -> dict[str, tuple[IdRange, ...]]:

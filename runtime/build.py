@@ -138,4 +138,5 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         spec.optimizer,
         groups=axes,
         device=groups.device,
+        asked=plan.to_run()[0].resting,
     )

@@ -60,8 +60,9 @@ class Update:
         result = self._optimizer.step(
             rate,
             grad_scale=1.0 if scale is None else scale,
-            extra=[loss, *self._load_here(), notes],
+            extra=[loss, *self._load_here(), *self._asked_here(), notes],
             refused=self._notes.differ,
+            asked=self._asked,
         )
         check = partial(self._notes.check, step=step)
         if is_on_cpu and self._groups.mesh.world_size > 1:
@@ -89,6 +90,18 @@ class Update:
         if load is None or load.figures is None or not load.sizes:
             return []
         return [load.figures if self._groups.tp_rank == 0 else torch.zeros_like(load.figures)]
+
+    def _asked_here(self) -> list[Tensor]:
+        """What this rank's tokens asked of experts that may rest."""
+        load = self._load
+        if load is None or load.asked is None or not load.num_asked:
+            return []
+        return [load.asked]
+
+    def _asked(self, sums: Tensor) -> Tensor:
+        """Of the extra sums, loss first: what all tokens asked for."""
+        start = 1 + sum(len(figures) for figures in self._load_here())
+        return sums[start : start + (self._load.num_asked if self._load is not None else 0)]
 
     def _layers_of_experts(self) -> tuple[tuple[str, int], ...]:
         return tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else ()

@@ -1,5 +1,5 @@
 """How many tokens chose each expert in a step, and how many of them were dropped: noted where ranks meet or slots are
-sent, summed with the figures of the step.
+sent, summed with the figures of the step. Beside it, whether anyone asked for an expert: noted where it is chosen.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from torch import Tensor
 class ExpertLoad:
     """Owns ``figures`` of one rank's microbatches, on its device: how many tokens chose each expert of each layer
     (``sizes``: experts of each), then how many were dropped, of each layer that has a limit (``limits``: slots of each
-    expert; 0: none are dropped, or it is not known how many).
+    expert; 0: none are dropped, or it is not known how many). And of ``asked``: choices of the ``num_asked`` experts
+    that rest where there are none; which rank counts what is of no matter there.
 
     Nothing counts but what is noted in a step: ``begin`` to ``end``. A CUDA graph notes in the memory that was there at
     its capture, so that stays.
     """
 
-    def __init__(self, sizes: Sequence[int], limits: Sequence[int] = ()) -> None:
-        self.sizes, self.limits = tuple(sizes), tuple(limits)
+    def __init__(self, sizes: Sequence[int], limits: Sequence[int] = (), num_asked: int = 0) -> None:
+        self.sizes, self.limits, self.num_asked = tuple(sizes), tuple(limits), num_asked
         self.figures: Tensor | None = None
+        self.asked: Tensor | None = None
         self._counts: Tensor | None = None  # 1 in a step, else 0
 
     def begin(self, device: torch.device) -> None:
         if self.figures is None:
             size = sum(self.sizes) + sum(limit > 0 for limit in self.limits)
             self.figures = torch.zeros(size, dtype=torch.float64, device=device)
+            self.asked = torch.zeros(self.num_asked, dtype=torch.float64, device=device)
             self._counts = torch.ones((), dtype=torch.float64, device=device)
         self.figures.zero_()
+        self.asked.zero_()  # pyright: ignore[reportOptionalMemberAccess]
         self._counts.fill_(1)  # pyright: ignore[reportOptionalMemberAccess]
 
     def end(self) -> None:
@@ -45,3 +49,14 @@ class ExpertLoad:
         if limit:
             place = sum(self.sizes) + sum(n > 0 for n in self.limits[:layer])
             self.figures[place] += (counts - limit).clamp(min=0).sum() * self._counts
+
+    def note_choices(self, ids: Tensor, start: int) -> None:
+        """``ids``: of experts, of any shape; their figures begin at ``start``."""
+        if self.asked is not None and self._counts is not None:
+            places = ids.reshape(-1).to(torch.int64) + start
+            self.asked.index_add_(0, places, self._counts.expand(len(places)))
+
+
+def note_choices(load: ExpertLoad, ids: Tensor, start: int) -> None:
+    """As a call of a lowered graph."""
+    load.note_choices(ids, start)

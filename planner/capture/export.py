@@ -43,7 +43,7 @@ from planner.capture.python.watch import ForwardWatch
 from planner.capture.same_forward import refuse_other_constants
 from planner.capture.selection.dense import is_dynamic
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
-from planner.capture.selection.settle import compute_all_rows
+from planner.capture.selection.settle import compute_all_rows, skipped_parameters
 from planner.errors import PlanError, Where
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
@@ -88,9 +88,11 @@ def capture(
         exported, written = _functional(exported, held)
         others = [(asked, _functional(other, held)[0].graph_module) for asked, other in traced.others]
         refuse_other_constants(exported, [other for _, other in traced.others])
+        skipped = skipped_parameters(exported.graph_module, others[:1])  # of which the first is told that none selects
         traced.told.extend(compute_all_rows(exported.graph_module, traced.asked, others))
     program = _program(model, exported, constants, held, loss, traced.notes, written, has_rule)
     program.rewrites.extend(traced.told)
+    program.skipped = frozenset(fqn for name, fqn in program.parameters.items() if name in skipped)
     return program
 
 

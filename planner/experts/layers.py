@@ -71,6 +71,16 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a layer's choices a step counts, because weights rest where no token chose them: ``size`` experts, whose
+    figures begin at ``start``, by the ids in ``chosen``."""
+
+    chosen: tuple[str, ...]
+    size: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
     """What chooses among matrices as a router does, and was not understood: why, and at which line."""
 

@@ -172,10 +172,9 @@ def _num_noted(decisions: Decisions) -> int:
     """Figures of experts that a step of the whole model sums."""
     block_of, times = decisions.blocks.block_of(), decisions.blocks.times
     noted = zip(decisions.experts.layers, decisions.noted_experts, decisions.noted_limits, strict=False)
-    return sum(
-        (times[block_of[layer.combined]] if layer.combined in block_of else 1) * (experts + (limit > 0))
-        for layer, experts, limit in noted
-    )
+    rows = [(layer.combined, experts + (limit > 0)) for layer, experts, limit in noted]
+    rows += [(asked.chosen[0], asked.size) for asked in decisions.asked]
+    return sum((times[block_of[name]] if name in block_of else 1) * size for name, size in rows)
 
 
 def _whole(program: Program, blocks: Blocks) -> Folded:

@@ -47,6 +47,7 @@ def diagnostic_rows(
         *_sequences(decisions),
         *_inexact(decisions),
         *_untrained(decisions.program),
+        *_skipped(decisions),
         *_own_backwards(decisions, places),
         *_experts(decisions, parameters, places),
     ]
@@ -91,6 +92,24 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
             f"{len(names)} parameters get no gradient and stay as they are: {', '.join(names[:MOST_NAMED])}{more}",
             names[0].rpartition(".")[0],
             "set requires_grad_(False) on them if this is meant",
+        )
+
+
+def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
+    """Parameters that one process does not update in a step where data selects no rows for them."""
+    resting = decisions.resting
+    if resting:
+        what = f"{len(resting)} parameters rest in a step where no token chooses their expert, as in one process"
+        yield Diagnostic("info", what, next(iter(resting)).rpartition(".")[0])
+    names = sorted(decisions.program.skipped - resting.keys())
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        yield Diagnostic(
+            "warning",
+            f"in a step where data selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process leaves them "
+            "as they are; here weight decay and momentum go on",
+            names[0].rpartition(".")[0],
+            "read them in every step, without the question whether any row is selected",
         )
 
 

@@ -75,10 +75,12 @@ class TensorEntry(_Strict):
 
 
 class OptimizerEntry(_Strict):
-    """``updates``: those that were not skipped; of the first on there are moments."""
+    """``updates``: those that were not skipped; of the first on there are moments. ``rested``: of parameters that had
+    fewer, since no row asked for them in some steps."""
 
     name: str
     updates: Size
+    rested: dict[str, Size] = Field(default_factory=dict)
 
 
 class LossScaleEntry(_Strict):

@@ -6,9 +6,9 @@ rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,17 +49,21 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank tells of its file: ``file`` None where it had nothing to write. ``updates``: of its optimizer."""
+    """What one rank tells of its file: ``file`` None where it had nothing to write. ``updates``: of its optimizer;
+    ``rested``: of parameters that had fewer."""
 
     file: FileEntry | None
     held: tuple[tuple[str, str, str, Box], ...]  # name, kind, dtype, box
     updates: int = 0
+    rested: Mapping[str, int] = field(default_factory=dict)
 
 
-def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], updates: int = 0) -> Record:
+def write_pieces(
+    directory: Path, rank: int, pieces: Sequence[WrittenPiece], updates: int, rested: Mapping[str, int]
+) -> Record:
     """This rank's file, on the disk when it returns. Raises OSError."""
     if not pieces:
-        return Record(None, (), updates)
+        return Record(None, (), updates, rested)
     # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
     ordered = sorted(pieces, key=lambda piece: -piece.values.dtype.itemsize)
     path, digest, size = directory / f"rank-{rank:05d}.safetensors", xxhash.xxh3_128(), 0
@@ -73,7 +77,7 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], upd
         file.flush()
         os.fsync(file.fileno())
     held = tuple((p.name, p.kind, str(p.values.dtype).removeprefix("torch."), p.box) for p in pieces)
-    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, updates)
+    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, updates, rested)
 
 
 def tables_of(

@@ -56,6 +56,7 @@ class Content:
     seed: int
     optimizer: str
     updates: int
+    rested: dict[str, int]
     loss_scale: LossScaleEntry | None
     texts: dict[str, Any]
     extra: dict[str, JsonValue]
@@ -75,6 +76,7 @@ def content_of(state: TrainingState, step: int, extra: dict[str, JsonValue], *, 
         seed=int(plan.spec.get("seed", 0)),
         optimizer=plan.optimizer.name,
         updates=state.num_updates,
+        rested=state.rested,
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,
@@ -155,7 +157,7 @@ def _write(groups: Groups, directory: Path, content: Content) -> None:
                 new = unfinished.enter_context(place)
         new = directory / from_rank_0(groups, new.name)
         with agreed(groups), _told(directory):
-            record = write_pieces(new, groups.rank, content.pieces, content.updates)
+            record = write_pieces(new, groups.rank, content.pieces, content.updates, content.rested)
         content.pieces.clear()
         records = _at_rank_0(groups, record)
         with agreed(groups), _told(directory):
@@ -169,6 +171,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
     files, tensors = tables_of(content.names.items(), records)
     # A rank without trainable parameters knows of no updates.
     updates = max(record.updates for record in records)
+    rested = {name: count for record in records for name, count in record.rested.items()}
     return Manifest(
         step=content.step,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -176,7 +179,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
         order=content.order,
         zero=content.zero,
         seed=content.seed,
-        optimizer=OptimizerEntry(name=content.optimizer, updates=updates),
+        optimizer=OptimizerEntry(name=content.optimizer, updates=updates, rested=rested),
         loss_scale=content.loss_scale,
         files=files,
         tensors=tensors,

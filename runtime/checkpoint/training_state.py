@@ -26,7 +26,7 @@ from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.state import MOMENTS, OwnedRun, begin_at, num_updates, owned_runs
+from runtime.optimizer.state import MOMENTS, OwnedRun, begin_at, num_updates, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept
@@ -69,6 +69,12 @@ class TrainingState:
         """That changed the parameters; 0 on a rank without trainable ones."""
         return num_updates(self.optimizer)
 
+    @property
+    def rested(self) -> dict[str, int]:
+        """Updates of the parameters on this rank that have fewer, by name: no row asked for them in some steps."""
+        most = self.num_updates
+        return {name: updates for name, updates in updates_of(self.optimizer).items() if updates != most}
+
     def loss_scale_entry(self) -> LossScaleEntry | None:
         if self.loss_scale.tensor is None or not self.loss_scale.is_dynamic:  # a number is the spec's
             return None
@@ -96,7 +102,7 @@ class TrainingState:
     @torch.no_grad()
     def restore(self, manifest: Manifest, reader: PieceReader) -> None:
         """Read all that this rank owns. Raises PlanError where a file cannot be read after all."""
-        begin_at(self.optimizer, manifest.optimizer.updates)
+        begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
             reader.read_into(target, name, kind, box)
         self._restore_loss_scale(manifest.loss_scale)

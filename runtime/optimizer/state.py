@@ -7,17 +7,15 @@ exp_avg, exp_avg_sq      AdamW's moments; there are none before the first update
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from planner.sharding.buckets import Range
 from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.adamw import MOMENTS
 from runtime.optimizer.zero1 import DistributedOptimizer, MainShard
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +48,15 @@ def num_updates(optimizer: DistributedOptimizer) -> int:
     return max((int(state["step"]) for state in states), default=0)
 
 
-def begin_at(optimizer: DistributedOptimizer, updates: int) -> None:
-    """Moments of zero and a count of ``updates``, before a checkpoint's moments are read into them."""
-    if optimizer.optimizer is None:
-        return
-    for shard in optimizer.shards:
-        state = optimizer.optimizer.state[shard.main]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.main.device)
-            state.update({kind: torch.zeros_like(shard.main) for kind in MOMENTS})
-        state["step"].fill_(updates)
-        for kind in MOMENTS:
-            state[kind].zero_()
+def updates_of(optimizer: DistributedOptimizer) -> dict[str, int]:
+    """Those of the parameters that may rest, and lie here."""
+    return optimizer.optimizer.updates_of() if optimizer.optimizer is not None else {}
+
+
+def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[str, int]) -> None:
+    """Moments of zero and counts of updates, before a checkpoint's moments are read into them."""
+    if optimizer.optimizer is not None:
+        optimizer.optimizer.begin(updates, updates_of)
 
 
 def _tensors(optimizer: DistributedOptimizer, shard: MainShard) -> dict[str, Tensor]:

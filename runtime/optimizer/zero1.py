@@ -24,6 +24,7 @@ from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
 from planner.sharding.parameters import LocalParameter
+from runtime.optimizer.adamw import FlatAdamW, Part
 from runtime.optimizer.buffers import BucketTensors, BufferTensors, DataParallel, GradientBuffers
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
@@ -92,8 +93,10 @@ class DistributedOptimizer:
         *,
         groups: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
+        asked: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section.
+        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: of each
+        parameter that rests where no row asks for it, by which figures of a step that is known.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
         (Buffer.reduced_over), "world", any that a parameter is cut or partial over; "embedding" as {stages: group}.
@@ -104,7 +107,8 @@ class DistributedOptimizer:
         self.buffers = GradientBuffers(parameters, planned, shared_by, device=device)
         self.device = torch.device(device)
         self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
-        self.optimizer = make_optimizer([shard.main for shard in self.shards], settings)
+        parts = [self._parts(shard, asked or {}) for shard in self.shards]
+        self.optimizer = FlatAdamW([shard.main for shard in self.shards], parts, settings) if self.shards else None
         self._is_reduced = False
 
     # ---- one step
@@ -133,12 +137,13 @@ class DistributedOptimizer:
         grad_scale: Tensor | float = 1.0,
         extra: Sequence[Tensor | float] = (),
         refused: Callable[[Tensor], Tensor] | None = None,
+        asked: Callable[[Tensor], Tensor] | None = None,
     ) -> StepResult:
         """Clip, update and start the gather of the parameters. ``grad_scale``: what the loss was multiplied with.
 
         ``extra`` scalars and vectors are summed over all ranks in the same exchange as the norm. An update with a norm
         or an extra sum that is not finite is skipped, whole, on every rank; and one that ``refused`` says so of: given
-        the extra sums, one truth value on the device.
+        the extra sums, one truth value on the device. ``asked``: given them too, the figures by which parameters rest.
         """
         if not self._is_reduced:
             self.reduce_gradients()
@@ -150,7 +155,8 @@ class DistributedOptimizer:
             skipped = skipped | refused(sums[1:])
         found_inf = skipped.squeeze().to(torch.float32)
         self._is_reduced = False
-        self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf)
+        figures = None if asked is None else asked(sums[1:])
+        self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf, figures)
         self.buffers.start_parameter_gather()
         return StepResult(torch.cat([norm, skipped.to(norm.dtype), sums[1:]]), found_inf)
 
@@ -212,6 +218,12 @@ class DistributedOptimizer:
             whole = _whole_indices(owned, locals_, _size_and_rank(self.groups.get(axis))[0]).to(main.device)
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
+    def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[Part]:
+        """What of the shard may rest."""
+        dp = shard.data_parallel
+        owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
+        return [Part(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned.items() if fqn in asked]
+
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)
         if isinstance(group, Mapping):
@@ -252,7 +264,7 @@ class DistributedOptimizer:
             return None if is_one else torch.as_tensor(grad_scale, dtype=norm.dtype, device=norm.device)
         return ((norm + 1e-6) / limit).clamp(min=1.0) * grad_scale
 
-    def _update(self, lr: float, divisor: Tensor | None, found_inf: Tensor) -> None:
+    def _update(self, lr: float, divisor: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
         """AdamW divides by ``divisor`` while it reads the gradients, in float32; float64 ones are divided before."""
         if self.optimizer is None:
             return
@@ -261,11 +273,7 @@ class DistributedOptimizer:
             for shard in self.shards:
                 shard.grad.div_(divisor)
             divisor = None
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        options: Any = self.optimizer  # what torch.amp.GradScaler sets on fused optimizers
-        options.grad_scale, options.found_inf = None if divisor is None else divisor.to(torch.float32), found_inf
-        self.optimizer.step()
+        self.optimizer.step(lr, None if divisor is None else divisor.to(torch.float32), found_inf, asked)
         for shard in self.shards:
             if shard.owns_main:
                 shard.bucket.own_parameters.copy_(shard.main)
@@ -277,19 +285,6 @@ class DistributedOptimizer:
         full = torch.empty(len(shard.bucket.layout.world), dtype=shard.grad.dtype, device=shard.grad.device)
         all_gather(full, shard.grad.contiguous(), group=dp.group)
         return full
-
-
-def make_optimizer(tensors: list[Tensor], settings: Any) -> torch.optim.Optimizer | None:
-    """torch's fused AdamW on flat tensors: it skips by itself where the device says so. None for no tensors."""
-    if not tensors:
-        return None
-    options: dict[str, Any] = {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
-    return torch.optim.AdamW(tensors, fused=True, **options)
 
 
 def _whole_indices(owned: Mapping[str, OwnedRange], locals_: Mapping[str, LocalParameter], size: int) -> Tensor:

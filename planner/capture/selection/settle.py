@@ -42,6 +42,17 @@ def compute_all_rows(
     return [(TOLD, where) for where in found.told]
 
 
+def skipped_parameters(module: fx.GraphModule, others: Iterable[tuple[Questions, fx.GraphModule]]) -> frozenset[str]:
+    """Placeholders that the forward reads, but not where it is told that no mask selects any row; before all rows are
+    computed. Nobody asks for their gradient then: it is None in one process."""
+    read = _read(module)
+    return read.difference(*(_read(other) for _, other in others)) if others else frozenset()
+
+
+def _read(module: fx.GraphModule) -> frozenset[str]:
+    return frozenset(n.name for n in module.graph.find_nodes(op="placeholder") if n.users)
+
+
 def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:
     """Whether both compute the same, and the masks that were said to be empty are the same too."""
     masks = [{number: key for key, number in rows.asked.items() if number in empty} for rows in (expected, found)]

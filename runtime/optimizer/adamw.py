@@ -1,0 +1,131 @@
+"""AdamW on flat shards, parts of which may rest: weights that no token of a step asked for keep their value, moments
+and count of updates, as a parameter whose gradient is None does in torch.
+
+    main       |     of all     | expert 3 | of all | expert 4 |
+    count      |     the shard's        own            own     |
+
+torch's fused kernel does the arithmetic. Whether a part rests is known on the device, and the kernel reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests where all of the figures
+    ``asked`` are zero."""
+
+    fqn: str
+    start: int
+    stop: int
+    asked: tuple[int, ...]
+
+
+class FlatAdamW:
+    """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
+
+    ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
+    """
+
+    def __init__(self, shards: Sequence[Tensor], parts: Sequence[Sequence[Part]], settings: Any) -> None:
+        self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
+        for shard, own in zip(self.shards, self.parts, strict=True):
+            for part in own:
+                self._groups.setdefault(part.asked, []).append((shard, part))
+        self._counts = {asked: torch.zeros((), device=own[0][0].device) for asked, own in self._groups.items()}
+
+    def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
+        """Moments of zero and counts of ``updates``; ``updates_of`` by name, where a parameter's is another."""
+        for shard in self.shards:
+            self._state(shard)["step"].fill_(updates)
+            for kind in MOMENTS:
+                self.state[shard][kind].zero_()
+        for asked, own in self._groups.items():
+            self._counts[asked].fill_((updates_of or {}).get(own[0][1].fqn, updates))
+
+    def updates_of(self) -> dict[str, int]:
+        """Of each parameter that may rest, and lies here, how often it was updated."""
+        counts = {asked: int(count) for asked, count in self._counts.items()}
+        return {part.fqn: counts[part.asked] for own in self.parts for part in own}
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
+        """Gradients are divided by ``grad_scale`` (float32); nothing changes where ``found_inf`` (float32) is 1.
+
+        ``asked`` [figures]: how many rows the step had, of what parts ask for.
+        """
+        all_of_them = [(shard, run) for shard, own in self._by_shard() for run in _between(own, len(shard))]
+        steps = [self._state(shard)["step"].clone() for shard, _ in all_of_them]
+        self._run(all_of_them, steps, lr, grad_scale, found_inf)
+        for shard in self.shards:
+            self._state(shard)["step"].add_(1 - found_inf)
+        for figures, own in self._groups.items():
+            assert asked is not None, "parts that may rest need the figures of the step"
+            rests = torch.maximum(found_inf, (asked[list(figures)].sum() == 0).to(found_inf.dtype))
+            runs = [(shard, (part.start, part.stop)) for shard, part in own]
+            self._run(runs, [self._counts[figures].clone() for _ in runs], lr, grad_scale, rests)
+            self._counts[figures].add_(1 - rests)
+
+    def _by_shard(self) -> list[tuple[Tensor, tuple[Part, ...]]]:
+        return list(zip(self.shards, self.parts, strict=True))
+
+    def _state(self, shard: Tensor) -> dict[str, Tensor]:
+        if shard not in self.state:
+            moments = {kind: torch.zeros_like(shard) for kind in MOMENTS}
+            self.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+        return self.state[shard]
+
+    def _run(
+        self,
+        runs: Sequence[tuple[Tensor, tuple[int, int]]],
+        steps: list[Tensor],
+        lr: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
+    ) -> None:
+        """One call of the kernel; ``steps`` are used up."""
+        if not runs:
+            return
+        columns: dict[str, list[Tensor]] = {name: [] for name in ("value", "grad", *MOMENTS)}
+        for shard, (start, stop) in runs:
+            assert shard.grad is not None, "a shard has its gradient beside it"
+            tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in MOMENTS}}
+            for name, tensor in tensors.items():
+                columns[name].append(tensor[start:stop])
+        o = self.settings
+        adamw(
+            columns["value"],
+            columns["grad"],
+            columns["exp_avg"],
+            columns["exp_avg_sq"],
+            [],
+            steps,
+            fused=True,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=o.betas[0],
+            beta2=o.betas[1],
+            lr=lr,
+            weight_decay=o.weight_decay,
+            eps=o.eps,
+            maximize=False,
+        )
+
+
+def _between(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
+    """The runs of a shard of ``size`` elements that are of no part."""
+    edges = [0, *(edge for part in sorted(parts, key=lambda p: p.start) for edge in (part.start, part.stop)), size]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
