@@ -57,6 +57,7 @@ stage 1 of rank 3
   overlap_f            37 → 37 nodes: nothing changed
   place_devices        37 → 37 nodes: nothing changed
   drop_unread          37 → 37 nodes: nothing changed
+  note_choices         37 → 37 nodes: nothing changed
   cut_regions          37 → 37 nodes: nothing changed
   recompute            37 → 37 nodes: nothing changed
   await_parameters     37 → 37 nodes: nothing changed
