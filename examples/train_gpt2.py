@@ -1,13 +1,13 @@
 r"""The main job: an unmodified Hugging Face GPT-2 on 4 processes, tensor parallel 2 times pipeline 2.
 
-Prints the plan, then trains on the bytes of the Python standard library with the loss of one process beside.
-It is the command
+Cuts the source of Python's standard library into tokens, prints the plan, then trains with the loss of one process
+beside. It is the commands
 
+    meshwright prepare stdlib -o runs/train_gpt2/text.tokens
     meshwright train hf:examples/gpt2_small.json specs/tp2_pp2.yaml \
-        --data stdlib --steps 30 --compare --show-plan
+        --data runs/train_gpt2/text.tokens --steps 30 --compare --show-plan --plot runs/train_gpt2/loss.svg
 
-With --auto the layout of the 4 processes is searched (specs/auto_local.yaml). At its end the losses are drawn in
-train_gpt2_loss.svg, where matplotlib is installed.
+With --auto the layout of the 4 processes is searched (specs/auto_local.yaml). Without matplotlib no losses are drawn.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from pathlib import Path
 from runtime.cli import app
 
 HERE = Path(__file__).resolve().parent
+RUN = Path("runs/train_gpt2")
 
 
 def main() -> None:
     name = "auto_local.yaml" if "--auto" in sys.argv else "tp2_pp2.yaml"
     model, spec = f"hf:{HERE / 'gpt2_small.json'}", str(HERE.parent / "specs" / name)
     given = [argument for argument in sys.argv[1:] if argument != "--auto"]
-    given = [*_curve(), *given]
-    app(["train", model, spec, "--data", "stdlib", "--steps", "30", "--compare", "--show-plan", *given])
+    RUN.mkdir(parents=True, exist_ok=True)
+    text = str(RUN / "text.tokens")
+    app(["prepare", "stdlib", "-o", text], standalone_mode=False)
+    app(["train", model, spec, "--data", text, "--steps", "30", "--compare", "--show-plan", *_curve(), *given])
 
 
 def _curve() -> list[str]:
@@ -34,7 +37,7 @@ def _curve() -> list[str]:
     if find_spec("matplotlib") is None:
         print("no curve of the loss is drawn without matplotlib: pip install 'meshwright[plot]'", file=sys.stderr)
         return []
-    return ["--plot", "train_gpt2_loss.svg"]
+    return ["--plot", str(RUN / "loss.svg")]
 
 
 if __name__ == "__main__":
