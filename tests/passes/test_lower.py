@@ -30,6 +30,7 @@ sum_in_place
 overlap_f collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
 drop_unread
+note_choices
 cut_regions regions_are_those_of_the_plan
 recompute reruns_are_those_of_the_plan
 await_parameters parameters_are_awaited""",
