@@ -8,6 +8,7 @@ from examples.own_data import train
 from runtime.distributed.launch import launch
 
 
+@pytest.mark.slow
 def test_a_loader_of_ones_own_trains_the_same_on_two_processes_as_alone() -> None:
     alone = train(1)
     first, second = launch(train, 2, 1, timeout_seconds=200)
