@@ -31,6 +31,7 @@ from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.rank_process import run_rank
 
 HOST = "127.0.0.1"
+FORK_SERVER = "runtime.distributed.fork_server"
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
 GRACE_SECONDS = 3.0  # how long ranks may go on after the first failure, to end by themselves
 WATCHED_SECONDS = 12.0  # the same where they watch each other, and end when they have heard of it
@@ -145,7 +146,8 @@ def _context() -> Any:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([*PRELOADED, *(name for name in sys.modules if _is_slow_to_import(name))])
+        slow = [name for name in sys.modules if _is_slow_to_import(name)]
+        context.set_forkserver_preload([FORK_SERVER, *PRELOADED, *slow])
     return context
 
 

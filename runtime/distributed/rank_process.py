@@ -32,6 +32,7 @@ def run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
     os.environ.update(environment)
     use(page)

@@ -120,9 +120,10 @@ def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> N
 
 
 @pytest.mark.slow
-def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path):
+@pytest.mark.parametrize("to_all", [False, True], ids=["alone", "and of all its processes"])
+def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path, to_all: bool):
     process, temporary = started("step_until_told", ", None", short_path)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM) if to_all else process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=ENDS_SECONDS)
     assert process.returncode == 0, err
     first, second = eval(out)
