@@ -14,13 +14,13 @@ from typing import Any
 
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
+from runtime.distributed.num_ranks import num_ranks_of
 from runtime.report.step_row import StepRow
 from runtime.training.data import check_source, run_data
 from runtime.training.job import Job, Trained, check_saves
@@ -77,13 +77,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
     run_data(job, spec, decided)
-    world_size = decided.mesh.world_size
-    if num_ranks is not None and num_ranks != world_size:
-        raise PlanError(
-            f"--nproc {num_ranks}, but the mesh takes {world_size} processes",
-            where=spec.location("mesh"),
-            fix=f"use --nproc {world_size}, or change the mesh",
-        )
+    world_size = num_ranks_of(decided, spec, num_ranks)
     check_outputs(job)
     if show_plan is not None:
         show_plan(decided)

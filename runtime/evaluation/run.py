@@ -26,6 +26,7 @@ from runtime.data.tokens import Tokens
 from runtime.data.vocabulary import check_vocabulary
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
+from runtime.distributed.num_ranks import num_ranks_of
 from runtime.engine import Engine
 from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
 from runtime.evaluation.measures import Cloze, Perplexity
@@ -74,14 +75,7 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     if asked.load is None and (weights := pretrained_directory(asked.model)):
         check_pretrained(decided, weights)
     _num_rows(asked, spec, decided, tokens)
-    world_size = decided.mesh.world_size
-    if num_ranks is not None and num_ranks != world_size:
-        raise PlanError(
-            f"--nproc {num_ranks}, but the mesh takes {world_size} processes",
-            where=spec.location("mesh"),
-            fix=f"use --nproc {world_size}, or change the mesh",
-        )
-    return world_size
+    return num_ranks_of(decided, spec, num_ranks)
 
 
 def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
