@@ -28,11 +28,11 @@ from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.training_state import TrainingState
 from runtime.data.batches import num_tokens
-from runtime.data.denominators import denominators
-from runtime.data.first_batch import check_first_batch, tell_failure
+from runtime.data.first_batch import tell_failure
 from runtime.distributed.faults.activity import BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, UPDATE, Activity
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
+from runtime.intake import Intake
 from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
@@ -71,18 +71,19 @@ class Engine:
         self.step_index = 0
         self._gradients_ready = False
         self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-        self.groups, self._store = open_rank(plan, device, timeout_seconds)
+        self.groups, store = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             built = build(plan, self.spec, self.groups, self._weights, program)
         except BaseException as error:
-            if self._store is not None:
-                tell_failure(self._store, self.mesh.world_size, self.groups.rank, error)
+            if store is not None:
+                tell_failure(store, self.mesh.world_size, self.groups.rank, error)
             told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
             raise told from told.__cause__
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept = built.fresh, built.kept
+        self._intake = Intake(built.program, built.layout, self.groups, store)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         self._saver = Saver(self.groups)
@@ -327,27 +328,10 @@ class Engine:
             graphs.capture(self.executor, step)
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
-        self._check(batch, local)
+        self._intake.check(batch, local=local)
         self._updates.take(batch, is_local=local)
         self._activity.off(DENOMINATORS)
-        read = dict.fromkeys(name for stage in self.program.stages for name in stage.inputs)
-        microbatches = self.layout.microbatches(batch, read, self.groups.device, local=local)
-        return Step(
-            self.step_index,
-            microbatches,
-            self.layout.first_microbatch,
-            denominators(self.program, self.layout, batch, self.groups, local=local),
-            self.loss_scale.tensor,
-        )
-
-    def _check(self, batch: Mapping[str, Tensor], local: bool) -> None:
-        store, self._store = self._store, None
-        if store is None:
-            self.layout.check(batch, local=local)
-        else:
-            check_first_batch(
-                self.layout, batch, store, self.mesh.world_size, self.groups.rank, self.groups.timeout, local=local
-            )
+        return self._intake.step(batch, self.step_index, self.loss_scale.tensor, local=local)
 
     def _before_backward(self, is_last: bool) -> None:
         self.optimizer.buffers.last_microbatch = is_last and not (self.graphs and self.graphs.holds_reductions)

@@ -1,0 +1,40 @@
+"""From the user's batch to what a step runs on: checked, cut into this rank's microbatches, its losses' counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed import Store
+
+from passes.stage_module import RankProgram
+from runtime.data.batches import BatchLayout
+from runtime.data.denominators import denominators
+from runtime.data.first_batch import check_first_batch
+from runtime.distributed.groups import Groups
+from runtime.pipeline.executor import Step
+
+
+class Intake:
+    """Owns: the store over which all ranks check their first batch, until they have."""
+
+    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, store: Store | None) -> None:
+        self._program, self._layout, self._groups, self._store = program, layout, groups, store
+
+    def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        """Raises PlanError where the batch is not the plan's; the first time on every rank."""
+        store, self._store = self._store, None
+        groups = self._groups
+        if store is None:
+            self._layout.check(batch, local=local)
+        else:
+            ranks = (groups.mesh.world_size, groups.rank, groups.timeout)
+            check_first_batch(self._layout, batch, store, *ranks, local=local)
+
+    def step(self, batch: Mapping[str, Tensor], index: int, scale: Tensor | None, *, local: bool) -> Step:
+        """The step with this index, of a batch that was checked. ``scale``: of the loss."""
+        layout, groups = self._layout, self._groups
+        read = dict.fromkeys(name for stage in self._program.stages for name in stage.inputs)
+        microbatches = layout.microbatches(batch, read, groups.device, local=local)
+        counts = denominators(self._program, layout, batch, groups, local=local)
+        return Step(index, microbatches, layout.first_microbatch, counts, scale)
