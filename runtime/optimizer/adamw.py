@@ -44,7 +44,10 @@ class FlatAdamW:
         for shard, own in zip(self.shards, self.parts, strict=True):
             for part in own:
                 self._groups.setdefault(part.asked, []).append((shard, part))
-        self._counts = {asked: torch.zeros((), device=own[0][0].device) for asked, own in self._groups.items()}
+        devices = {asked: own[0][0].device for asked, own in self._groups.items()}
+        self._counts = {asked: torch.zeros((), device=device) for asked, device in devices.items()}
+        # on the device before the first step: to put them there the host would wait for it
+        self._figures = {asked: torch.tensor(asked, device=device) for asked, device in devices.items()}
 
     def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
         """Moments of zero and counts of ``updates``; ``updates_of`` by name, where a parameter's is another."""
@@ -73,7 +76,8 @@ class FlatAdamW:
             self._state(shard)["step"].add_(1 - found_inf)
         for figures, own in self._groups.items():
             assert asked is not None, "parts that may rest need the figures of the step"
-            rests = torch.maximum(found_inf, (asked[list(figures)].sum() == 0).to(found_inf.dtype))
+            is_unasked = asked.index_select(0, self._figures[figures]).sum() == 0
+            rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
             self._run(runs, [self._counts[figures].clone() for _ in runs], lr, grad_scale, rests)
             self._counts[figures].add_(1 - rests)
