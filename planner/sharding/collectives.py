@@ -22,6 +22,8 @@ from planner.sharding.buffers import Buffer
 PHASES = ("forward", "backward", "step")
 PERIODS = ("microbatch", "step")
 SUMS = ("tp", "etp", "embedding")  # in this order, which all ranks share though they hold different buffers
+# Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
+NOTES_OF_A_RANK = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def step_collectives(
     rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
     if mesh.world_size > 1:
         where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
-        notes = 1 + 2 * mesh.world_size  # asked to stop; of each rank its batch's digest and its busy seconds
+        notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # asked to stop, then those of each rank
         size = (2 + num_experts + notes) * torch.float64.itemsize
         rows.append(CollectivePlan("all_reduce", "world", "step", where, size, 1, "step"))
     return tuple(rows)

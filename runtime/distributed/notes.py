@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
+from planner.sharding.collectives import NOTES_OF_A_RANK
 
 _DIGEST_BYTES = 6  # a whole number in float64
 _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
-_PER_RANK = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Told:
     @classmethod
     def of(cls, notes: Sequence[float]) -> Self:
         """``notes``: the sums of all addends, or none."""
-        size = len(notes) // _PER_RANK
+        size = len(notes) // NOTES_OF_A_RANK
         if not size:
             return cls()
-        _, *lists = [tuple(notes[1 + i * size : 1 + (i + 1) * size]) for i in range(_PER_RANK)]
+        _, *lists = [tuple(notes[1 + i * size : 1 + (i + 1) * size]) for i in range(NOTES_OF_A_RANK)]
         return cls(bool(notes[0]), *lists)
 
 
@@ -108,7 +108,7 @@ class Notes:
 
     def here(self, is_to_stop: bool, own: Own) -> Tensor:
         """This rank's addend; filled on the device, for which the host does not wait."""
-        notes = torch.zeros(1 + _PER_RANK * self.size, dtype=torch.float64, device=self.device)
+        notes = torch.zeros(1 + NOTES_OF_A_RANK * self.size, dtype=torch.float64, device=self.device)
         if is_to_stop:
             notes[0].fill_(1.0)
         digest = float(-self.digest if self.is_local else self.digest)
@@ -141,7 +141,7 @@ class Notes:
                 raise _differ(step, f"{names} had another than rank {others}")
 
     def _digests(self, sums: Any) -> Any:
-        first = len(sums) - _PER_RANK * self.size
+        first = len(sums) - NOTES_OF_A_RANK * self.size
         return sums[first : first + self.size]
 
 

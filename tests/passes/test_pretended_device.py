@@ -120,8 +120,8 @@ def _number_up(patch: pytest.MonkeyPatch) -> None:
     """The learning rate goes up in each step."""
     update = DistributedOptimizer._update
 
-    def updating(self: Any, lr: float, divisor: Tensor | None, found_inf: Tensor) -> None:
-        update(self, lr, torch.tensor(1.0 / lr, device=self.device) * lr, found_inf)
+    def updating(self: Any, lr: float, divisor: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
+        update(self, lr, torch.tensor(1.0 / lr, device=self.device) * lr, found_inf, asked)
 
     patch.setattr(DistributedOptimizer, "_update", updating)
 

@@ -34,6 +34,7 @@ from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.links import make_links
+from runtime.intake import Intake
 from runtime.optimizer import zero1
 from tests.tools.host_watch import HostWatch, Sight
 
@@ -103,11 +104,11 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class PretendedEngine(Engine):
-    """An engine that may look at its batch, the only tensors that have values."""
+class PretendedIntake(Intake):
+    """It may look at its batch, the only tensors that have values."""
 
-    def _check(self, batch: Mapping[str, Tensor], local: bool) -> None:
-        with_values(super()._check)(batch, local)
+    def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        with_values(super().check)(batch, local=local)
 
 
 class Findings(NamedTuple):
@@ -156,11 +157,12 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     device = torch.device("gpu", 0)
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
+        patch.setattr("runtime.engine.Intake", PretendedIntake)
         patch.setattr("runtime.build.differing", lambda *_: [])  # nor to compare weights with
         patch.setattr(zero1, "_whole_indices", with_values(zero1._whole_indices))
         with PretendedMode(allow_non_fake_inputs=True):
             program = lowered(plan, rank, device)
-            engine = PretendedEngine(plan, program=program)
+            engine = Engine(plan, program=program)
             engine.train_step(batch)
             with HostWatch(program, on_device=True) as watch:
                 report = engine.train_step(batch)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from planner.cost.seconds.buffers import HeldBuffer, RankHolds
 from planner.cost.seconds.phases import Pricing
-from planner.sharding.collectives import SUMS
+from planner.sharding.collectives import NOTES_OF_A_RANK, SUMS
 
 NORM_BYTES = 8
 
@@ -68,5 +68,5 @@ def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
 
 def norm_seconds(pricing: Pricing, num_noted: int) -> float:
     """One all-reduce over all ranks, which the update waits for."""
-    size = NORM_BYTES * (3 + num_noted + 2 * pricing.mesh.world_size)
+    size = NORM_BYTES * (3 + num_noted + NOTES_OF_A_RANK * pricing.mesh.world_size)
     return pricing.collective("all_reduce", "world", size) if pricing.mesh.world_size > 1 else 0.0
