@@ -41,6 +41,7 @@ def content(step: int, value: float) -> Content:
         seed=0,
         optimizer="adamw",
         updates=step,
+        rested={},
         loss_scale=None,
         texts={},
         extra={"value": value},
