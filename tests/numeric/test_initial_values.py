@@ -26,17 +26,9 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 
 
 def build() -> GPT2LMHeadModel:
-    sizes: dict[str, Any] = {
-        "n_layer": LAYERS,
-        "n_embd": WIDTH,
-        "n_head": 4,
-        "n_positions": 16,
-        "vocab_size": VOCABULARY,
-    }
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": 16}
     with meta_parameters():
-        return GPT2LMHeadModel(
-            GPT2Config(**sizes, n_positions=16, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
-        )
+        return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None))
 
 
 def spec_of(mesh: dict[str, int], method: str) -> dict[str, Any]:
