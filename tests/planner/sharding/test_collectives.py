@@ -15,8 +15,8 @@ from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec
 
 CUT = V(0, 16)
-NORM = ("all_reduce", "world", 8 * (3 + 2 * 2))  # norm, loss, who is asked to stop, and two figures of each of 2 ranks
-NORM_OF_4 = ("all_reduce", "world", 8 * (3 + 2 * 4))
+NORM = ("all_reduce", "world", 8 * (3 + 5 * 2))  # norm, loss, who is asked to stop, and five figures of each of 2 ranks
+NORM_OF_4 = ("all_reduce", "world", 8 * (3 + 5 * 4))
 
 
 def buffers(zero: Literal[0, 1], dp: int, *held: LocalParameter, gradients: str | None = None) -> tuple[Buffer, ...]:
