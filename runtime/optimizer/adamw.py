@@ -69,7 +69,8 @@ class FlatAdamW:
 
         ``asked`` [figures]: how many rows the step had, of what parts ask for.
         """
-        all_of_them = [(shard, run) for shard, own in self._by_shard() for run in _between(own, len(shard))]
+        owned = zip(self.shards, self.parts, strict=True)
+        all_of_them = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
         steps = [self._state(shard)["step"].clone() for shard, _ in all_of_them]
         self._run(all_of_them, steps, lr, grad_scale, found_inf)
         for shard in self.shards:
@@ -81,9 +82,6 @@ class FlatAdamW:
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
             self._run(runs, [self._counts[figures].clone() for _ in runs], lr, grad_scale, rests)
             self._counts[figures].add_(1 - rests)
-
-    def _by_shard(self) -> list[tuple[Tensor, tuple[Part, ...]]]:
-        return list(zip(self.shards, self.parts, strict=True))
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         if shard not in self.state:

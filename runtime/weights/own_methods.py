@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.capture.model.meta_init import initialisers
 from planner.errors import PlanError, Where
 
 _OF_MODULE = ("reset_parameters", "_reset_parameters")
@@ -132,28 +133,18 @@ def _calls_for(model: nn.Module, name: str, module: nn.Module) -> Iterator[_Call
         if callable(own := getattr(module, method, None)):
             yield _Call(name, method, own)
             break
-    if (own := _method(module)) is not None and not _takes_module(own):
+    own = getattr(module, _FOR_MODULES, None)
+    if callable(own) and not _takes_module(own):
         yield _Call(name, _FOR_MODULES, own)
         return
-    for around in (model.get_submodule(path) for path in _outwards(name)):
-        if (own := _method(around)) is not None and _takes_module(own):
-            yield _Call(name, _FOR_MODULES, lambda own=own: own(module))
-            return
-
-
-def _method(module: nn.Module) -> Callable[..., Any] | None:
-    found = getattr(module, _FOR_MODULES, None)
-    return found if callable(found) else None
+    around = next((found for found in initialisers(model, name) if _takes_module(found)), None)
+    if around is not None:
+        yield _Call(name, _FOR_MODULES, lambda: around(module))
 
 
 def _takes_module(method: Callable[..., Any]) -> bool:
     parameters = inspect.signature(method).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _outwards(name: str) -> Iterator[str]:
-    parts = name.split(".") if name else []
-    return (".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
 
 @contextmanager

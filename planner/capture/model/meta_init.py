@@ -79,7 +79,7 @@ def buffer_value(model: nn.Module, fqn: str) -> Tensor:
     assert value is not None, fqn
     if not value.is_meta:
         return value.detach()
-    initialise = _initialiser(model, path)
+    initialise = next(initialisers(model, path), None)
     made = [_made_by(initialise, owner, name, fill) for fill in (0, 1)] if initialise else []
     # Equal from different starts: the initialiser has written all of it.
     if made and torch.equal(*made):
@@ -91,14 +91,13 @@ def buffer_value(model: nn.Module, fqn: str) -> Tensor:
     )
 
 
-def _initialiser(model: nn.Module, path: str) -> Callable[[nn.Module], Any] | None:
-    """``_init_weights`` of the innermost module around ``path`` that has one: transformers' way to fill one module."""
+def initialisers(model: nn.Module, path: str) -> Iterator[Callable[..., Any]]:
+    """``_init_weights`` of the modules around ``path`` that have one, the innermost first: how transformers fills one."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         found = getattr(model.get_submodule(".".join(parts[:length])), "_init_weights", None)
         if callable(found):
-            return found
-    return None
+            yield found
 
 
 def _made_by(initialise: Callable[[nn.Module], Any], owner: nn.Module, name: str, fill: int) -> Tensor:
