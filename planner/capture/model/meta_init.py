@@ -92,7 +92,7 @@ def buffer_value(model: nn.Module, fqn: str) -> Tensor:
 
 
 def initialisers(model: nn.Module, path: str) -> Iterator[Callable[..., Any]]:
-    """``_init_weights`` of the modules around ``path`` that have one, the innermost first: how transformers fills one."""
+    """``_init_weights`` of the modules around ``path`` that have one, the innermost first, as in transformers."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         found = getattr(model.get_submodule(".".join(parts[:length])), "_init_weights", None)
