@@ -20,6 +20,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
+from passes.ops.weight_gradients import WeightGradients
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of
 from planner.graph.source_lines import where_of
@@ -58,6 +59,7 @@ class LowerContext:
     random: RandomState
     device: torch.device
     gate: ParameterGate = field(default_factory=ParameterGate)
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     regions: tuple[Region, ...] = ()
     recomputed: tuple[Piece, ...] = ()
     thorough: bool = False  # whether facts that take long to prove are looked at too

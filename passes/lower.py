@@ -99,6 +99,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
         inputs,
         context.gate,
         load=context.load,
+        weight_gradients=context.weight_gradients,
     )
 
 

@@ -16,6 +16,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
+from passes.ops.weight_gradients import WeightGradients
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.parameters import LocalParameter
 
@@ -51,7 +52,7 @@ class RankProgram:
     ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
     its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
     ``load``: where experts note how many rows they get. ``gate``: where the stages wait for updated parameters; None
-    where they are to be here before the first forward.
+    where they are to be here before the first forward. ``weight_gradients``: what their products do for weights.
     """
 
     stages: list[StageModule]
@@ -61,4 +62,5 @@ class RankProgram:
     count_inputs: tuple[str, ...] = ()
     gate: ParameterGate | None = None
     load: ExpertLoad | None = None
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     notes: list[str] = field(default_factory=list)

@@ -1,0 +1,130 @@
+"""Gradients of weights as pieces of work of their own: done where they arise, or put aside until a W of the schedule.
+
+    B of (chunk, microbatch)    products give the gradients of their inputs; each keeps x and g
+    W of (chunk, microbatch)    gW += gᵀ x,  gb += Σ g, product by product, in the order in which they were kept
+
+So a stage can send the gradient of its input before it has those of its weights (Qi et al. 2023, section 2). What comes
+out is added where the runtime sums the gradients of that parameter; a handle that is bound to no such places leaves
+them to autograd, as ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]  # (chunk, microbatch)
+Work = Callable[[Any], None]  # takes what its ``begin`` gave to end
+Begin = Callable[[], Callable[[], Any]]
+
+
+class Place(Protocol):
+    """Where the gradient of one parameter is summed over products and microbatches."""
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right, of the parameter's shape; it ends one contribution."""
+        ...
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add the sum over dim 0 of ``rows`` [.., m], for a parameter [m]; it ends one contribution."""
+        ...
+
+    def add_nothing(self) -> None:
+        """End a contribution without a gradient."""
+        ...
+
+
+class Places(Protocol):
+    """Who sums the gradients of parameters."""
+
+    def place_of(self, parameter: Tensor) -> Place | None:
+        """None for a tensor whose gradient is autograd's."""
+        ...
+
+
+class WeightGradients:
+    """One rank's weight gradients as its graphs see them; the runtime binds the places where they are summed.
+
+    Owns: the work that was put aside and not run.
+    """
+
+    def __init__(self) -> None:
+        self._places: Places | None = None
+        self._aside: deque[tuple[Begin | None, Work]] | None = None
+        self._kept: dict[Key, deque[tuple[Begin | None, Work]]] = {}
+
+    def __repr__(self) -> str:
+        return "weight_gradients"
+
+    def bind(self, places: Places) -> None:
+        self._places = places
+
+    def place_of(self, parameter: Tensor) -> Place | None:
+        """Where the gradient of ``parameter`` belongs; None: it goes to autograd."""
+        return None if self._places is None else self._places.place_of(parameter)
+
+    # ---- the backward
+
+    @property
+    def waits(self) -> bool:
+        """Whether work is put aside now."""
+        return self._aside is not None
+
+    @contextmanager
+    def put_aside(self, key: Key | None) -> Iterator[None]:
+        """Around the backward of ``key``: what weights need is kept for ``run(key)``. None: it is done at once."""
+        assert key not in self._kept, f"the work of (chunk, microbatch) {key} was put aside and has not run"
+        if key is not None:
+            self._aside = self._kept[key] = deque()
+        try:
+            yield
+        finally:
+            self._aside = None
+
+    def keep(self, work: Work, begin: Begin | None = None) -> None:
+        """Put ``work`` aside. ``begin`` starts an exchange while the work before is done; ``work`` takes what it gives."""
+        assert self._aside is not None, "nothing is put aside now"
+        self._aside.append((begin, work))
+
+    # ---- the schedule
+
+    @property
+    def num_waiting(self) -> int:
+        """Of how many backwards work is put aside: none at the end of a step."""
+        return len(self._kept)
+
+    @torch.no_grad()
+    def run(self, key: Key) -> None:
+        """Do what the backward of ``key`` put aside, in its order, and let go of it. It runs once."""
+        assert key in self._kept, f"no backward has put work aside for (chunk, microbatch) {key}, or it has run"
+        kept = self._kept.pop(key)
+        ending = _begun(kept)
+        while kept:
+            end, (_, work) = ending, kept.popleft()
+            given = None if end is None else end()
+            ending = _begun(kept)
+            work(given)
+
+    def forget(self) -> None:
+        """A step has failed: nothing of it will run."""
+        self._aside, self._kept = None, {}
+
+    @contextmanager
+    def by_autograd(self) -> Iterator[None]:
+        """Forwards of meanwhile leave their weights to autograd: for who looks at its gradients."""
+        places, self._places = self._places, None
+        try:
+            yield
+        finally:
+            self._places = places
+
+
+def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:
+    """The exchange of the next work, under way."""
+    begin = kept[0][0] if kept else None
+    return None if begin is None else begin()
