@@ -54,7 +54,6 @@ app = typer.Typer(
     cls=Commands,
     help="Plan and run tensor, pipeline and data parallel training of an unmodified PyTorch Transformer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

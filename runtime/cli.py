@@ -11,7 +11,7 @@ import typer
 
 from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, write_text
 from planner.errors import PlanError
-from runtime.commands import calibrate, checkpoint, diff, evaluate, prepare, train
+from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, train
 
 CHECK_FAILED = 1
 
@@ -115,10 +115,11 @@ app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
+app.command("env", epilog=env.EPILOG)(env.env_command)
 
 
 def main() -> None:
-    app()
+    app(prog_name="meshwright")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def train_command(
         int | None,
         typer.Option(min=1, metavar="N", help="Each N updates, the loss of what the spec holds out."),
     ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line for a step: files and errors alone.")] = False,
     with_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False,
     save: Annotated[
         str | None, typer.Option(metavar="DIR", help="Save the state of the training here, at the end at least.")
@@ -92,6 +93,7 @@ def train_command(
         profile_to=_text(profile_to),
         tokenizer=tokenizer,
         validate_every=validate_every,
+        quiet=quiet,
     )
     trained = train(job, nproc, show_plan if with_plan else None, max_restarts)
     rows = trained.rows

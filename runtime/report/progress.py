@@ -47,7 +47,8 @@ class LiveLine:
 class Progress:
     """Owns the live line, and closes its sinks; shows and writes nothing unless ``enabled`` (rank 0).
 
-    ``first``: the steps that an earlier run has made. ``every_step`` keeps a line of every step in a terminal too.
+    ``first``: the steps that an earlier run has made. ``every_step`` keeps a line of every step in a terminal too;
+    ``quiet`` shows none, and the sinks have them.
     ``console``: where to; stdout if not given.
     """
 
@@ -59,9 +60,10 @@ class Progress:
         first: int = 0,
         enabled: bool = True,
         every_step: bool = False,
+        quiet: bool = False,
         console: Console | None = None,
     ) -> None:
-        self.enabled, self.every_step, self.num_steps = enabled, every_step, num_steps
+        self.enabled, self.every_step, self.quiet, self.num_steps = enabled, every_step, quiet, num_steps
         self.sinks = tuple(sinks)
         self._unchanging = Unchanging()
         self._console = console
@@ -70,7 +72,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         is_terminal = sys.stdout.isatty() if self._console is None else self._console.is_terminal
-        if self.enabled and is_terminal:
+        if self.enabled and is_terminal and not self.quiet:
             self._live = Live(self._line, console=self._console, refresh_per_second=_REFRESHES)
             self._live.start()
         return self
@@ -87,6 +89,8 @@ class Progress:
             return
         for sink in self.sinks:
             sink.write(row)
+        if self.quiet:
+            return
         self._line.step, self._line.row = row.step, row
         if self._live is None or self.every_step:
             self._print(f"step {row.step:>{len(str(self.num_steps))}}  {format_row(self._unchanging.without(row))}")

@@ -34,6 +34,7 @@ class Job:
     ``validate_every``: steps between two validations, None for none.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
+    ``quiet``: no line of a step is shown.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Job:
     validate_every: int | None = None
     profile: str | None = None
     profile_to: str | None = None
+    quiet: bool = False
 
     @property
     def trace(self) -> str:

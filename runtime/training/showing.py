@@ -60,6 +60,7 @@ class Showing:
                 first=self._first,
                 enabled=self.leads,
                 every_step=self.job.compare,
+                quiet=self.job.quiet,
             )
         )
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -100,6 +101,15 @@ def test_elsewhere_each_step_is_a_line(capsys):
     assert first == f"step  3  {format_row(ROW)}"
     assert "3.00 GiB" not in second
     assert "planned" not in second
+
+
+def test_quiet_is_for_eyes_alone(capsys):
+    written: list[StepRow] = []
+    sink = SimpleNamespace(write=written.append, close=lambda: None)
+    with Progress(10, [sink], quiet=True) as progress:
+        progress.show(ROW)
+    assert capsys.readouterr().out == ""
+    assert written == [ROW]
 
 
 def test_ranks_that_do_not_lead_say_nothing(capsys):

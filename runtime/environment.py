@@ -1,0 +1,101 @@
+"""What a bug report needs to know of a machine: versions, devices, back ends, compilers, settings. No name, no path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+import torch.distributed as dist
+
+PACKAGE = "meshwright"
+EXTRAS = ("transformers", "tokenizers", "transformer-engine", "triton", "matplotlib", "tensorboard")
+COMPILERS = ("c++", "g++", "clang++", "ptxas")
+_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
+_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+_HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of networks, files and machines
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One heading of the report and its lines, (what, how it is)."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+
+
+def environment() -> tuple[Part, ...]:
+    """The report, in the order in which it is read. Takes no device and starts no process."""
+    return (
+        Part("versions", (("meshwright", _version(PACKAGE)), ("Python", platform.python_version()), *_packages())),
+        Part("machine", _machine()),
+        Part("devices", _devices()),
+        Part("torch.distributed", _back_ends()),
+        Part("compilers", tuple((name, "found" if shutil.which(name) else "none") for name in COMPILERS)),
+        Part("settings", _settings()),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _packages() -> list[tuple[str, str]]:
+    """What we depend on, then the extras."""
+    names = [_name_of(line) for line in _required() if "extra ==" not in line]
+    return [(name, _version(name)) for name in (*names, *EXTRAS)]
+
+
+def _required() -> list[str]:
+    try:
+        return requires(PACKAGE) or []
+    except PackageNotFoundError:  # run from a checkout that nobody installed
+        return ["torch"]
+
+
+def _name_of(requirement: str) -> str:
+    return requirement.split(";")[0].rstrip().rstrip("0123456789.<>=!~, ")
+
+
+def _machine() -> tuple[tuple[str, str], ...]:
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    system = f"{platform.system()} {platform.release()}"
+    return (
+        ("system", f"{system} ({platform.machine()})"),
+        ("C library", " ".join(platform.libc_ver()) or "unknown"),
+        ("cores", str(os.cpu_count())),
+        ("memory", f"{gib:.1f} GiB"),
+        ("threads of torch", str(torch.get_num_threads())),
+    )
+
+
+def _devices() -> tuple[tuple[str, str], ...]:
+    if not torch.cuda.is_available():
+        return (("CUDA", f"none (torch is built for {torch.version.cuda or 'no CUDA'})"),)
+    found = [("CUDA of torch", str(torch.version.cuda))]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        gib = device.total_memory / 2**30
+        found.append((f"cuda:{index}", f"{device.name}, {gib:.1f} GiB, compute {device.major}.{device.minor}"))
+    return tuple(found)
+
+
+def _back_ends() -> tuple[tuple[str, str], ...]:
+    nccl = "none"
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
+    return (("NCCL", nccl), ("gloo", "found" if dist.is_gloo_available() else "none"))
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    """Environment variables that change a run, but for those that name a machine, a network or a file."""
+    found = sorted(name for name in os.environ if name in _SETTINGS or name.startswith(_FAMILIES))
+    return tuple((name, "(set)" if name.endswith(_HIDDEN) else os.environ[name]) for name in found) or (
+        ("none that matters", "-"),
+    )
