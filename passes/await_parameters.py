@@ -35,8 +35,8 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
 
 def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
     """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
-    pp, ep_rank = context.decisions.mesh.pp, context.place.get("ep", 0)
-    buffers = context.shards.buffers_of_rank(stage.index % pp, ep_rank)
+    pp_rank, ep_rank = context.decisions.mesh.pp_rank_of(stage.index), context.place.get("ep", 0)
+    buffers = context.shards.buffers_of_rank(pp_rank, ep_rank)
     places = {
         slot.name: (number, slot.bucket)
         for number, buffer in enumerate(buffers)

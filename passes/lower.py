@@ -103,7 +103,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
     )
 
 
-def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, range]:
+def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, tuple[int, ...]]:
     """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
     decisions, shards = plan.to_run()
     here = plan.mesh.place(rank)
@@ -115,7 +115,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
     asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in _more_axes(plan)}
     context = LowerContext(decisions, shards, plan.collectives, tp, random, device, **asked)
-    return context, range(here["pp"], decisions.stages.num_stages, plan.mesh.pp)
+    return context, plan.mesh.stages_of(here["pp"])
 
 
 def _more_axes(plan: Plan) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import build_schedule, fold_of
 from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
 from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
@@ -151,7 +151,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     experts = open_experts(program, found, mesh)
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)
-    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split)
+    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
     schedule = planned(
         build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     )
@@ -220,7 +220,7 @@ def _on_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def _mesh(spec: Spec) -> Mesh:
-    mesh = spec.mesh.to_mesh()
+    mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule))
     if mesh.cp > 1 and mesh.has_expert_axes:
         raise PlanError(
             f"cp = {mesh.cp} with ep = {mesh.ep}, etp = {mesh.etp}: experts over axes of their own are not cut over cp",

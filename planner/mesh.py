@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from planner import fold as folds
 from planner.errors import PlanError, require
+from planner.fold import LOOP, Fold
 from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenerator, check_order
 
 MOST_RANKS = 1 << 20
@@ -23,8 +25,8 @@ class Mesh:
     """The sizes of all axes and their order; world_size = tp·cp·dp·pp = etp·ep·edp·pp. It is the plan's row.
 
     ``etp`` left out (0) is the same as tp; ``edp`` and ``world_size`` left out follow from the rest. The order is
-    case-insensitive and kept in lower case. Raises PlanError, with the spec's key as its place, when the sizes do not
-    fit one another or the order does not hold every axis.
+    case-insensitive and kept in lower case. ``fold``: which of the pp·vpp stages each pp rank runs. Raises PlanError,
+    with the spec's key as its place, when the sizes do not fit one another or the order does not hold every axis.
     """
 
     tp: int = 1
@@ -37,6 +39,7 @@ class Mesh:
     edp: int = 0
     world_size: int = 0
     order: str = DEFAULT_ORDER
+    fold: Fold = LOOP
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "etp", self.etp or self.tp)
@@ -76,7 +79,7 @@ class Mesh:
         for axis, size in {"world size": world_size, **given}.items():
             _check_size(axis, size)
         _check_divisible(world_size, "tp·cp·pp", (tp, cp, pp))
-        return cls(dp=world_size // (tp * cp * pp), order=order, **given)
+        return cls(dp=world_size // (tp * cp * pp), order=order, fold=LOOP, **given)
 
     @property
     def dense(self) -> RankGenerator:
@@ -94,6 +97,18 @@ class Mesh:
     def has_expert_axes(self) -> bool:
         """Whether experts are cut otherwise than all else: over ep, or over an etp that is not tp."""
         return self.ep > 1 or self.etp != self.tp
+
+    def pp_rank_of(self, stage: int) -> int:
+        """The pp rank that runs ``stage``."""
+        return folds.rank_of(stage, self.pp, self.fold)
+
+    def chunk_of(self, stage: int) -> int:
+        """Which chunk of its pp rank ``stage`` is."""
+        return folds.chunk_of(stage, self.pp, self.fold)
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pp rank, chunk by chunk."""
+        return folds.stages_of(pp_rank, self.pp, self.pp * self.vpp, self.fold)
 
     @property
     def data_axis(self) -> str:

@@ -112,10 +112,10 @@ def level_between(first: int, second: int, cluster: Cluster) -> int:
     return len(cluster.links) - 1
 
 
-def neighbours(mesh: Mesh, cluster: Cluster, rank: int) -> int:
-    """The level over which pp rank ``rank`` sends to the next one (the last: to the first)."""
-    after = (rank + 1) % mesh.pp
-    return level_between(mesh.rank_of(pp=rank), mesh.rank_of(pp=after), cluster)
+def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
+    """The level over which ``stage`` sends to the next one; None where one rank runs both."""
+    rank, after = mesh.pp_rank_of(stage), mesh.pp_rank_of(stage + 1)
+    return None if rank == after else level_between(mesh.rank_of(pp=rank), mesh.rank_of(pp=after), cluster)
 
 
 # ---- seconds

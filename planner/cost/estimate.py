@@ -69,12 +69,13 @@ def stage_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:
     """Of each pp rank."""
-    ranges, pp = stage_ranges(layout.sizes), layout.mesh.pp
+    ranges = stage_ranges(layout.sizes)
     require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} blocks are dealt out of {len(work.units)}")
     found = []
-    for rank in range(pp):
-        others = [of for at, of in enumerate(ranges) if at % pp != rank]
-        found.append(rank_holds(work, ranges[rank::pp], others, layout.mesh, spec))
+    for rank in range(layout.mesh.pp):
+        own = layout.mesh.stages_of(rank)
+        others = [of for stage, of in enumerate(ranges) if stage not in own]
+        found.append(rank_holds(work, [ranges[stage] for stage in own], others, layout.mesh, spec))
     return found
 
 
@@ -113,7 +114,7 @@ def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
     if mesh.pp == 1 or count > _MOST_RUN:  # of so many the ramps are little beside the rest: all cores are busy
         return max(1.0, count * sum(map(sum, sides)) / (mesh.pp * run.seconds) * sharing)
     orders = build_schedule(layout.schedule, mesh.pp, count, mesh.vpp).orders
-    return max(1.0, run_on_cores(orders, *sides, mesh.pp / sharing) / run.seconds)
+    return max(1.0, run_on_cores(orders, *sides, mesh.pp / sharing, mesh.fold) / run.seconds)
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
@@ -140,11 +141,13 @@ def _axes(work: CutWork, kind: str) -> tuple[str, ...]:
 def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing) -> tuple[list[float], list[float]]:
     """Seconds of what crosses each cut between stages, there and back."""
     mesh, sent, returned = pricing.mesh, list[float](), list[float]()
-    if mesh.pp == 1:
-        return [0.0] * (len(ranges) - 1), [0.0] * (len(ranges) - 1)
-    levels = [pricing.wires[neighbours(mesh, pricing.cluster, rank)] for rank in range(mesh.pp)]
-    for index, (_, end) in enumerate(ranges[:-1]):
-        wire, after = levels[index % mesh.pp], work.units[end - 1].after
+    for stage, (_, end) in enumerate(ranges[:-1]):
+        level = neighbours(mesh, pricing.cluster, stage)
+        if level is None:
+            sent.append(0.0)
+            returned.append(0.0)
+            continue
+        wire, after = pricing.wires[level], work.units[end - 1].after
         sent.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after))
         returned.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after if v.has_gradient))
     return sent, returned
@@ -213,12 +216,12 @@ class _Step:
 
     def _busy(self, rank: int) -> Spent:
         total = Spent()
-        for stage in self.stages[rank :: self.pp]:
+        for stage in (self.stages[s] for s in self.layout.mesh.stages_of(rank)):
             total = total.plus(stage.forward, self.count).plus(stage.backward, self.count)
         return total
 
     def _end(self, rank: int, start: float) -> EndOfStep:
-        first = self.stages[rank]
+        first = self.stages[self.layout.mesh.stages_of(rank)[0]]
         return end_of_step(
             self.holds[rank],
             self.pricing,
@@ -237,7 +240,7 @@ def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> flo
     mesh, ends = layout.mesh, [0, *accumulate(layout.sizes)]
     most, before = 0.0, 0.0
     for rank in range(mesh.pp):
-        own = [until[ends[s + 1]] - until[ends[s]] for s in range(rank, len(layout.sizes), mesh.pp)]
+        own = [until[ends[s + 1]] - until[ends[s]] for s in mesh.stages_of(rank)]
         most = max(most, before + layout.num_microbatches * sum(own))
         before += own[0]
     return most * (1 - 1e-9)

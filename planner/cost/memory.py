@@ -99,7 +99,7 @@ def memory_rows(
         static[row.pp_rank] += row.bytes
     orders = schedule.actions
     return tuple(
-        _row(decisions, shards, rank, peak_of(orders, rank, stages, shards), stages, static[rank])
+        _row(decisions, shards, rank, peak_of(orders, rank, stages, shards, decisions.mesh.fold), stages, static[rank])
         for rank in range(decisions.mesh.pp)
     )
 
@@ -123,7 +123,7 @@ def _row(
         communication=peak.messages,
         slack=ceil(SLACK * peak.total),
         peak=peak.action,
-        of_microbatch=tuple(memory.kept for memory in stages[rank :: decisions.mesh.pp]),
+        of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
     )
 
 
@@ -137,9 +137,9 @@ def after_blocks(decisions: Decisions) -> list[str]:
 
 def _registered_bytes(decisions: Decisions, rank: int) -> int:
     """The model's own buffers and constants on each stage of a rank."""
-    program, stages = decisions.program, decisions.stages
+    program, stages, own = decisions.program, decisions.stages, decisions.mesh.stages_of(rank)
     return sum(
-        value_bytes(program.node(name)) * sum(s % decisions.mesh.pp == rank for s in stages.parameter_stages[name])
+        value_bytes(program.node(name)) * sum(stage in stages.parameter_stages[name] for stage in own)
         for name in (*program.buffers, *program.constants)
         if name in stages.parameter_stages
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.liveness import StageMemory
+from planner.fold import LOOP, Fold, rank_of, stage_of
 from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.schedule import Action, Order
 from planner.sharding.shards import Shards
@@ -35,19 +36,24 @@ class Peak:
         return self.kept + self.working + self.messages
 
 
-def peak_of(orders: Sequence[Order], pp_rank: int, stages: Sequence[StageMemory], shards: Shards) -> Peak:
+def peak_of(
+    orders: Sequence[Order], pp_rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold = LOOP
+) -> Peak:
     """The first of equal peaks. ``stages``: of every stage of the pipeline; ``orders``: the actions of every rank."""
-    return _Rank(orders, pp_rank, stages, shards).run()
+    return _Rank(orders, pp_rank, stages, shards, fold).run()
 
 
 class _Rank:
     """Owns what is held at a moment: of microbatches in flight, and in messages."""
 
-    def __init__(self, orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards) -> None:
+    def __init__(
+        self, orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold
+    ) -> None:
         self.order, self.rank, self.pp, self.stages, self.shards = orders[rank], rank, len(orders), stages, shards
+        self.fold: Fold = fold
         self.sending: dict[Message, int] = {}
         self.positions = {
-            (action.kind, action.microbatch, action.chunk * self.pp + r): at
+            (action.kind, action.microbatch, stage_of(r, action.chunk, self.pp, fold)): at
             for r, order in enumerate(orders)
             for at, action in enumerate(order)
         }
@@ -75,10 +81,13 @@ class _Rank:
         return Peak(str(action), kept, logits, memory.forward - memory.kept)
 
     def _stage(self, action: Action) -> int:
-        return action.chunk * self.pp + self.rank
+        return stage_of(self.rank, action.chunk, self.pp, self.fold)
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of(stage, self.pp, self.fold)
 
     def _crosses(self, message: Message) -> bool:
-        return 0 <= message.boundary < len(self.stages) - 1 and message.link(self.pp) is not None
+        return 0 <= message.boundary < len(self.stages) - 1 and message.link(self.pp, self.fold) is not None
 
     def _posted(self, action: Action) -> int:
         """Bytes of the buffers that wait for what ``action`` will need."""
@@ -96,7 +105,7 @@ class _Rank:
         reached = self.positions.get((received.kind, received.microbatch, received.sender), -1)
         for sent in list(self.sending):
             used = self.positions[sent.kind, sent.microbatch, sent.receiver]
-            if sent.receiver % self.pp == received.sender % self.pp and used <= reached:
+            if self._rank_of(sent.receiver) == self._rank_of(received.sender) and used <= reached:
                 del self.sending[sent]
 
     def _send(self, action: Action, memory: StageMemory) -> None:

@@ -161,7 +161,7 @@ def _boundary_rows(
     decisions: Decisions, shards: Shards, places: Places, cut: int, stage: int
 ) -> Iterator[CollectivePlan]:
     """What ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a message."""
-    if cut < 0 or cut % decisions.mesh.pp == (cut + 1) % decisions.mesh.pp:
+    if cut < 0 or decisions.mesh.pp_rank_of(cut) == decisions.mesh.pp_rank_of(cut + 1):
         return
     sends = cut == stage
     for value in shards.boundaries[cut]:

@@ -6,8 +6,8 @@
     layout = part…             part = thing | thing * n           thing = E | t | m | L | "|" | ( part… )
 
 E is the embedding (what runs before the blocks), t a block, L what follows the last block, down to the loss, and m a
-layer of multi-token prediction. A bar ends a stage; nothing between two bars is a stage that holds nothing. Stage s is
-chunk s // pp of pp rank s % pp. Every error shows the text and points at the character.
+layer of multi-token prediction. A bar ends a stage; nothing between two bars is a stage that holds nothing. Which
+rank runs a stage says ``planner.fold``. Every error shows the text and points at the character.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from planner.errors import PlanError
+from planner.fold import LOOP, Fold, rank_of, stage_of
 from planner.pipeline.schedule import Action, Order, Schedule, format_order
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 2, 4
@@ -51,9 +52,9 @@ class Message(NamedTuple):
         """The stage that receives it."""
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
-    def link(self, pp: int) -> Link | None:
+    def link(self, pp: int, fold: Fold) -> Link | None:
         """The link that carries it; None where both stages are on one rank."""
-        sender, receiver = self.sender % pp, self.receiver % pp
+        sender, receiver = rank_of(self.sender, pp, fold), rank_of(self.receiver, pp, fold)
         return None if sender == receiver else Link(sender, receiver, self.kind)
 
 
@@ -70,28 +71,28 @@ def received_by(kind: str, stage: int, microbatch: int) -> Message:
     return Message(kind, stage - 1 if kind == "F" else stage, microbatch)
 
 
-def links(pp: int, vpp: int) -> tuple[Link, ...]:
+def links(pp: int, vpp: int, fold: Fold = LOOP) -> tuple[Link, ...]:
     """Every link of a pipeline, in the one order in which all ranks make and first use them."""
-    crossing = (Message(kind, boundary, 0).link(pp) for boundary in range(pp * vpp - 1) for kind in "FB")
+    crossing = (Message(kind, boundary, 0).link(pp, fold) for boundary in range(pp * vpp - 1) for kind in "FB")
     return tuple(dict.fromkeys(link for link in crossing if link is not None))
 
 
-def sends(order: Order, pp: int, pp_rank: int, num_stages: int) -> Carried:
+def sends(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
     """What ``pp_rank`` sends on each link, with the action that does, in the order in which it does."""
-    return _by_link(order, pp, pp_rank, num_stages, sent_by)
+    return _by_link(order, pp, pp_rank, num_stages, fold, sent_by)
 
 
-def receives(order: Order, pp: int, pp_rank: int, num_stages: int) -> Carried:
+def receives(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
     """What ``pp_rank`` receives from each link, with the action that needs it, in the order in which it posts it."""
-    return _by_link(order, pp, pp_rank, num_stages, received_by)
+    return _by_link(order, pp, pp_rank, num_stages, fold, received_by)
 
 
 def check_links(schedule: Schedule) -> None:
     """Raises PlanError, with both orders around the first difference, where a link's two ends differ."""
-    pp, num_stages = schedule.pp, schedule.num_stages
-    sent = [sends(order, pp, rank, num_stages) for rank, order in enumerate(schedule.orders)]
-    received = [receives(order, pp, rank, num_stages) for rank, order in enumerate(schedule.orders)]
-    for link in links(pp, schedule.vpp):
+    pp, num_stages, fold = schedule.pp, schedule.num_stages, schedule.fold
+    sent = [sends(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]
+    received = [receives(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]
+    for link in links(pp, schedule.vpp, fold):
         out, into = sent[link.sender].get(link, []), received[link.receiver].get(link, [])
         pairs = enumerate(zip(out, into, strict=True))
         first = next((at for at, (mine, theirs) in pairs if mine[0] != theirs[0]), None)
@@ -100,12 +101,12 @@ def check_links(schedule: Schedule) -> None:
 
 
 def _by_link(
-    order: Order, pp: int, pp_rank: int, num_stages: int, crossing: Callable[[str, int, int], Message]
+    order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold, crossing: Callable[[str, int, int], Message]
 ) -> Carried:
     found: Carried = {}
     for action in order:
-        message = crossing(action.kind, action.chunk * pp + pp_rank, action.microbatch)
-        link = message.link(pp) if 0 <= message.boundary < num_stages - 1 else None
+        message = crossing(action.kind, stage_of(pp_rank, action.chunk, pp, fold), action.microbatch)
+        link = message.link(pp, fold) if 0 <= message.boundary < num_stages - 1 else None
         if link is not None:
             found.setdefault(link, []).append((message, action))
     return found

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import PlanError
+from planner.fold import LOOP, Fold
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, Action, Order, Schedule
 from planner.pipeline.simulate import format_grid, simulate
 
 MOST_STEPS, MOST_RANKS = 20, 16
 
 
-def grid_around(orders: Sequence[Order], rank: int, action: Action) -> str:
+def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold = LOOP) -> str:
     """The steps and pp ranks next to ``action`` of ``rank``, which is marked; each action is taken to last one step."""
     actions = [a for order in orders for a in order]
     kind = CUSTOM if any(a.kind == "B" for a in actions) else FORWARD_ONLY
     num_chunks, num_microbatches = 1 + max(a.chunk for a in actions), 1 + max(a.microbatch for a in actions)
-    schedule = Schedule(kind, len(orders), num_chunks, num_microbatches, len(orders), tuple(orders))
+    schedule = Schedule(kind, len(orders), num_chunks, num_microbatches, len(orders), tuple(orders), fold)
     try:
         steps = simulate(schedule).steps
     except PlanError as error:  # what failed may be the schedule itself

@@ -4,9 +4,9 @@
     1f1b               pp - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, then the rest
     interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
 
-Chunk c of pp rank r is stage c·pp + r. Forwards run in the order of the schedule table: for each group of G
-microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with its
-chunk counted from the end. (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
+Which stage a chunk of a rank is says ``planner.fold``. Forwards run in the order of the schedule table: for each group
+of G microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with
+its chunk counted from the end. (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
 section 2.2.)
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import PlanError, require
+from planner.fold import LOOP, Fold
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
@@ -75,6 +76,7 @@ class Schedule:
     num_microbatches: int
     group_size: int
     orders: tuple[Order, ...]
+    fold: Fold = LOOP
 
     def __post_init__(self) -> None:
         if len(self.orders) != self.pp:
@@ -106,7 +108,7 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same forwards without backwards, for evaluation."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
-        return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders)
+        return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders, self.fold)
 
 
 def format_order(order: Order) -> str:
@@ -125,7 +127,12 @@ def build_schedule(
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
     orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
-    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
+    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold_of(kind))
+
+
+def fold_of(kind: str | None) -> Fold:
+    """How a kind of schedule lays its stages onto ranks; of what is no kind of KINDS, in a loop."""
+    return KINDS[kind].fold if kind in KINDS else LOOP
 
 
 def rank_order(
@@ -220,12 +227,13 @@ class Kind:
 
     ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
-    stages on a rank.
+    stages on a rank, laid there as ``fold`` says.
     """
 
     num_warmup: Callable[[int, int, int, int], int]
     check: Callable[[int, int, int, int], None] = lambda pp, num_microbatches, vpp, group_size: None
     runs_chunks: bool = False
+    fold: Fold = LOOP
 
 
 KINDS = {

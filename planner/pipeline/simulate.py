@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
+from planner.fold import chunk_of, rank_of, stage_of
 from planner.pipeline.links import check_links
 from planner.pipeline.schedule import Action, Order, Schedule, SchedulePlan
 
@@ -44,7 +45,7 @@ def simulate(
     forward_cost: float | Sequence[float] = 1.0,
     backward_cost: float | Sequence[float] = 2.0,
 ) -> Simulation:
-    """Run ``schedule``; a cost is one number or a number for each stage (stage = chunk·pp + rank), in any unit of time.
+    """Run ``schedule``; a cost is one number or a number for each stage, in any unit of time.
 
     Raises PlanError when ranks wait for each other forever (it shows the grid and what each rank waits for), and when
     two ranks have a link's messages in different orders.
@@ -84,8 +85,8 @@ def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple
     return "\n".join(line.rstrip() for line in [head, *rows])
 
 
-def _event(action: Action, rank: int, pp: int) -> _Event:
-    return action.kind, action.microbatch, action.chunk * pp + rank
+def _event(action: Action, rank: int, schedule: Schedule) -> _Event:
+    return action.kind, action.microbatch, stage_of(rank, action.chunk, schedule.pp, schedule.fold)
 
 
 def _needs(event: _Event, num_stages: int) -> list[_Event]:
@@ -108,7 +109,7 @@ def _lock_steps(schedule: Schedule) -> Steps:
             raise _deadlock(schedule, tuple(steps), position, done)
         for rank, action in enumerate(row):
             if action:
-                done.add(_event(action, rank, schedule.pp))
+                done.add(_event(action, rank, schedule))
                 position[rank] += 1
         steps.append(row)
     return tuple(steps)
@@ -118,7 +119,7 @@ def _ready(schedule: Schedule, rank: int, position: int, done: set[_Event]) -> A
     order = schedule.orders[rank]
     if position == len(order):
         return None
-    event = _event(order[position], rank, schedule.pp)
+    event = _event(order[position], rank, schedule)
     return order[position] if all(need in done for need in _needs(event, schedule.num_stages)) else None
 
 
@@ -139,9 +140,10 @@ def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_
 
 
 def _missing(schedule: Schedule, action: Action, rank: int, done: set[_Event]) -> str:
-    needs = _needs(_event(action, rank, schedule.pp), schedule.num_stages)
+    needs = _needs(_event(action, rank, schedule), schedule.num_stages)
     kind, microbatch, stage = next(need for need in needs if need not in done)
-    return f"{Action(kind, microbatch, stage // schedule.pp)} of rank {stage % schedule.pp}"
+    chunk, rank = (of(stage, schedule.pp, schedule.fold) for of in (chunk_of, rank_of))
+    return f"{Action(kind, microbatch, chunk)} of rank {rank}"
 
 
 def _per_stage(cost: float | Sequence[float], schedule: Schedule) -> list[float]:
@@ -156,7 +158,7 @@ def _spans(schedule: Schedule, steps: Steps, costs: dict[str, list[float]]) -> t
     free = [0.0] * schedule.pp
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     for rank, action in ((rank, action) for row in steps for rank, action in enumerate(row) if action):
-        event = _event(action, rank, schedule.pp)
+        event = _event(action, rank, schedule)
         start = max([free[rank], *(ends[need] for need in _needs(event, schedule.num_stages))])
         ends[event] = free[rank] = start + costs[action.kind][event[2]]
         spans[rank].append((start, free[rank]))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.errors import PlanError
+from planner.fold import LOOP, Fold, chunk_of, rank_of
 from planner.pipeline.layout import KEY, Layout, complaint, layout_of_sizes, read_layout
 
 AUTO = "auto"
@@ -39,7 +40,7 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
         yield PlanError(f"{KEY} has {len(split)} stages, {stages}", where=KEY, fix=fix)
 
 
-def layout_of(split: Any, pp: int, vpp: int, num_blocks: int) -> Layout:
+def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP) -> Layout:
     """The layout that ``split`` (not auto) says for a model. Raises PlanError where it does not fit."""
     for problem in stage_problems(split, pp, vpp) if isinstance(split, str) or _is_rows(split) else ():
         raise problem
@@ -48,21 +49,23 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int) -> Layout:
         layout.check_num_blocks(num_blocks)
         return layout
     if isinstance(split, Sequence):
-        sizes = by_stage(split) if _is_rows(split) else list(split)
+        sizes = by_stage(split, fold) if _is_rows(split) else list(split)
         _check_sizes(split, sizes, pp * vpp, num_blocks)
         return layout_of_sizes(sizes)
-    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, **dict(split))))
+    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, **dict(split)), fold))
 
 
-def by_stage(sizes_of_ranks: Sequence[Sequence[int]]) -> list[int]:
-    """Sizes of each chunk of each rank, as sizes of each stage: stage s is chunk s // pp of rank s % pp."""
-    return [size for chunk in zip(*sizes_of_ranks, strict=True) for size in chunk]
+def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list[int]:
+    """Sizes of each chunk of each rank, as sizes of each stage."""
+    pp, num_stages = len(sizes_of_ranks), sum(map(len, sizes_of_ranks))
+    return [sizes_of_ranks[rank_of(s, pp, fold)][chunk_of(s, pp, fold)] for s in range(num_stages)]
 
 
 def even_split(
     num_blocks: int,
     pp: int,
     vpp: int = 1,
+    fold: Fold = LOOP,
     *,
     first: int | None = None,
     last: int | None = None,
@@ -73,7 +76,7 @@ def even_split(
     if embedding or loss:
         if first is not None or last is not None:
             raise _problem("embedding and loss count as blocks only where first and last are not given", "keep one")
-        return _with_ends(num_blocks, pp, vpp, embedding, loss)
+        return _with_ends(num_blocks, pp, vpp, fold, embedding, loss)
     fixed = [n for n in (first, last) if n is not None]
     ranks, blocks = pp - len(fixed), num_blocks - sum(fixed)
     between = f"{blocks} blocks of {num_blocks}" if fixed else f"{num_blocks} blocks"
@@ -88,7 +91,7 @@ def even_split(
     return [_in_chunks(size, rank, vpp) for rank, size in enumerate(sizes)]
 
 
-def _with_ends(num_blocks: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[list[int]]:
+def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
     """Evenly, with the embedding on the first stage and the loss on the last, each in the place of a block."""
     total = num_blocks + embedding + loss
     if total % pp:
@@ -96,7 +99,7 @@ def _with_ends(num_blocks: int, pp: int, vpp: int, embedding: bool, loss: bool) 
         raise _problem(f"{counted} = {total} do not divide by {pp} pipeline ranks", "write auto, or a layout")
     sizes = [_in_chunks(total // pp, rank, vpp) for rank in range(pp)]
     sizes[0][0] -= embedding
-    sizes[-1][-1] -= loss
+    sizes[rank_of(pp * vpp - 1, pp, fold)][-1] -= loss
     return sizes
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from planner.errors import PlanError, Where
+from planner.fold import LOOP, Fold
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.live_sets import (
     anchors,
@@ -36,7 +37,7 @@ from planner.pipeline.split import layout_of
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Which stage runs what. Stage s is chunk s // pp of pp rank s % pp.
+    """Which stage runs what; which rank runs a stage is of ``planner.fold``.
 
     ``stage_of``           call that the loss needs → its stage; for a recomputed one the first that reads it
     ``recomputed``         calls that each stage of ``copies`` computes for itself
@@ -73,8 +74,10 @@ def assign_stages(
     split: Any = "auto",
     node_cost: Callable[[fx.Node], int] = default_cost,
     where: Where | str | None = None,
+    fold: Fold = LOOP,
 ) -> StageAssignment:
-    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or what ``planner.pipeline.split`` reads.
+    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or what ``planner.pipeline.split`` reads;
+    ``fold`` says which of them the rows of a split are about.
 
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
@@ -87,7 +90,7 @@ def assign_stages(
     if split == "auto":
         layout = layout_of_sizes(_balanced(anchor, costs, num_stages, num_blocks))
     else:
-        layout = layout_of(split, pp, vpp, num_blocks)
+        layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, block_of, layout)
     _check_ends(program, stage, layout)
     return _assignment(program, stage, recomputed, layout, costs)

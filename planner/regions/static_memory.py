@@ -56,10 +56,10 @@ def decide_slots(
         return ()
     if FULL_ITERATION in asked.scope:
         return tuple(_whole_iteration(decisions, schedule, rank) for rank in range(decisions.mesh.pp))
-    pp, vpp, rows = decisions.mesh.pp, decisions.mesh.vpp, list[GraphSlots]()
+    rows = list[GraphSlots]()
     captured = [region for region in regions if not region.refused]
     for rank, order in enumerate(schedule.actions):
-        chunks = [[region for region in captured if region.stage == chunk * pp + rank] for chunk in range(vpp)]
+        chunks = [[region for region in captured if region.stage == stage] for stage in decisions.mesh.stages_of(rank)]
         by_microbatch = asked.impl == "transformer_engine"
         rows += _by_microbatch(rank, order, chunks) if by_microbatch else _by_slot(rank, order, chunks)
     return tuple(rows)
@@ -132,8 +132,8 @@ def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: in
 
     The batch tensors of every microbatch that a stage of the rank reads, and the denominators of its losses (float64).
     """
-    program, pp, read = decisions.program, decisions.mesh.pp, decisions.stages.parameter_stages
-    here = [name for name, stages in read.items() if any(stage % pp == rank for stage in stages)]
+    program, read, own = decisions.program, decisions.stages.parameter_stages, decisions.mesh.stages_of(rank)
+    here = [name for name, stages in read.items() if not set(own).isdisjoint(stages)]
     batch = [program.node(name).meta["val"] for name in here if name in program.inputs]
     counts = [name for name in here if name in decisions.terms.denominators]
     microbatch = sum(value.numel() * value.element_size() for value in batch)

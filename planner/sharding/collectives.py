@@ -51,12 +51,12 @@ class CollectivePlan:
         require(self.bytes >= 0 and self.count >= 0, f"{self.kind} at {self.where} has a negative size")
 
 
-def sums_of(buffer: Buffer, pp: int) -> tuple[str, ...]:
+def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:
     """The groups with another rank over which a buffer's gradients are summed after dp, first to last.
 
     Chunks of one rank share a tied weight without an exchange.
     """
-    is_shared = len({stage % pp for stage in buffer.tied_stages}) > 1
+    is_shared = len({mesh.pp_rank_of(stage) for stage in buffer.tied_stages}) > 1
     return tuple(axis for axis in SUMS if axis in buffer.partial_over and (is_shared or axis != "embedding"))
 
 
@@ -88,7 +88,7 @@ def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterato
         if num_ranks > 1:
             size = len(bucket.world) * buffer.gradient_dtype.itemsize
             yield row("reduce_scatter" if sharded else "all_reduce", over, size)
-        for axis in sums_of(buffer, mesh.pp):
+        for axis in sums_of(buffer, mesh):
             yield row("all_reduce", axis, _summed_elements(mesh, buffer, bucket, axis) * buffer.main_dtype.itemsize)
         if num_ranks > 1 and sharded:
             yield row("all_gather", over, len(bucket.world) * buffer.dtype.itemsize)

@@ -234,7 +234,7 @@ def parameters_of_rank(
         for n in program.graph.graph.find_nodes(op="placeholder")
         if n.name in program.parameters and (n.name not in parts or parts[n.name].is_held(mesh.ep, place["ep"]))
     ]
-    for stage in range(pp_rank, stages.num_stages, mesh.pp):
+    for stage in mesh.stages_of(pp_rank):
         for node in held:
             if stage in stages.parameter_stages.get(node.name, ()):
                 yield local_parameter(decisions, node, stage, place)

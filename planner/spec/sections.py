@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from planner.errors import PlanError, SpecError
+from planner.fold import LOOP, Fold
 from planner.mesh import SIZES, Mesh
 from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled
 from planner.pipeline.schedule import KINDS
@@ -77,9 +78,9 @@ class MeshSpec(Section):
         """Whether some size is left to the search."""
         return any(getattr(self, axis) == AUTO for axis in SIZES)
 
-    def to_mesh(self) -> Mesh:
+    def to_mesh(self, fold: Fold = LOOP) -> Mesh:
         """The mesh of these sizes, none of which is auto. Raises PlanError where they make none."""
-        return Mesh(**dict(self))
+        return Mesh(**dict(self), fold=fold)
 
     def problems(self) -> Iterator[PlanError]:
         if self.order == AUTO and not self.has_auto:

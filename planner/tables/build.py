@@ -135,8 +135,9 @@ def stage_rows(decisions: Decisions, shards: Shards) -> tuple[StagePlan, ...]:
 
 
 def _stage_row(decisions: Decisions, shards: Shards, index: int) -> StagePlan:
-    program, stages, pp = decisions.program, decisions.stages, decisions.mesh.pp
+    program, stages, mesh = decisions.program, decisions.stages, decisions.mesh
     blocks = tuple(decisions.blocks.instances[b].path for b in stages.blocks_of_stage[index])
     held = [program.node(n) for n in program.parameters if index in stages.parameter_stages.get(n, ())]
     count = sum(node.meta["val"].numel() for node in held)
-    return StagePlan(index, index % pp, index // pp, blocks, count, shards.received(index), shards.sent(index))
+    place = mesh.pp_rank_of(index), mesh.chunk_of(index)
+    return StagePlan(index, *place, blocks, count, shards.received(index), shards.sent(index))

@@ -14,7 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from planner.errors import PlanError
 
@@ -40,6 +40,11 @@ def decode(kind: Any, value: Any, path: str) -> Any:
         return _decode_tuple(arguments, value, path)
     if origin is dict or kind is dict:
         return _expect(value, dict, path)
+    if origin is Literal:
+        if value not in arguments:
+            what = f"{path} must be one of {', '.join(map(str, arguments))}, not {value!r}"
+            raise PlanError(f"not a plan of this version: {what}")
+        return value
     if kind is float:
         return float(_expect(value, (int, float), path))
     return _expect(value, kind, path)

@@ -42,7 +42,7 @@ def _rows(decisions: Decisions, places: Places) -> Iterator[ExpertsPlan]:
         stage = next(s for s in range(stages.num_stages) if stages.runs_on(node.name, s))
         held: tuple[tuple[int, ...], ...] = ()
         if mesh.has_expert_axes:
-            held = tuple(_ranks_of(decisions, ep_rank, stage % mesh.pp) for ep_rank in range(mesh.ep))
+            held = tuple(_ranks_of(decisions, ep_rank, mesh.pp_rank_of(stage)) for ep_rank in range(mesh.ep))
         size = sent.get(layer.chosen, 0)
         yield ExpertsPlan(places.block(node), layer.num_experts, layer.top_k, layer.how, stage, held, size)
 

@@ -151,7 +151,7 @@ class TrainingState:
     def _written_range(self, run: OwnedRun) -> Range:
         """Of the run's elements those that this rank writes: of equal copies each rank has its share."""
         local, mesh, place = run.local, self.groups.mesh, self.groups.place
-        if local.tied_stages and place["pp"] != min(local.tied_stages) % mesh.pp:
+        if local.tied_stages and place["pp"] != mesh.pp_rank_of(min(local.tied_stages)):
             return Range(0, 0)
         copies = 1 if local.placement.is_sharded else mesh.size(local.axis)
         index = place[local.reduced_over] % run.num_equal * copies + place[local.axis] % copies

@@ -37,9 +37,9 @@ def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]]) -> list[Comm
     found += [Communicator(axis, tuple(ranks)) for axis in dense_axes(mesh) for ranks in mesh.groups(axis)]
     found += [Communicator(axis, tuple(ranks)) for axis, groups in expert_axes(mesh).items() for ranks in groups]
     for stages in tied_sets:
-        pp_ranks = sorted({stage % mesh.pp for stage in stages})
+        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
         found += [Communicator(stages, tuple(line[pp_rank] for pp_rank in pp_ranks)) for line in lines]
-    for link in links(mesh.pp, mesh.vpp):
+    for link in links(mesh.pp, mesh.vpp, mesh.fold):
         found += [Communicator(link, (line[link.sender], line[link.receiver])) for line in lines]
     return found
 

@@ -101,8 +101,8 @@ class Groups:
         return self.coordinate["pp"]
 
     def rank_of_stage(self, stage: int) -> int:
-        """The global rank that runs ``stage`` at this rank's tp, cp and dp: chunk c of pp rank r is c·pp + r."""
-        return self.mesh.rank_of(**{**self.coordinate, "pp": stage % self.mesh.pp})
+        """The global rank that runs ``stage`` at this rank's tp, cp and dp."""
+        return self.mesh.rank_of(**{**self.coordinate, "pp": self.mesh.pp_rank_of(stage)})
 
     def over(self, axis: str) -> Any:
         """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""

@@ -22,7 +22,7 @@ LINK_CTAS = 2
 def make_links(groups: Groups) -> None:
     """Fill ``groups.links``. All ranks create all, in one order, for the device's backend alone."""
     backend = groups.backend
-    for link in links(groups.mesh.pp, groups.mesh.vpp):
+    for link in links(groups.mesh.pp, groups.mesh.vpp, groups.mesh.fold):
         for line in groups.mesh.groups("pp"):
             members = sorted((line[link.sender], line[link.receiver]))
             group: Any = dist.new_group(

@@ -160,7 +160,7 @@ def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | No
 def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
     mesh = groups.mesh
     for stages in tied_sets:
-        pp_ranks = sorted({stage % mesh.pp for stage in stages})
+        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
         if len(pp_ranks) == 1:
             groups.embedding[stages] = None
             continue

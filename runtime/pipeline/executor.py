@@ -198,10 +198,10 @@ class Executor:
         return f"{what}\n  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
 
     def _place(self, action: Action) -> str:
-        orders = self.transport.orders or (self.order,)
+        orders, groups = self.transport.orders or (self.order,), self.transport.groups
         if not torch.is_grad_enabled():  # evaluation runs the forwards alone
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
-        return grid_around(orders, self.transport.groups.pp_rank, action)
+        return grid_around(orders, groups.pp_rank, action, groups.mesh.fold)
 
 
 def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: Tensor | None) -> Saved:

@@ -60,7 +60,7 @@ class Transport:
         self.orders = tuple(orders)
         self.waits = Waits(Marks(groups.device), is_alone=groups.mesh.pp == 1)
         self._positions = {
-            (action.kind, action.microbatch, action.chunk * len(orders) + rank): position
+            (action.kind, action.microbatch, groups.mesh.stages_of(rank)[action.chunk]): position
             for rank, order in enumerate(orders)
             for position, action in enumerate(order)
         }
@@ -136,20 +136,20 @@ class Transport:
 
     def _free_what_was_used_before(self, received: Message) -> None:
         """Free the sends that the sender of ``received`` had used when it sent it: they are through, no wait blocks."""
-        pp = self.groups.mesh.pp
+        mesh = self.groups.mesh
         reached = self._positions.get((received.kind, received.microbatch, received.sender))
         if reached is None:
             return
         for sent in list(self._sending):
             used = self._positions[sent.kind, sent.microbatch, sent.receiver]
-            if sent.receiver % pp == received.sender % pp and used <= reached:
+            if mesh.pp_rank_of(sent.receiver) == mesh.pp_rank_of(received.sender) and used <= reached:
                 self._sending.pop(sent).wait()
 
     def _is_local(self, message: Message) -> bool:
-        return message.link(self.groups.mesh.pp) is None
+        return message.link(self.groups.mesh.pp, self.groups.mesh.fold) is None
 
     def _group(self, message: Message) -> Any:
-        link = message.link(self.groups.mesh.pp)
+        link = message.link(self.groups.mesh.pp, self.groups.mesh.fold)
         assert link is not None, f"{message} stays on this rank"
         return self.groups.links[link] if self.groups.links else self.groups.pp
 

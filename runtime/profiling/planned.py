@@ -33,7 +33,7 @@ class PlannedRun:
 def planned_run(plan: Plan, cluster: str | None) -> PlannedRun:
     """Of a plan that can run. ``cluster``: the file that its spec names. Messages between stages take no time."""
     mesh, row = plan.mesh, plan.schedule
-    schedule = Schedule(row.kind, mesh.pp, mesh.vpp, row.num_microbatches, mesh.pp, row.actions)
+    schedule = Schedule(row.kind, mesh.pp, mesh.vpp, row.num_microbatches, mesh.pp, row.actions, mesh.fold)
     seconds = None
     if cluster is not None and plan.cost is not None:
         spec = Spec.load({**plan.spec, "cluster": None})

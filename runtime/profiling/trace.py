@@ -78,7 +78,7 @@ def _planned(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, o
         for rank in range(len(ranks)):
             pp = mesh.coordinate(rank)["pp"]
             for action, start, end in run.actions[pp]:
-                args = {"step": step, **_args(action, action.chunk * mesh.pp + pp)}
+                args = {"step": step, **_args(action, mesh.stages_of(pp)[action.chunk])}
                 times = (begun + start - origin, begun + end - origin)
                 yield _complete(str(action), _CATEGORIES[action.kind], rank, PLANNED, *times, args)
 
@@ -94,9 +94,9 @@ def _arrows(ranks: Sequence[Sequence[Span]], mesh: Mesh, origin: float) -> Itera
             if span.kind != "wait" or span.message is None or action is None or not action.step:
                 continue
             stage = span.message.sender
-            sender = mesh.rank_of(**{**mesh.coordinate(rank), "pp": stage % mesh.pp})
+            sender = mesh.rank_of(**{**mesh.coordinate(rank), "pp": mesh.pp_rank_of(stage)})
             sent = senders.get(
-                (sender, action.step, Action(span.message.kind, span.message.microbatch, stage // mesh.pp))
+                (sender, action.step, Action(span.message.kind, span.message.microbatch, mesh.chunk_of(stage)))
             )
             if sent is not None:
                 number += 1

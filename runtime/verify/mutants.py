@@ -42,7 +42,7 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         if total <= number < total + len(nodes):
             _take_out(*nodes[number - total])
         total += len(nodes)
-        mine = program if program.stages[0].index % plan.mesh.pp == plan.mesh.coordinate(rank)["pp"] else mine
+        mine = program if plan.mesh.pp_rank_of(program.stages[0].index) == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
         raise PlanError(
             f"there is no collective {number} to take out",
@@ -97,8 +97,8 @@ def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgra
     place = mesh.coordinate(rank)
     programs = [lower(plan, mesh.rank_of(**{**place, "pp": pp})) for pp in range(mesh.pp)]
     for index in range(mesh.pp * mesh.vpp):
-        program = programs[index % mesh.pp]
-        yield program.stages[index // mesh.pp], program
+        program = programs[mesh.pp_rank_of(index)]
+        yield program.stages[mesh.chunk_of(index)], program
 
 
 def _take_out(module: fx.GraphModule, node: fx.Node) -> None:

@@ -59,7 +59,7 @@ def _shards(
 
 def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
     """The first rank that holds each part, with the part: all tp coordinates, or those of experts (etp and ep)."""
-    pp, axis, expert = min(row.stages) % mesh.pp, row.axis, row.expert
+    pp, axis, expert = mesh.pp_rank_of(min(row.stages)), row.axis, row.expert
     cuts = range(mesh.size(axis) if row.dim is not None else 1)
     if expert is None:
         ranks = [mesh.rank_of(tp=tp, pp=pp) for tp in cuts]

@@ -17,6 +17,8 @@ from planner.cost.cut.units import CutWork
 from planner.cost.layout import Layout
 from planner.cost.memory import SLACK, MemoryRow
 from planner.cost.seconds.buffers import RankHolds
+from planner.mesh import Mesh
+from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.schedule import Action, rank_order
 
 
@@ -70,7 +72,7 @@ def memory_row(
         communication=round(messages),
         slack=ceil(SLACK * round(kept + working + messages)),
         peak=at,
-        of_microbatch=tuple(round(stage.kept) for stage in stages[rank :: layout.mesh.pp]),
+        of_microbatch=tuple(round(stage.kept) for stage in (stages[s] for s in layout.mesh.stages_of(rank))),
     )
 
 
@@ -78,21 +80,22 @@ def _peak(
     rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None
 ) -> tuple[tuple[float, float, float], str, float]:
     """(kept, logits, working) at the peak, its action, and bytes of messages under way then."""
-    pp, vpp = layout.mesh.pp, layout.mesh.vpp
+    mesh = layout.mesh
+    pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp
     count = layout.num_microbatches
     if layout.schedule != "gpipe":
         few = 2 * pp + 2 * group
         count = min(count, few + (count - few) % group) if count > few else count
-    order = rank_order(layout.schedule, pp, rank, count, vpp, group)
+    order = rank_order(layout.schedule, pp, rank, count, mesh.vpp, group)
     held = logits = 0.0
     best, where, most, under_way = (0.0, 0.0, 0.0), "", -1.0, 0.0
     sent = {"F": 0.0, "B": 0.0}
     for position, action in enumerate(order):
-        index = action.chunk * pp + rank
+        index = own[action.chunk]
         stage = stages[index]
         following = order[position + 1 : position + 2]
-        waiting = sum(_awaited(a, stages[a.chunk * pp + rank], a.chunk * pp + rank, len(stages), pp) for a in following)
+        waiting = sum(_awaited(a, stages, own[a.chunk], mesh) for a in following)
         if action.kind == "F":
             now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
         else:
@@ -102,21 +105,23 @@ def _peak(
             best, where, most, under_way = now, str(action), now[0] + now[2] + messages, messages
         sign = 1 if action.kind == "F" else -1
         held, logits = held + sign * stage.kept, logits + sign * stage.logits
-        sent[action.kind] = _sent(action, stages, index, pp)
+        sent[action.kind] = _sent(action, stages, index, mesh)
     return best, where, under_way
 
 
-def _awaited(action: Action, stage: StageBytes, index: int, num_stages: int, pp: int) -> float:
-    if pp == 1:
+def _awaited(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
+    if not _crosses(received_by(action.kind, index, 0), len(stages), mesh):
         return 0.0
-    if action.kind == "F":
-        return stage.received if index else 0.0
-    return stage.returned if index < num_stages - 1 else 0.0
+    return stages[index].received if action.kind == "F" else stages[index].returned
 
 
-def _sent(action: Action, stages: Sequence[StageBytes], index: int, pp: int) -> float:
-    if pp == 1:
+def _sent(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
+    if not _crosses(sent_by(action.kind, index, 0), len(stages), mesh):
         return 0.0
     if action.kind == "F":  # what is sent on is mostly kept by nobody here
-        return stages[index + 1].received if index + 1 < len(stages) else 0.0
-    return stages[index - 1].returned if index else 0.0
+        return stages[index + 1].received
+    return stages[index - 1].returned
+
+
+def _crosses(message: Message, num_stages: int, mesh: Mesh) -> bool:
+    return 0 <= message.boundary < num_stages - 1 and message.link(mesh.pp, mesh.fold) is not None

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.fold import LOOP, Fold, stage_of
 from planner.pipeline.schedule import Action, Order
 
 
-def run_on_cores(orders: Sequence[Order], forward: Sequence[float], backward: Sequence[float], cores: float) -> float:
+def run_on_cores(
+    orders: Sequence[Order], forward: Sequence[float], backward: Sequence[float], cores: float, fold: Fold = LOOP
+) -> float:
     """``orders``: of each rank. ``forward``, ``backward``: seconds of each stage on a core of its own; ``cores``: that
     a pipeline has, maybe less than one."""
     pp, last = len(orders), len(forward) - 1
@@ -19,7 +22,7 @@ def run_on_cores(orders: Sequence[Order], forward: Sequence[float], backward: Se
     while True:
         for rank in range(pp):
             if rank not in running and at[rank] < len(orders[rank]):
-                kind, microbatch, stage = _place(orders[rank][at[rank]], rank, pp)
+                kind, microbatch, stage = _place(orders[rank][at[rank]], rank, pp, fold)
                 if _needed(kind, microbatch, stage, last) <= done:
                     running[rank] = (forward if kind == "F" else backward)[stage]
         if not running:
@@ -32,12 +35,12 @@ def run_on_cores(orders: Sequence[Order], forward: Sequence[float], backward: Se
             running[rank] = left - least
             if left - least <= 1e-9 * least:
                 del running[rank]
-                done.add(_place(orders[rank][at[rank]], rank, pp))
+                done.add(_place(orders[rank][at[rank]], rank, pp, fold))
                 at[rank] += 1
 
 
-def _place(action: Action, rank: int, pp: int) -> tuple[str, int, int]:
-    return action.kind, action.microbatch, action.chunk * pp + rank
+def _place(action: Action, rank: int, pp: int, fold: Fold) -> tuple[str, int, int]:
+    return action.kind, action.microbatch, stage_of(rank, action.chunk, pp, fold)
 
 
 def _needed(kind: str, microbatch: int, stage: int, last: int) -> set[tuple[str, int, int]]:

@@ -74,13 +74,13 @@ def test_a_tied_weight_is_summed_over_its_stages_and_not_between_chunks_of_one_r
     tied = buffers(0, 1, weight(placement=I, partial_over=("embedding",), tied_stages=(0, 3)))
     assert rows(Mesh(pp=2, vpp=2), tied, 0) == [("all_reduce", "embedding", 64 * 4), NORM]
     (same_rank,) = buffers(0, 1, weight(placement=I, partial_over=("embedding",), tied_stages=(0, 2)))
-    assert sums_of(same_rank, 2) == ()
+    assert sums_of(same_rank, Mesh(pp=2, vpp=2)) == ()
     assert rows(Mesh(pp=2, vpp=2), (same_rank,), 0) == [NORM]
 
 
 def test_tp_is_summed_before_the_stages():
     (both,) = buffers(0, 1, weight(placement=R, partial_over=("embedding", "tp"), tied_stages=(0, 1)))
-    assert sums_of(both, 2) == ("tp", "embedding")
+    assert sums_of(both, Mesh(pp=2, vpp=2)) == ("tp", "embedding")
 
 
 def test_sums_of_half_precision_are_of_main_gradients():
