@@ -11,7 +11,7 @@ import typer
 
 from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, write_text
 from planner.errors import PlanError
-from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, train
+from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, report, train
 
 CHECK_FAILED = 1
 
@@ -115,6 +115,7 @@ app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
+app.command("report", epilog=report.EPILOG)(report.report_command)
 app.command("env", epilog=env.EPILOG)(env.env_command)
 
 
