@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store
 from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
+from planner.pipeline.actions import without_weights
 from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
@@ -85,7 +86,13 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
 
 
 def executor_of(
-    plan: Plan, built: Built, groups: Groups, graphs: Graphs | None, *, before_backward: Callable[[bool], None]
+    plan: Plan,
+    built: Built,
+    groups: Groups,
+    graphs: Graphs | None,
+    *,
+    before_backward: Callable[[bool], None],
+    before_weights: Callable[[bool], None] | None = None,
 ) -> Executor:
     """The loop over this rank's actions."""
     orders = plan.schedule.actions
@@ -96,13 +103,15 @@ def executor_of(
         built.program.random,
         before_backward=before_backward,
         before_forward=None if graphs is None else graphs.before_forward,
+        before_weights=before_weights,
+        weights=getattr(built.program, "weight_gradients", None),
     )
 
 
 def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | None:
     """Who runs the regions of this rank, or its steps, as graphs; None where the plan has none."""
     asked, program, buffers, device = spec.cuda_graphs, built.program, built.optimizer.buffers, groups.device
-    order = plan.schedule.actions[groups.pp_rank]
+    order = without_weights(plan.schedule.actions[groups.pp_rank])
     if asked.impl == "none":
         return None
     if asked.impl == "transformer_engine":

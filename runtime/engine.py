@@ -88,7 +88,8 @@ class Engine:
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         self._saver = Saver(self.groups)
         self._scoring: Scoring | None = None  # lowered when somebody asks
-        self.executor = executor_of(plan, built, self.groups, self.graphs, before_backward=self._before_backward)
+        announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
+        self.executor = executor_of(plan, built, self.groups, self.graphs, **announced)
         waits = self.executor.transport.waits
         self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
         self.loss_scale = self._updates.loss_scale

@@ -2,6 +2,7 @@
 
     F   stage s sends its values to stage s + 1
     B   stage s + 1 sends the gradients of those values to stage s
+    W   sends and receives nothing
 
 A message is what crosses one boundary for one microbatch in one direction. A link carries the messages of one sender,
 one receiver and one direction, and has no tags: its k-th send meets the k-th receive that the other side has posted
@@ -22,7 +23,8 @@ from typing import NamedTuple
 
 from planner.errors import PlanError
 from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.schedule import Action, Order, Schedule, format_order
+from planner.pipeline.actions import Action, Order, format_order, without_weights
+from planner.pipeline.schedule import Schedule
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 2, 4
 
@@ -104,7 +106,7 @@ def _by_link(
     order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold, crossing: Callable[[str, int, int], Message]
 ) -> Carried:
     found: Carried = {}
-    for action in order:
+    for action in without_weights(order):
         message = crossing(action.kind, stage_of(pp_rank, action.chunk, pp, fold), action.microbatch)
         link = message.link(pp, fold) if 0 <= message.boundary < num_stages - 1 else None
         if link is not None:

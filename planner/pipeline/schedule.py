@@ -3,6 +3,8 @@
     gpipe              all forwards, then all backwards
     1f1b               pp - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, then the rest
     interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
+    zero_bubble        forwards and backwards as 1f1b; the gradients of weights where a rank would wait, by the costs
+                       of each stage (planner.pipeline.zero_bubble)
 
 Which stage a chunk of a rank is says ``planner.fold``. Forwards run in the order of the schedule table: for each group
 of G microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with
@@ -15,46 +17,49 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from planner.errors import PlanError, require
 from planner.fold import LOOP, Fold
+from planner.pipeline.actions import Action, Order, format_order, too_early
+from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
 
 
-class Action(NamedTuple):
-    """Forward ("F") or backward ("B") of one microbatch on one chunk of a rank."""
-
-    kind: str
-    microbatch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.chunk}"
-
-
-Order = tuple[Action, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """Per pp rank the actions ("F" or "B", microbatch, chunk) in the order in which it runs them."""
+    """Per pp rank the actions ("F", "B" or "W", microbatch, chunk) in the order in which it runs them.
+
+    ``peak_in_flight``: of each rank the most pairs of microbatch and chunk between F and B; ``peak_waiting``: the most
+    between B and W, where there are W.
+    """
 
     kind: str
     num_microbatches: int
     orders: tuple[tuple[tuple[str, int, int], ...], ...]
     bubble_fraction: float = 0.0
     peak_in_flight: tuple[int, ...] = ()
+    peak_waiting: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(sum(map(len, self.orders)) <= MOST_ACTIONS, f"the schedule has more than {MOST_ACTIONS} actions")
         for rank, order in enumerate(self.orders):
             forwards = {action[1:] for action in order if action[0] == "F"}
             backwards = {action[1:] for action in order if action[0] == "B"}
-            complete = forwards == backwards and len(order) == 2 * len(forwards)
+            weights = {action[1:] for action in order if action[0] == "W"}
+            complete = forwards == backwards and len(order) == (2 + self.has_weights) * len(forwards)
             require(complete, f"pp rank {rank} does not run each forward and its backward once")
+            require(
+                weights == (backwards if self.has_weights else set()), f"pp rank {rank} misses a W of its backwards"
+            )
+            early = too_early(tuple(Action(*action) for action in order))
+            require(early is None, f"pp rank {rank} runs {early} before its backward")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        return any(action[0] == "W" for order in self.orders for action in order)
 
     @property
     def actions(self) -> tuple[Order, ...]:
@@ -66,8 +71,9 @@ class SchedulePlan:
 class Schedule:
     """One list of actions for each pp rank, each running every (microbatch, chunk) forward once and backward once.
 
-    ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``). Raises
-    PlanError when a list misses or repeats an action; whether the lists fit each other is for ``simulate`` to find.
+    ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``); the
+    gradients of weights stand in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
+    a W before its B; whether the lists fit each other is for ``simulate`` to find.
     """
 
     kind: str
@@ -82,11 +88,19 @@ class Schedule:
         if len(self.orders) != self.pp:
             raise PlanError(f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks")
         cells = [(m, c) for m in range(self.num_microbatches) for c in range(self.vpp)]
-        kinds = "F" if self.kind == FORWARD_ONLY else "FB"
+        kinds = "F" if self.kind == FORWARD_ONLY else "FBW" if self.has_weights else "FB"
         expected = sorted(Action(kind, m, c) for kind in kinds for m, c in cells)
         for rank, order in enumerate(self.orders):
             if sorted(order) != expected:
                 raise _not_each_once(rank, order, expected)
+            early = too_early(order)
+            if early is not None:
+                raise _before_its_backward(rank, order, early)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        return any(action.kind == "W" for order in self.orders for action in order)
 
     @property
     def num_stages(self) -> int:
@@ -106,27 +120,30 @@ class Schedule:
         return max(leading - 1, 0)
 
     def forward_only(self) -> Schedule:
-        """The same forwards without backwards, for evaluation."""
+        """The same forwards alone, for evaluation."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
         return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders, self.fold)
 
 
-def format_order(order: Order) -> str:
-    """``F0.0 F1.0 B0.0 …``."""
-    return " ".join(map(str, order))
-
-
 def build_schedule(
-    kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
+    kind: str | None,
+    pp: int,
+    num_microbatches: int,
+    vpp: int = 1,
+    group_size: int | None = None,
+    costs: StageCosts | None = None,
 ) -> Schedule:
     """The schedule of a kind in KINDS (None: interleaved_1f1b with vpp > 1, else 1f1b); a group is pp unless given.
 
-    Raises PlanError when the kind is unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
+    ``costs``: by which a kind that waits puts its W; equal ones if not given. Raises PlanError when the kind is
+    unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
     """
     kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
     orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
+    if KINDS[kind].waits:
+        orders = _with_weights(kind, orders, num_microbatches, costs or StageCosts.equal(pp * vpp))
     return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold_of(kind))
 
 
@@ -135,10 +152,23 @@ def fold_of(kind: str | None) -> Fold:
     return KINDS[kind].fold if kind in KINDS else LOOP
 
 
+def _with_weights(kind: str, orders: tuple[Order, ...], num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
+    """No rank holds more than the first one does of 1f1b; the share of a wait is tried on few microbatches."""
+    pp = len(orders)
+    few = min(num_microbatches, 3 * pp)
+    tried = orders
+    if few < num_microbatches:
+        tried = tuple(rank_order(kind, pp, rank, few, 1, pp) for rank in range(pp))
+    return put_weights(orders, costs, pp, best_share(tried, costs, pp)).orders
+
+
 def rank_order(
     kind: str, pp: int, pp_rank: int, num_microbatches: int, vpp: int, group_size: int, extra_warmup: int = 0
 ) -> Order:
-    """The actions of one rank. ``extra_warmup`` more forwards precede the first backward (1 to overlap experts)."""
+    """The forwards and backwards of one rank, without the W of a kind that waits: those depend on all ranks.
+
+    ``extra_warmup`` more forwards precede the first backward (1 to overlap experts).
+    """
     table = schedule_table(num_microbatches, vpp, group_size)
     forwards = [Action("F", m, c) for m, c in table]
     backwards = [Action("B", m, vpp - 1 - c) for m, c in table]
@@ -172,7 +202,7 @@ def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size:
         if size < 1:
             what = f"{kind} schedule: {name} = {size}"
             raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
-    if 2 * pp * vpp * num_microbatches > MOST_ACTIONS:
+    if (2 + KINDS[kind].waits) * pp * vpp * num_microbatches > MOST_ACTIONS:
         raise PlanError(
             f"{kind}: pp {pp} · vpp {vpp} · {num_microbatches} microbatches make more than {MOST_ACTIONS} actions",
             where="batch.global",
@@ -202,6 +232,15 @@ def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int
     _check_groups(pp, num_microbatches, group_size)
 
 
+def _check_zero_bubble(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+    if pp == 1:
+        raise PlanError(
+            "zero_bubble fills the time for which ranks of a pipeline wait, but with pp = 1 no rank waits",
+            where="pipeline.schedule",
+            fix="use 1f1b, or set mesh.pp to 2 or more",
+        )
+
+
 def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
     """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
     if group_size < pp:
@@ -227,13 +266,14 @@ class Kind:
 
     ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
-    stages on a rank, laid there as ``fold`` says.
+    stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
     """
 
     num_warmup: Callable[[int, int, int, int], int]
     check: Callable[[int, int, int, int], None] = lambda pp, num_microbatches, vpp, group_size: None
     runs_chunks: bool = False
     fold: Fold = LOOP
+    waits: bool = False
 
 
 KINDS = {
@@ -244,6 +284,7 @@ KINDS = {
         _check_interleaved,
         runs_chunks=True,
     ),
+    "zero_bubble": Kind(lambda behind, total, vpp, group_size: behind, _check_zero_bubble, waits=True),
 }
 
 
@@ -259,6 +300,17 @@ def _not_each_once(rank: int, order: Order, expected: list[Action]) -> PlanError
         if actions:
             return PlanError(
                 f"schedule: pp rank {rank} {word} {format_order(tuple(actions[:8]))}",
-                fix="run each microbatch's forward and backward exactly once on each chunk",
+                fix="run each microbatch's forward and backward exactly once on each chunk, and a W for all or none",
             )
     raise AssertionError("the lists are equal")
+
+
+def _before_its_backward(rank: int, order: Order, early: Action) -> PlanError:
+    backward = early._replace(kind="B")
+    at = order.index(early)
+    return PlanError(
+        f"schedule: pp rank {rank} runs {early} before {backward}, from which it takes what to do: "
+        f"{format_order(order[max(0, at - 2) : at + 1])}",
+        where="pipeline.schedule",
+        fix=f"put {early} behind {backward} in the list of rank {rank}",
+    )

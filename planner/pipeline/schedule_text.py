@@ -1,6 +1,7 @@
 """A schedule as text, and back.
 
-In text an action is ``F3.1``: forward of microbatch 3 on chunk 1. A schedule is a head line and a line a rank:
+In text an action is ``F3.1``: forward of microbatch 3 on chunk 1; ``B3.1`` its backward; ``W3.1`` the gradients of its
+weights, where they are an action of their own. A schedule is a head line and a line a rank:
 
     1f1b pp=2 vpp=1 microbatches=2 group=2
     0: F0.0 F1.0 B0.0 B1.0
@@ -12,19 +13,10 @@ from __future__ import annotations
 import re
 
 from planner.errors import PlanError
-from planner.pipeline.schedule import (
-    CUSTOM,
-    FORWARD_ONLY,
-    KINDS,
-    Action,
-    Order,
-    Schedule,
-    build_schedule,
-    format_order,
-    unknown_kind,
-)
+from planner.pipeline.actions import Action, Order, format_order, without_weights
+from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, KINDS, Schedule, build_schedule, unknown_kind
 
-_ACTION = re.compile(r"([FB])(\d+)\.(\d+)")
+_ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
 _HEAD = re.compile(r"(\w+) pp=(\d+) vpp=(\d+) microbatches=(\d+) group=(\d+)")
 
 
@@ -44,6 +36,8 @@ def format_schedule(schedule: Schedule) -> str:
 def parse_schedule(text: str) -> Schedule:
     """The inverse of ``format_schedule``; lists unlike those of the kind in the head make a ``custom`` schedule.
 
+    Where the kind's W stand is not asked: that is by costs, which the text does not tell.
+
     Raises PlanError when the text is no schedule or an action is missing or repeated.
     """
     head, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
@@ -57,10 +51,15 @@ def parse_schedule(text: str) -> Schedule:
     orders = tuple(parse_order(_strip_rank(line, rank)) for rank, line in enumerate(lines))
     if kind in KINDS:
         built = build_schedule(kind, pp, num_microbatches, vpp, group_size)
-        kind = kind if orders == built.orders else CUSTOM
+        alike = tuple(map(without_weights, orders)) == tuple(map(without_weights, built.orders))
+        kind = kind if alike and _has_weights(orders) == built.has_weights else CUSTOM
     elif kind not in (CUSTOM, FORWARD_ONLY):
         raise unknown_kind(kind)
     return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
+
+
+def _has_weights(orders: tuple[Order, ...]) -> bool:
+    return any(action.kind == "W" for order in orders for action in order)
 
 
 def _strip_rank(line: str, rank: int) -> str:
@@ -74,6 +73,6 @@ def _strip_rank(line: str, rank: int) -> str:
 def _parse_action(word: str) -> Action:
     match = _ACTION.fullmatch(word)
     if not match:
-        fix = "write F or B, the microbatch, a dot, the chunk: F3.0"
+        fix = "write F, B or W, the microbatch, a dot, the chunk: F3.0"
         raise PlanError(f"schedule text: `{word}` is no action", fix=fix)
     return Action(match[1], int(match[2]), int(match[3]))

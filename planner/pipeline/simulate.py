@@ -2,6 +2,7 @@
 
     a forward of stage s waits for that microbatch's forward of stage s - 1
     a backward of stage s waits for its own forward and that microbatch's backward of stage s + 1
+    the gradients of weights wait for their backward
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
 First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. What each
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.fold import chunk_of, rank_of, stage_of
+from planner.pipeline.actions import Action, Order
 from planner.pipeline.links import check_links
-from planner.pipeline.schedule import Action, Order, Schedule, SchedulePlan
+from planner.pipeline.schedule import Schedule, SchedulePlan
+from planner.pipeline.zero_bubble import StageCosts
 
 Steps = tuple[tuple[Action | None, ...], ...]
 Span = tuple[float, float]
@@ -35,6 +38,7 @@ class Simulation:
     duration: float
     bubble_fraction: float
     peak_in_flight: tuple[int, ...]  # per rank, the most (microbatch, chunk) pairs between their forward and backward
+    peak_waiting: tuple[int, ...] = ()  # per rank, the most between backward and W; empty without W
 
     def grid(self) -> str:
         return format_grid(self.steps)
@@ -43,30 +47,39 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     forward_cost: float | Sequence[float] = 1.0,
-    backward_cost: float | Sequence[float] = 2.0,
+    backward_cost: float | Sequence[float] | None = None,
+    weights_cost: float | Sequence[float] = 1.0,
 ) -> Simulation:
     """Run ``schedule``; a cost is one number or a number for each stage, in any unit of time.
 
-    Raises PlanError when ranks wait for each other forever (it shows the grid and what each rank waits for), and when
-    two ranks have a link's messages in different orders.
+    ``backward_cost``: of a whole backward where the schedule has no W, else of what a B makes; both together two
+    forwards if not given. Raises PlanError when ranks wait for each other forever (it shows the grid and what each rank
+    waits for), and when two ranks have a link's messages in different orders.
     """
     steps = _lock_steps(schedule)
     check_links(schedule)
-    costs = {"F": _per_stage(forward_cost, schedule), "B": _per_stage(backward_cost, schedule)}
+    if backward_cost is None:
+        backward_cost = 1.0 if schedule.has_weights else 2.0
+    given = zip("FBW", (forward_cost, backward_cost, weights_cost), strict=True)
+    costs = {kind: _per_stage(cost, schedule) for kind, cost in given}
     spans = _spans(schedule, steps, costs)
     duration = max(end for rank in spans for _, end in rank)
     busy = sum(end - start for rank in spans for start, end in rank)
     bubble = 1.0 - busy / (schedule.pp * duration) if duration else 0.0
-    return Simulation(steps, spans, duration, bubble, tuple(_peak_in_flight(order) for order in schedule.orders))
+    in_flight = tuple(_most_between(order, "F", "B") for order in schedule.orders)
+    waiting = tuple(_most_between(order, "B", "W") for order in schedule.orders) if schedule.has_weights else ()
+    return Simulation(steps, spans, duration, bubble, in_flight, waiting)
 
 
-def planned(schedule: Schedule) -> SchedulePlan:
-    """The plan's row of a schedule, run before anything runs. Raises PlanError where it would never end."""
-    run = simulate(schedule)
+def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan:
+    """The plan's row of a schedule, run before anything runs. Raises PlanError where it would never end.
+
+    ``costs``: by which its W were put; its bubble is that of these.
+    """
+    run = simulate(schedule) if costs is None else simulate(schedule, *costs)
     orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)
-    return SchedulePlan(
-        schedule.kind, schedule.num_microbatches, orders, run.bubble_fraction, tuple(run.peak_in_flight)
-    )
+    count = schedule.num_microbatches
+    return SchedulePlan(schedule.kind, count, orders, run.bubble_fraction, run.peak_in_flight, run.peak_waiting)
 
 
 def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple[int, int] | None = None) -> str:
@@ -94,6 +107,8 @@ def _needs(event: _Event, num_stages: int) -> list[_Event]:
     kind, microbatch, stage = event
     if kind == "F":
         return [("F", microbatch, stage - 1)] if stage else []
+    if kind == "W":
+        return [("B", microbatch, stage)]
     after = [("B", microbatch, stage + 1)] if stage + 1 < num_stages else []
     return [("F", microbatch, stage), *after]
 
@@ -165,12 +180,12 @@ def _spans(schedule: Schedule, steps: Steps, costs: dict[str, list[float]]) -> t
     return tuple(map(tuple, spans))
 
 
-def _peak_in_flight(order: Order) -> int:
-    """Without backwards nothing is kept: one at a time."""
+def _most_between(order: Order, begin: str, end: str) -> int:
+    """The most pairs of microbatch and chunk between two kinds of actions. Without backwards nothing is kept: one."""
     if all(action.kind == "F" for action in order):
         return 1
-    in_flight = peak = 0
+    between = peak = 0
     for action in order:
-        in_flight += 1 if action.kind == "F" else -1
-        peak = max(peak, in_flight)
+        between += (action.kind == begin) - (action.kind == end)
+        peak = max(peak, between)
     return peak

@@ -1,7 +1,8 @@
 """Which static buffers each forward of a rank uses, so that few of them serve many microbatches.
 
     take(F of microbatch m, layer i)   the buffer of i's kind that has been free longest, or a new one
-    free(B of microbatch m, layer i)   that buffer, for the next forward of the kind
+    free(B of microbatch m, layer i)   that buffer, for the next forward of the kind; a region makes the gradients of
+                                       its weights there too, so its memory waits for no W
 
 Two questions are answered by the same queue, with another kind:
 
@@ -23,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from planner.pipeline.schedule import Order
+from planner.pipeline.actions import Order, without_weights
 
 SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
 
@@ -36,7 +37,7 @@ def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[Slo
     free: defaultdict[Hashable, deque[int]] = defaultdict(deque)
     new = count()
     slots: dict[SlotKey, int] = {}
-    for action in order:
+    for action in without_weights(order):
         for layer, kind in enumerate(kinds[action.chunk]):
             key = action.microbatch, action.chunk, layer
             if action.kind == "F":
@@ -74,6 +75,7 @@ def order_by_microbatch(order: Order) -> Order:
 
     That is the whole order; but where each backward directly follows its forward, one microbatch's graphs serve all.
     """
+    order = without_weights(order)
     pairs = list(zip(order[::2], order[1::2], strict=False))
     alone = all(f.kind == "F" and b == f._replace(kind="B") for f, b in pairs) and 2 * len(pairs) == len(order)
     first: dict[int, int] = {}

@@ -1,12 +1,13 @@
 """A schedule for other programs and for the eye: JSON, and a table of actions.
 
-In JSON, ``order`` writes +(chunk + 1) for a forward and -(chunk + 1) for a backward.
+In JSON, ``order`` writes +(chunk + 1) for a forward and -(chunk + 1) for a backward; ``steps`` has the W too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from planner.pipeline.actions import without_weights
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import Simulation
 from planner.pipeline.slots import num_static_input_slots
@@ -26,10 +27,15 @@ def _rank_to_dict(schedule: Schedule, rank: int) -> dict[str, Any]:
     return {
         "pp_rank": rank,
         "num_warmup": schedule.num_warmup(rank),
-        "order": [action.chunk + 1 if action.kind == "F" else -action.chunk - 1 for action in order],
+        "order": [a.chunk + 1 if a.kind == "F" else -a.chunk - 1 for a in without_weights(order)],
         "steps": [list(action) for action in order],
         "static_input_slots": num_static_input_slots(order),
     }
+
+
+def costs_in_words(schedule: Schedule) -> str:
+    """What the simulation takes an action to cost where nothing else is known."""
+    return "F, B and W cost the same" if schedule.has_weights else "a backward costs two forwards"
 
 
 def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
@@ -37,16 +43,19 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
     peaks = " ".join(map(str, simulation.peak_in_flight))
     warmups = " ".join(str(schedule.num_warmup(rank)) for rank in range(schedule.pp))
     slots = " ".join(str(num_static_input_slots(order)) for order in schedule.orders)
+    weights = ", W the gradients of its weights" if schedule.has_weights else ""
+    waiting = " ".join(map(str, simulation.peak_waiting))
     return "\n".join(
         [
             f"{schedule.kind}: pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches",
-            "F3.1 is the forward of microbatch 3 on chunk 1, B its backward; a dot is a rank that waits",
+            f"F3.1 is the forward of microbatch 3 on chunk 1, B its backward{weights}; a dot is a rank that waits",
             "",
             simulation.grid(),
             "",
-            f"bubble               {simulation.bubble_fraction:.1%} of the time (a backward costs two forwards)",
+            f"bubble               {simulation.bubble_fraction:.1%} of the time ({costs_in_words(schedule)})",
             f"warm-up forwards     {warmups}   (by pp rank)",
             f"peak in flight       {peaks}   (by pp rank)",
+            *([f"most waiting for W   {waiting}   (by pp rank)"] if schedule.has_weights else []),
             f"static input slots   {slots}   (by pp rank)",
         ]
     )

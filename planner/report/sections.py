@@ -126,14 +126,19 @@ def _stages(plan: Tables) -> Section:
 
 
 def _schedule(plan: Tables) -> Section:
-    peaks = plan.schedule.peak_in_flight or ("-",) * plan.mesh.pp
+    schedule, pp = plan.schedule, plan.mesh.pp
+    columns = {"pp rank": list(range(pp)), "in flight": schedule.peak_in_flight or ("-",) * pp}
+    if schedule.peak_waiting:
+        columns["wait for W"] = schedule.peak_waiting
+    numbers = zip(*columns.values(), strict=True)
     rows = tuple(
-        (str(rank), str(peak), format_order(order, plan.mesh.vpp))
-        for rank, (order, peak) in enumerate(zip(plan.schedule.orders, peaks, strict=True))
+        (*map(str, row), format_order(order, plan.mesh.vpp))
+        for row, order in zip(numbers, schedule.orders, strict=True)
     )
     chunk = ", F3.1 that on chunk 1" if plan.mesh.vpp > 1 else ""
-    note = f"F3 is the forward of microbatch 3{chunk}, B its backward; [F3 B0]..[F7 B4] counts both up by one"
-    return Section("Schedule", ("pp rank", "in flight", "order"), rows, note, frozenset({"pp rank", "in flight"}))
+    weights = ", W the gradients of its weights" if schedule.peak_waiting else ""
+    note = f"F3 is the forward of microbatch 3{chunk}, B its backward{weights}; [F3 B0]..[F7 B4] counts both up by one"
+    return Section("Schedule", (*columns, "order"), rows, note, frozenset(columns))
 
 
 def format_order(order: Sequence[tuple[str, int, int]], vpp: int = 1) -> str:
@@ -157,7 +162,7 @@ def format_order(order: Sequence[tuple[str, int, int]], vpp: int = 1) -> str:
 def _longest_run(order: Sequence[tuple[str, int, int]], start: int) -> tuple[int, int]:
     """(period, repeats) of the run from ``start`` that covers most actions; (1, 1) unless it repeats three times."""
     best = (1, 1)
-    for period in (1, 2):
+    for period in (1, 2, 3):
         end = start + period
         while end < len(order) and _counts_up(order[end - period], order[end]):
             end += 1

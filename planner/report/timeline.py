@@ -2,6 +2,7 @@
 
     forward    a light, plain bar with dark digits
     backward   a dark, hatched bar with white digits
+    weights    a bar of middle tone with white digits: the gradients of weights, where they wait
     digits     the microbatch; below them, where ranks have several chunks, c and the chunk, whose tone is its own too
     bubble     the bare row between bars
 
@@ -16,23 +17,26 @@ from xml.sax.saxutils import escape
 
 from planner.pipeline.schedule import Action, Schedule
 from planner.pipeline.simulate import Simulation
+from planner.report.schedule import costs_in_words
 
 _LEFT, _HEAD, _MARGIN, _WIDEST = 64, 74, 16, 1500  # pixels: rank names, title and legend, the edge, a line of bars
 _AXIS, _GAP = 18, 14  # pixels above and below the rows of a line
-_BAR = {"F": ("#cfe4f7", "#9fcaef", "#74aee2", "#b9d9b0"), "B": ("#9a3412", "#6d2a7f", "#7c4a03", "#1f4e79")}
+_BAR = {"F": ("#cfe4f7", "#9fcaef", "#74aee2", "#b9d9b0"), "B": ("#9a3412", "#6d2a7f", "#7c4a03", "#1f4e79"),
+        "W": ("#2e7d5b", "#4d7c0f", "#0f766e", "#155e75")}  # fmt: skip
 _STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #1f2328 }
 .page { fill: #ffffff } .row { fill: #e3e6ea } .tick { stroke: #b4bac2 }
 .heading { font-size: 15px; font-weight: 600 } .small { font-size: 10px } .middle { text-anchor: middle }
 .F text { fill: #0b1f33 }
 .B text { fill: #ffffff; stroke: #000000; stroke-width: 2; stroke-opacity: 0.45; paint-order: stroke }
+.W text { fill: #ffffff; stroke: #000000; stroke-width: 2; stroke-opacity: 0.45; paint-order: stroke }
 .action text { text-anchor: middle } .action .chunk { font-size: 9px }
-.F .bar { stroke: #2f6fb0 } .B .bar { stroke: #ffffff }
+.F .bar { stroke: #2f6fb0 } .B .bar { stroke: #ffffff } .W .bar { stroke: #ffffff }
 .hatch { stroke: #ffffff; stroke-width: 1.5; stroke-opacity: 0.3 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .F text { fill: #0b1f33 } .B text { fill: #ffffff }
+  text { fill: #e6edf3 } .F text { fill: #0b1f33 } .B text { fill: #ffffff } .W text { fill: #ffffff }
   .page { fill: #0d1117 } .row { fill: #2b323b } .tick { stroke: #59636e }
-  .F .bar { stroke: #0d1117 } .B .bar { stroke: #c9d1d9 }
+  .F .bar { stroke: #0d1117 } .B .bar { stroke: #c9d1d9 } .W .bar { stroke: #c9d1d9 }
 }"""
 
 
@@ -76,14 +80,16 @@ def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
 def _words(schedule: Schedule, simulation: Simulation) -> tuple[str, str]:
     chunks = f", {schedule.vpp} chunks a rank" if schedule.vpp > 1 else ""
     title = f"{schedule.kind}: {schedule.pp} pipeline ranks{chunks}, {schedule.num_microbatches} microbatches"
-    return title, f"bubble {simulation.bubble_fraction:.1%} of the time (a backward costs two forwards)"
+    return title, f"bubble {simulation.bubble_fraction:.1%} of the time ({costs_in_words(schedule)})"
 
 
 def _legend(schedule: Schedule) -> Iterator[str]:
     """A sample of each kind of bar, and of none."""
     chunk, on_chunk, room = (" c1", " on chunk 1", 250) if schedule.vpp > 1 else ("", "", 190)
     left, top = _MARGIN, 52
-    for kind, words in (("F", f"forward of microbatch 3{on_chunk}"), ("B", f"backward of microbatch 3{on_chunk}")):
+    shown = [("F", f"forward of microbatch 3{on_chunk}"), ("B", f"backward of microbatch 3{on_chunk}")]
+    shown += [("W", "its gradients of weights")] * schedule.has_weights
+    for kind, words in shown:
         fill = _BAR[kind][bool(chunk)]
         yield f'<g class="{kind} legend"><path class="bar" d="M{left} {top}h34v16h-34z" fill="{fill}"/>'
         yield _hatch(kind, left, top, 34, 16)

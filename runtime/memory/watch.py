@@ -2,7 +2,7 @@
 
     live    all memory that was made in a forward, a backward, or for a message, and that still lives
     kept    what of it lives between two actions, but for messages under way: what autograd saved, what a rerun begins
-            with, and received values that wait for their backward
+            with, received values that wait for their backward, and what a backward has put aside for its W
 
 Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
 are not counted. What a kernel takes for itself is not seen.
@@ -49,11 +49,11 @@ class MemoryWatch:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        before = self._kept() if action.kind == "B" else 0
+        before = self._kept() if action.kind != "F" else 0
         self._allocations.peak = 0
         with self._allocations, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
-        kept = before if action.kind == "B" else self._kept()
+        kept = before if action.kind != "F" else self._kept()
         self.moments.append(Moment(str(action), kept, max(self._allocations.peak, self._allocations.live)))
 
     def _pack(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Run one step of a pipeline rank: a loop over the schedule's actions, one short method for each kind.
 
     F   receive values -> stage module -> send values        keeps what its backward needs
-    B   receive gradients -> backward -> send gradients      frees it
+    B   receive gradients -> backward -> send gradients      frees it; of products with weights, where a W follows, puts
+                                                             aside what makes the weights' gradients
+    W   the gradients of weights, from what is put aside     frees that
 
 Each microbatch's loss is its share of the mean over the global batch: losses and gradients add up, nothing is divided.
 """
@@ -20,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import abandon
+from passes.ops.weight_gradients import WeightGradients
 from passes.stage_module import StageModule
 from planner.errors import PlanError
 from planner.pipeline.links import Message, received_by, sent_by
@@ -78,10 +81,13 @@ class Executor:
         *,
         before_backward: Callable[[bool], None] | None = None,
         before_forward: Callable[[Action], None] | None = None,
+        before_weights: Callable[[bool], None] | None = None,
+        weights: WeightGradients | None = None,
     ) -> None:
         """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step.
 
-        ``before_forward(action)`` runs before each forward that a backward will follow.
+        ``before_forward(action)`` runs before each forward that a backward will follow; ``before_weights(is_last)``
+        before each W. ``weights``: who keeps what a W does; without it a backward does all, and a W nothing.
         """
         self.stages = list(stages)
         self.order = tuple(order)
@@ -89,10 +95,14 @@ class Executor:
         self.random = random
         self.before_backward = before_backward
         self.before_forward = before_forward
+        self.before_weights = before_weights
+        self.weights = weights
         self.around: Callable[[Action], AbstractContextManager[Any]] = nullcontext
         self.scores: list[Tensor] = []
         self._saved: dict[tuple[int, int], Saved] = {}
-        self._last_backward = {action.chunk: action for action in self.order if action.kind == "B"}
+        self._last = {(action.kind, action.chunk): action for action in self.order}
+        self._run_later = {(action.chunk, action.microbatch) for action in self.order if action.kind == "W"}
+        self._run_by_kind = {"F": self._forward, "B": self._backward, "W": self._weights}
 
     @property
     def in_flight(self) -> Iterable[Saved]:
@@ -125,18 +135,21 @@ class Executor:
                 with self.around(action):
                     for posted in actions[position : position + 2] if position + 1 < len(actions) else ():
                         self._post(posted)
-                    self._forward(step, action) if action.kind == "F" else self._backward(step, action)
+                    self._run_by_kind[action.kind](step, action)
             except PlanError:
                 abandon()
                 raise
             except Exception as error:
                 abandon()
                 self._saved.clear()
+                if self.weights is not None:
+                    self.weights.forget()
                 self.transport.forget()
                 raise StepError(self._describe(action, error)) from error
         activity.off(LAST_SENDS)
         self.transport.drain()
         assert not torch.is_grad_enabled() or not self._saved, "a forward without its backward"
+        assert self.weights is None or not self.weights.num_waiting, "gradients of weights that no W has made"
         return self._loss
 
     def _post(self, action: Action) -> None:
@@ -179,11 +192,25 @@ class Executor:
         if saved.loss_gradient is not None:
             gradients.append(saved.loss_gradient)
         if self.before_backward is not None:
-            self.before_backward(self._last_backward[action.chunk] == action)
+            self.before_backward(self._last["B", action.chunk] == action)
         roots = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
-        if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+        with self._with_weights(action):
+            if roots:
+                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         self._send_gradients(stage, action, saved.received)
+
+    def _with_weights(self, action: Action) -> AbstractContextManager[Any]:
+        """In it a backward puts the products of its W aside, where it has one."""
+        key = action.chunk, action.microbatch
+        if self.weights is None:
+            return nullcontext()
+        return self.weights.put_aside(key if key in self._run_later else None)
+
+    def _weights(self, step: Step, action: Action) -> None:
+        if self.before_weights is not None:
+            self.before_weights(self._last["W", action.chunk] == action)
+        if self.weights is not None:
+            self.weights.run((action.chunk, action.microbatch))
 
     def _send_gradients(self, stage: StageModule, action: Action, received: Sequence[Tensor]) -> None:
         leaves = [t for t, b in zip(received, stage.receives, strict=True) if b.requires_grad]

@@ -16,7 +16,7 @@ from runtime.profiling.planned import PlannedRun
 from runtime.profiling.spans import Span
 
 MEASURED, PLANNED = 1, 2
-_CATEGORIES = {"F": "forward", "B": "backward"}
+_CATEGORIES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 Event = dict[str, Any]
 
 

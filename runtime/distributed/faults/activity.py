@@ -24,6 +24,7 @@ DENOMINATORS, FORWARD, LAST_SENDS, GRADIENTS, UPDATE = (
     "sum of gradients",
     "update",
 )
+WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}  # of the kinds of actions
 _OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))
 
 
@@ -87,10 +88,9 @@ class Activity:
         now = self.now
         if now.action is None:
             return f"{self.name}, step {now.step}, {now.phase}" if now.phase != START else f"{self.name}, start"
-        verb = "forward" if now.action.kind == "F" else "backward"
         return (
             f"{self.name}, stage {now.stage}, step {now.step}, "
-            f"microbatch {now.action.microbatch}, {verb} ({now.action})"
+            f"microbatch {now.action.microbatch}, {WORDS[now.action.kind]} ({now.action})"
         )
 
     def line(self) -> tuple[str, bool]:

@@ -134,7 +134,7 @@ def test_kind_left_out_interleaves_only_with_vpp():
 def schedules(draw, kinds=tuple(KINDS)) -> Schedule:
     kind = draw(st.sampled_from(kinds))
     if not KINDS[kind].runs_chunks:
-        pp = draw(st.integers(1, 6))
+        pp = draw(st.integers(2 if KINDS[kind].waits else 1, 6))
         return build_schedule(kind, pp, draw(st.integers(1, pp + 12)))
     pp, vpp = draw(st.integers(2, 5)), draw(st.integers(2, 4))
     group_size = draw(st.integers(pp, 2 * pp + 1))
@@ -149,11 +149,13 @@ def test_every_valid_schedule_completes_with_each_action_once_and_backward_after
     simulation = simulate(schedule)
     ran = [(rank, action) for row in simulation.steps for rank, action in enumerate(row) if action]
     cells = schedule.pp * schedule.num_microbatches * schedule.vpp
-    assert len(ran) == len(set(ran)) == 2 * cells
+    assert len(ran) == len(set(ran)) == (3 if schedule.has_weights else 2) * cells
     at = {key: i for i, key in enumerate(ran)}
     for (rank, action), i in at.items():
         if action.kind == "B":
             assert at[rank, action._replace(kind="F")] < i
+        if action.kind == "W":
+            assert at[rank, action._replace(kind="B")] < i
     assert 0 <= simulation.bubble_fraction < 1
 
 
@@ -168,10 +170,12 @@ def test_an_action_starts_after_the_neighbouring_stage_has_ended(schedule):
     }
     for (kind, microbatch, stage), (start, _) in spans.items():
         before = stage - 1 if kind == "F" else stage + 1
-        if (kind, microbatch, before) in spans:
+        if kind != "W" and (kind, microbatch, before) in spans:
             assert spans[kind, microbatch, before][1] <= start
         if kind == "B":
             assert spans["F", microbatch, stage][1] <= start
+        if kind == "W":
+            assert spans["B", microbatch, stage][1] <= start
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,50 @@
+"""What a pipeline rank does in a step, one action after another.
+
+    F3.1   forward of microbatch 3 on chunk 1
+    B3.1   its backward; where a W follows, the gradients of what the stage received alone
+    W3.1   the gradients of its weights, from what the backward has put aside
+
+A schedule has a W for every backward, or none: then a backward makes all gradients. (B and W of Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism", section 2.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KINDS_OF_ACTION = "FBW"
+
+
+class Action(NamedTuple):
+    """Forward ("F"), backward ("B") or gradients of weights ("W") of one microbatch on one chunk of a rank."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.chunk}"
+
+
+Order = tuple[Action, ...]
+
+
+def format_order(order: Order) -> str:
+    """``F0.0 F1.0 B0.0 …``."""
+    return " ".join(map(str, order))
+
+
+def without_weights(order: Order) -> Order:
+    """The forwards and backwards alone: what links and CUDA graphs know of."""
+    return tuple(action for action in order if action.kind != "W")
+
+
+def too_early(order: Order) -> Action | None:
+    """The first W that stands before its B."""
+    done = set[tuple[int, int]]()
+    for action in order:
+        if action.kind == "B":
+            done.add(action[1:])
+        elif action.kind == "W" and action[1:] not in done:
+            return action
+    return None
