@@ -15,23 +15,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
-import networkx as nx
 from torch import fx
 
 from planner.graph.ops.aten import is_random
 from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
-from planner.graph.walks import ancestors, readers, walk
+from planner.graph.walks import ancestors, neighbours, readers, walk
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
-
-
-def dependencies(program: Program) -> nx.DiGraph:
-    """The nodes of the captured graph, in its order, with an edge from each value to each of its readers."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(program.graph.graph.nodes)
-    graph.add_edges_from((value, node) for node in program.graph.graph.nodes for value in node.all_input_nodes)
-    return graph
 
 
 def needed_nodes(program: Program) -> set[fx.Node]:
@@ -81,10 +72,10 @@ def _move_late(
     program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node], anchor: dict[fx.Node, int]
 ) -> None:
     """Move each connected group of calls that no block feeds to its first reader, unless a parameter is read sooner."""
-    graph, needed = dependencies(program), needed_nodes(program)
+    needed = needed_nodes(program)
     calls = [node for node in anchor if node in needed]
     reading = _parameter_readers(program, recomputed, set(calls))
-    for group in _groups_before_blocks(graph, calls, block_of, recomputed):
+    for group in _groups_before_blocks(calls, block_of, recomputed):
         read_at = [anchor[user] for node in group for user in node.users if user in anchor and user not in group]
         target = min(read_at, default=0)
         shared = {n for names in reading.values() if names & group for n in names - group}
@@ -93,16 +84,21 @@ def _move_late(
 
 
 def _groups_before_blocks(
-    graph: nx.DiGraph, calls: list[fx.Node], block_of: Mapping[str, int], recomputed: set[fx.Node]
+    calls: list[fx.Node], block_of: Mapping[str, int], recomputed: set[fx.Node]
 ) -> list[set[fx.Node]]:
     """The connected groups of those calls that neither are in a block nor depend on one, in graph order."""
-    free: dict[fx.Node, int] = {}
-    for i, node in enumerate(calls):
+    free: dict[fx.Node, None] = {}
+    for node in calls:
         sent = [n for n in node.all_input_nodes if n.op == "call_function" and n not in recomputed]
         if node.name not in block_of and all(n in free for n in sent):
-            free[node] = i
-    groups = nx.weakly_connected_components(graph.subgraph(free))
-    return sorted(groups, key=lambda group: min(free[node] for node in group))
+            free[node] = None
+    groups: list[set[fx.Node]] = []
+    seen: set[fx.Node] = set()
+    for node in free:
+        if node not in seen:
+            groups.append(set(walk([node], neighbours, into=lambda n: n in free)))
+            seen |= groups[-1]
+    return groups
 
 
 def _parameter_readers(program: Program, recomputed: set[fx.Node], calls: set[fx.Node]) -> dict[str, set[fx.Node]]:

@@ -26,6 +26,11 @@ def readers(node: fx.Node) -> Iterable[fx.Node]:
     return node.users
 
 
+def neighbours(node: fx.Node) -> Iterable[fx.Node]:
+    """The step either way."""
+    return (*node.all_input_nodes, *node.users)
+
+
 def walk(
     start: Iterable[fx.Node],
     step: Step,

@@ -12,10 +12,13 @@ A minimum cut between what is dear to compute and what the backward reads:
 
 from __future__ import annotations
 
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from planner.recompute.memories import Memories
 from planner.saved.trace import Call
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Operations for a byte that is let go. A linear of 768 features costs 384 in float32, attention scores of heads of 64
 # cost 32, and an op that reads one value and writes one 16 (what it moves, at planner.graph.ops.flops.FLOPS_PER_BYTE).
@@ -27,6 +30,8 @@ _SOURCE, _SINK = -1, -2
 
 def kept_memories(memories: Memories, insides: list[Call]) -> set[int]:
     """Memories made in the piece, and given to it, that are kept. ``insides``: calls that run again in any case."""
+    import networkx as nx  # here, not above: a rank that recomputes nothing does without its 10 MiB
+
     graph = _graph(memories, insides)
     if not graph.has_node(_SOURCE) or not graph.has_node(_SINK):
         return set()
@@ -35,6 +40,8 @@ def kept_memories(memories: Memories, insides: list[Call]) -> set[int]:
 
 
 def _graph(memories: Memories, insides: list[Call]) -> nx.DiGraph:
+    import networkx as nx
+
     graph = nx.DiGraph()
     insides = [call for call in insides if not memories.is_of_shape_alone(call)]
     runs_anyway = {id(call) for call in insides}

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.live_sets import (
     anchors,
-    dependencies,
     live_values,
     needed_nodes,
     recomputed_nodes,
@@ -148,10 +147,3 @@ def test_copies_stand_where_something_reads_them_through_other_copies(pp: int):
     assert {n: set(stages) for n, stages in copies.items()} == {n: reading(n) for n in copies}
     assert set(copies) == {n for n in program.graph.graph.nodes if n.op != "output"} - set(stage)
     assert all(list(stages) == sorted(set(stages)) for stages in copies.values())
-
-
-def test_dependencies_are_the_operands_in_graph_order():
-    program = program_of("model")
-    graph = dependencies(program)
-    assert list(graph) == list(program.graph.graph.nodes)
-    assert all(set(graph.predecessors(n)) == set(n.all_input_nodes) for n in graph)
