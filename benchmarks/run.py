@@ -66,11 +66,16 @@ def sitting(rounds: int, steps: int) -> str:
 
 
 def run(name: str, steps: int) -> Row:
-    """Start the processes of a run and merge their rows: the slowest rank's time, mean CPU, worst RSS."""
+    """One run's row: the slowest rank's time, mean CPU, worst RSS."""
+    return merge(start("benchmarks.worker", name, steps))
+
+
+def start(module: str, name: str, steps: int) -> list[dict]:
+    """Start the processes of a run, each with ``module`` as its main program; the row that each of them wrote."""
     size, _ = RUNS[name]
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "row"
-        worker = ["-m", "benchmarks.worker", name, "--steps", str(steps), "--output", str(output)]
+        worker = ["-m", module, name, "--steps", str(steps), "--output", str(output)]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, *launcher, *worker]
@@ -79,7 +84,7 @@ def run(name: str, steps: int) -> Row:
         )
         if done.returncode:
             raise SystemExit(f"{name} failed\n{done.stderr[-4000:]}")
-        return merge([json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(size)])
+        return [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(size)]
 
 
 def merge(ranks: list[dict]) -> Row:

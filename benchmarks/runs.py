@@ -165,6 +165,7 @@ def spec(mesh: dict[str, int], micro: int) -> dict[str, Any]:
 
 RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
     "torch_one_process": (1, torch_one_process),
+    "ours_one_process": (1, ours({}, BATCH)),
     "torch_tp2_by_hand": (2, torch_tp2_by_hand),
     "ours_tp2": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH)),
     "torch_tp2_dtensor": (2, torch_tp2_dtensor),
