@@ -101,7 +101,7 @@ def show_sections(parts: list[Section]) -> None:
 
 def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
     """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
-    from planner.report.text import to_html, to_yaml
+    from planner.report.text import to_yaml
 
     match format:
         case PlanFormat.json:
@@ -109,7 +109,9 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
         case PlanFormat.yaml:
             return to_yaml(plan)
         case PlanFormat.html:
-            return to_html(plan, full=full)
+            from planner.report.page.plan_page import plan_page  # templates are loaded where a page is asked for
+
+            return plan_page(plan, full=full)
         case PlanFormat.table:
             return plan.describe(full=full)
 

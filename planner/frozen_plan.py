@@ -85,6 +85,12 @@ class Plan(Tables):
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
         return describe(self, full=full)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a plan: sizes, warnings, memory, and the tables to open."""
+        from planner.report.page.fragment import plan_fragment  # templates are loaded where they are asked for
+
+        return plan_fragment(self)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""
         try:

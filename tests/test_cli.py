@@ -168,7 +168,7 @@ def test_plan_as_json_round_trips_and_lists_every_parameter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "words"), [("table", "tokens.weight"), ("yaml", "parameters:"), ("html", "<table>")]
+    ("format", "words"), [("table", "tokens.weight"), ("yaml", "parameters:"), ("html", "<!doctype html>")]
 )
 def test_plan_prints_in_every_format(format, words):
     result = run("plan", GPT, GPT_SPEC, "--format", format)

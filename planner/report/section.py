@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
 
+# Columns that may wrap; names and shapes stay whole.
+PROSE = frozenset(
+    {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs", "before", "after"}
+    | {"choice", "layout"}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Section:

@@ -255,9 +255,11 @@ def _cost(plan: Tables) -> Section:
         return Section("Estimated time of one step")
     step = plan.cost.step_seconds
     shown = [part for part in COST_PARTS if getattr(plan.cost, part)]
-    rows = [(part.replace("_", " "), _seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown]
+    rows = [
+        (part.replace("_", " "), format_seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown
+    ]
     cells = tuple((name, text, f"{part / step:.1%}" if step else "-") for name, text, part in rows)
-    note = f"{_seconds(step)} a step on {plan.spec.get('cluster') or 'its cluster'}"
+    note = f"{format_seconds(step)} a step on {plan.spec.get('cluster') or 'its cluster'}"
     if plan.cost.flops and step:
         reached = plan.cost.flops / step
         peak = f", {reached / plan.cost.peak:.1%} of its peak" if plan.cost.peak else ""
@@ -266,7 +268,7 @@ def _cost(plan: Tables) -> Section:
     return Section("Estimated time of one step", columns, cells, note, frozenset(columns[1:]))
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """``1.234 s``, ``12.345 ms``, ``3.2 us``."""
     return (
         f"{seconds:.3f} s"

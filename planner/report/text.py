@@ -1,4 +1,4 @@
-"""What a Plan says to a person: the same sections as a terminal table, plain text, HTML or YAML.
+"""What a Plan says to a person: the same sections as a terminal table, plain text or YAML.
 
 Repeated blocks share one row whose name has ranges (``h.{0..11}.attn``) and whose count says how many rows it stands
 for; nothing is left out. ``full`` gives each its own row. The text is the same on every machine.
@@ -6,7 +6,6 @@ for; nothing is left out. ``full`` gives each its own row. The text is the same 
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Iterable
 
@@ -15,13 +14,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.report.section import PROSE
 from planner.report.sections import Section, sections
 from planner.tables.tables import Tables
 
 WIDTH = 160
-# Columns that may wrap; names and shapes stay whole.
-_PROSE = {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs"}
-_PROSE |= {"before", "after", "choice", "layout"}
 
 
 def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
@@ -57,7 +54,7 @@ def _renderables(section: Section) -> list[RenderableType]:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in section.columns:
             justify = "right" if column in section.right else "left"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in _PROSE)
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in PROSE)
         for row in section.rows:
             table.add_row(*map(Text, row))
         parts.append(table)
@@ -67,33 +64,3 @@ def _renderables(section: Section) -> list[RenderableType]:
 def to_yaml(plan: Tables) -> str:
     """The plan's JSON as YAML, small lists on one line."""
     return yaml.safe_dump(plan.to_dict(), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-
-
-def to_html(plan: Tables, *, full: bool = False) -> str:
-    """The tables as one page that needs no other file."""
-    title = html.escape(f"plan {plan.hash()[:12]}")
-    body = "\n".join(_html_section(section) for section in sections(plan, full=full))
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-
-
-_STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse}"
-    "th,td{padding:.2em .8em .2em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
-    "th{color:#666;font-weight:normal}td.r,th.r{text-align:right;white-space:nowrap}p{white-space:pre-line}"
-)
-
-
-def _html_section(section: Section) -> str:
-    note = f"<p>{html.escape(section.note)}</p>" if section.note else ""
-    if not section.rows:
-        return f"<h2>{html.escape(section.title)}</h2>{note}"
-    head = _html_row("th", section, section.columns)
-    rows = "\n".join(_html_row("td", section, row) for row in section.rows)
-    return f"<h2>{html.escape(section.title)}</h2>{note}\n<table>\n{head}\n{rows}\n</table>"
-
-
-def _html_row(tag: str, section: Section, cells: tuple[str, ...]) -> str:
-    marks = [' class="r"' if column in section.right else "" for column in section.columns]
-    row = "".join(f"<{tag}{m}>{html.escape(cell)}</{tag}>" for m, cell in zip(marks, cells, strict=True))
-    return f"<tr>{row}</tr>"

@@ -1,4 +1,4 @@
-"""What a plan says to a person: deterministic text, nothing left out, one page of HTML, YAML."""
+"""What a plan says to a person: deterministic text, nothing left out, YAML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import os
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import yaml
@@ -16,7 +15,7 @@ from rich.console import Console
 from planner.frozen_plan import Diagnostic, Plan
 from planner.pipeline.schedule import KINDS, build_schedule
 from planner.report.sections import format_bytes, format_order
-from planner.report.text import print_plan, to_html, to_text, to_yaml
+from planner.report.text import print_plan, to_text, to_yaml
 from tests.tools import paths
 
 GOLDEN = paths.GOLDEN / "small_plan.txt"
@@ -110,36 +109,6 @@ def test_a_terminal_gets_its_own_width(small_plan: Plan):
     out = io.StringIO()
     print_plan(small_plan, Console(file=out, width=100, color_system=None))
     assert max(len(line) for line in out.getvalue().splitlines()) <= 100
-
-
-class _Cells(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.open_tags: list[str] = []
-        self.links = 0
-
-    def handle_starttag(self, tag, attrs):
-        self.links += sum(name in ("src", "href") for name, _ in attrs)
-        if tag != "meta":
-            self.open_tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open_tags.pop() == tag
-
-    def handle_data(self, data):
-        if self.open_tags and self.open_tags[-1] == "td":
-            self.cells.append(data)
-
-
-def test_html_is_one_page_with_every_cell_and_no_other_file(small_plan: Plan):
-    script = Diagnostic("info", "<script>alert(1)</script>")
-    page = _Cells()
-    page.feed(to_html(replace(small_plan, diagnostics=(script,)), full=True))
-    assert not page.open_tags
-    assert page.links == 0
-    assert {p.name for p in small_plan.parameters[1:]} <= set(page.cells)
-    assert "<script>alert(1)</script>" in page.cells
 
 
 def test_yaml_is_the_json(small_plan: Plan):

@@ -1,0 +1,45 @@
+"""The cluster of a plan, where its file is still to be read: a saved plan may be looked at on another machine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import EXPERT_AXES, group, level_between
+from planner.cluster.read import read_cluster
+from planner.errors import PlanError
+from planner.tables.tables import Tables
+
+NODE = 8  # devices of a node where no file says how many
+
+
+def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
+    """The cluster, and why there is none."""
+    name = plan.spec.get("cluster")
+    if not name:
+        return None, "the spec names no cluster"
+    try:
+        return read_cluster(str(name)), ""
+    except PlanError as error:
+        return None, f"the cluster {name} cannot be read here: {error.what}"
+
+
+def devices_of_node(cluster: Cluster | None) -> int:
+    return cluster.links[0].devices if cluster is not None else NODE
+
+
+def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
+    """The slowest link that an exchange over ``axis`` uses; "" where that is not known."""
+    mesh = plan.mesh
+    if cluster is None:
+        return ""
+    if axis in ("pp", "embedding"):
+        firsts = [mesh.rank_of(pp=stage.pp_rank) for stage in plan.stages]
+        pairs = pairwise(firsts) if axis == "pp" else [(firsts[0], firsts[-1])]
+        level = max((level_between(a, b, cluster) for a, b in pairs), default=0)
+    elif axis in (*EXPERT_AXES, "world", "tp", "cp", "dp", "dp-cp"):
+        sizes = group(mesh, axis, cluster).sizes
+        level = max((level for level, n in enumerate(sizes) if n > 1), default=0)
+    else:
+        return ""
+    return cluster.links[level].name

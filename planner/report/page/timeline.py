@@ -1,0 +1,64 @@
+"""The chart of a plan's schedule inside of a page: its styles reach nothing else, a long one is cut."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from planner.errors import PlanError
+from planner.pipeline.schedule import CUSTOM, KINDS, Schedule
+from planner.pipeline.simulate import Simulation, simulate
+from planner.report.timeline import schedule_svg
+from planner.tables.tables import Tables
+
+MOST_DRAWN = 1200  # actions: some 200 bytes and four elements each
+_RULE = re.compile(r"(@[^{]+\{)|([^{}@]+)\{")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """``svg`` is whole and safe; ``note``: what of the schedule is not drawn."""
+
+    svg: str
+    note: str = ""
+
+
+def timeline(plan: Tables) -> Timeline | None:
+    """None where there is one rank only, or where the orders of a plan changed by hand do not fit each other."""
+    row, mesh = plan.schedule, plan.mesh
+    if mesh.pp == 1:
+        return None
+    try:
+        kind = row.kind if row.kind in KINDS else CUSTOM  # of a file that was changed by hand it may be any words
+        schedule = Schedule(kind, mesh.pp, mesh.vpp, row.num_microbatches, mesh.pp, row.actions, mesh.fold)
+        simulation = simulate(schedule)
+    except PlanError:
+        return None
+    end = _end(simulation)
+    note = ""
+    if end < simulation.duration:
+        drawn = sum(start < end for spans in simulation.spans for start, _ in spans)
+        total = sum(map(len, simulation.spans))
+        note = f"Drawn: the first {drawn:,} of {total:,} actions; what follows is in the table below."
+    svg = schedule_svg(schedule, replace(simulation, duration=end))
+    return Timeline(_scoped(svg), note)
+
+
+def _end(simulation: Simulation) -> float:
+    """The time at which as many actions have begun as are drawn."""
+    starts = sorted(start for spans in simulation.spans for start, _ in spans)
+    return simulation.duration if len(starts) <= MOST_DRAWN else starts[MOST_DRAWN]
+
+
+def _scoped(svg: str) -> str:
+    """A style in a drawing that stands in a page holds for the whole page: its rules are led into ``.schedule``."""
+    head, _, rest = svg.partition("<style>")
+    style, _, tail = rest.partition("</style>")
+
+    def inside(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1]
+        selectors = ", ".join(f".schedule {part.strip()}" for part in match[2].split(","))
+        return f" {selectors} {{"
+
+    return f"{head}<style>{_RULE.sub(inside, style)}</style>{tail}"

@@ -1,0 +1,208 @@
+"""The page of a plan: all of the plan is on it, it needs nothing else, and what a model says is text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from planner.errors import PlanError
+from planner.frozen_plan import Diagnostic, Plan
+from planner.mesh import Mesh
+from planner.pipeline.schedule import Schedule
+from planner.pipeline.simulate import simulate
+from planner.report.page.fragment import plan_fragment
+from planner.report.page.model import model_cards, scopes_of
+from planner.report.page.plan_page import plan_page
+from planner.report.sections import sections
+from tests.tools.html_page import Element, read_page
+from tests.tools.paths import ROOT
+
+EVIL = "</script><script>alert(1)</script>\"'&{{ 7 * 7 }}"
+
+
+def names_of(text: str) -> list[str]:
+    """A folded name as the names for which it stands: ``h.{0..2,5}.w`` is four."""
+    parts = re.split(r"\{([\d.,]+)\}", text)
+    choices = [[part] if i % 2 == 0 else numbers_of(part) for i, part in enumerate(parts)]
+    return ["".join(words) for words in itertools.product(*choices)]
+
+
+def numbers_of(text: str) -> list[str]:
+    runs = [run.partition("..") for run in text.split(",")]
+    return [str(n) for first, _, last in runs for n in range(int(first), int(last or first) + 1)]
+
+
+def tables_of(page: Element) -> dict[str, list[list[str]]]:
+    return {
+        part.first("h2").text: [[td.text for td in tr.all("td")] for body in part.all("tbody") for tr in body.all("tr")]
+        for part in page.all("section", "table")
+    }
+
+
+def test_every_table_of_the_terminal_is_on_the_page_cell_by_cell(moe_plan: Plan, moe_page: Element):
+    tables = tables_of(moe_page)
+    for section in sections(moe_plan):
+        assert [tuple(row) for row in tables[section.title]] == list(section.rows)
+        assert section.note in moe_page.text
+
+
+def test_every_parameter_is_in_the_table_and_in_the_picture(moe_plan: Plan, moe_page: Element):
+    names = Counter(p.name for p in moe_plan.parameters)
+    rows = tables_of(moe_page)[f"Parameters ({len(moe_plan.parameters)})"]
+    assert Counter(name for row in rows for name in names_of(row[0])) == names
+    drawn = Counter[str]()
+    for card in moe_page.all("article", "card"):
+        title = card.first("h3").text
+        for item in card.all("details", "weight"):
+            name = item.attributes["data-name"]
+            drawn.update(names_of(f"{title}.{name}" if "{" in title else name))
+    assert drawn == names
+
+
+def test_every_collective_is_in_the_picture_where_it_happens(moe_plan: Plan):
+    items = [(card, item) for card in model_cards(moe_plan) for item in card.items]
+    drawn = sum(card.times * item.rows for card, item in items if item.what == "collective")
+    assert drawn == sum(c.axis != "pp" for c in moe_plan.collectives)
+    assert sum(card.times for card, item in items if item.what == "again") == len(moe_plan.recompute)
+    block = next(card for card in model_cards(moe_plan) if card.times > 1)
+    order = [(item.what, item.name if item.what == "weight" else item.text.split()[0]) for item in block.items]
+    assert order.index(("weight", "attention.out.weight")) < order.index(("collective", "forward"))
+    assert order.index(("collective", "backward")) < order.index(("weight", "attention.q.weight"))
+
+
+def test_messages_between_stages_stand_between_the_stages(moe_plan: Plan, moe_page: Element):
+    stages = list(moe_page.first("ol", "stages").all("li"))
+    assert [stage.first("b").text for stage in stages] == [f"stage {s.index}" for s in moe_plan.stages]
+    assert [len(list(stage.all("div", "sends"))) for stage in stages] == [1, 0]
+    assert moe_plan.stages[0].sends[0].name in stages[0].first("div", "sends").first("span").attributes["title"]
+
+
+def test_every_diagnostic_is_on_the_page_and_warnings_are_on_top(small_plan: Plan):
+    warned = replace(small_plan, diagnostics=(Diagnostic("warning", "too large", "cluster", "raise tp"),))
+    page = read_page(plan_page(warned))
+    assert tables_of(page)["Diagnostics (1)"] == [["warning", "cluster", "1", "too large", "raise tp"]]
+    top = page.first("ul", "warnings").text
+    assert "too large" in top
+    assert "raise tp" in top
+
+
+def test_graph_regions_and_what_is_computed_again_are_marked(moe_plan: Plan, moe_page: Element):
+    scopes = scopes_of(moe_plan)
+    assert scopes["blocks.0.attention.q.weight"] == "attn"
+    assert "head.weight" not in scopes
+    badges = [b.text for item in moe_page.all("details", "weight") for b in item.all("span", "badge")]
+    assert "graph: attn" in badges
+    assert any("captured" in line.text for line in moe_page.first("ul", "regions").all("li"))
+    assert list(moe_page.all("details", "again"))
+
+
+def test_an_item_tells_reason_source_line_shapes_and_bytes(moe_plan: Plan, moe_page: Element):
+    first = next(p for p in moe_plan.parameters if p.name == "blocks.0.attention.out.weight")
+    item = next(i for i in moe_page.all("details", "weight") if i.attributes["data-name"] == "attention.out.weight")
+    facts = dict(zip([d.text for d in item.all("dt")], [d.text for d in item.all("dd")], strict=True))
+    assert facts["why"] == first.reason
+    assert facts["read at"].startswith("moe.py:")
+    assert facts["shape"] == "[128, 128], on a rank [128, 64]"
+    assert facts["bytes"] == "64.00 KiB, on a rank 32.00 KiB"
+
+
+def test_ids_are_unique_and_every_reference_to_one_is_met(moe_page: Element):
+    ids = [e.attributes["id"] for e in moe_page.all() if "id" in e.attributes]
+    assert len(ids) == len(set(ids))
+    references = ("href", "aria-controls", "aria-describedby")
+    wanted = {e.attributes[n].lstrip("#") for e in moe_page.all() for n in references if n in e.attributes}
+    assert wanted - {"data:,"} <= set(ids)
+
+
+def test_the_page_names_nothing_outside_of_itself(moe_text: str, moe_page: Element):
+    assert set(re.findall(r"https?://[^\s\"'<]+", moe_text)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\((?!#)", moe_text)
+    links = [e.attributes[n] for e in moe_page.all() for n in ("src", "href") if n in e.attributes]
+    assert all(link.startswith("#") or link == "data:," for link in links)
+    policy = next(m for m in moe_page.all("meta") if "http-equiv" in m.attributes).attributes["content"]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_whatever_a_model_says_is_text(small_plan: Plan):
+    parameters = [replace(p, reason=EVIL, where=f"{EVIL}   ({EVIL})") for p in small_plan.parameters]
+    parameters[1] = replace(parameters[1], name=f"h.0.{EVIL}")
+    evil = replace(
+        small_plan,
+        parameters=tuple(parameters),
+        collectives=tuple(replace(c, where=EVIL, kind=EVIL) for c in small_plan.collectives),
+        stages=tuple(replace(s, sends=tuple(replace(v, name=EVIL) for v in s.sends)) for s in small_plan.stages),
+        schedule=replace(small_plan.schedule, kind=EVIL),
+        diagnostics=(Diagnostic("warning", EVIL, EVIL, EVIL),),
+        spec={**small_plan.spec, "cluster": EVIL},
+    )
+    for text in (plan_page(evil, full=True), plan_fragment(evil)):
+        page = read_page(text)
+        assert "alert(1)" not in "".join(script.text for script in page.all("script"))
+        assert len(list(page.all("script"))) == len(list(read_page(plan_page(small_plan)).all("script"))) * (
+            text.startswith("<!doctype")
+        )
+        assert EVIL in page.text
+        assert "49" not in re.findall(r"alert\(1\)[^<]*", text)[0]
+
+
+def test_a_full_page_has_a_row_for_every_parameter(moe_plan: Plan):
+    rows = tables_of(read_page(plan_page(moe_plan, full=True)))[f"Parameters ({len(moe_plan.parameters)})"]
+    assert [row[0] for row in rows] == [p.name for p in moe_plan.parameters]
+
+
+def test_a_loaded_plan_has_the_same_page_but_for_the_marks_of_graphs(moe_plan: Plan, moe_text: str, tmp_path):
+    moe_plan.save(tmp_path / "plan.json")
+    text = plan_page(Plan.load(tmp_path / "plan.json"))
+    assert text == moe_text.replace('<span class="badge">graph: attn</span></span>', "</span>")
+
+
+def test_a_cluster_that_is_not_here_is_told_and_the_rest_is_drawn(small_plan: Plan):
+    text = plan_page(replace(small_plan, spec={**small_plan.spec, "cluster": "no/such.yaml"}))
+    assert "the cluster no/such.yaml cannot be read here" in text
+    assert "as no cluster says how many there are" in text
+
+
+def test_a_plan_of_one_rank_has_a_page(small_plan: Plan):
+    one = replace(small_plan.stages[0], blocks=("h.0", "h.1"), sends=())
+    parameters = tuple(replace(p, stages=(0,)) for p in small_plan.parameters)
+    schedule = replace(small_plan.schedule, orders=small_plan.schedule.orders[:1], peak_in_flight=(1,))
+    plan = replace(
+        small_plan, mesh=Mesh(), stages=(one,), schedule=schedule, parameters=parameters, collectives=(), memory=()
+    )
+    page = read_page(plan_page(plan))
+    assert not list(page.all(of_class="schedule"))
+    assert "one rank" in page.first("dl", "facts").text
+
+
+def test_a_notebook_gets_a_part_of_a_page_without_script_or_ids(small_plan: Plan):
+    text = small_plan._repr_html_()
+    page = read_page(text)
+    assert not list(page.all("script"))
+    assert not [e for e in page.all() if "id" in e.attributes]
+    style = page.first("style").text
+    selectors = re.findall(r"(?:^|\})\s*([^{}@]+)\{", re.sub(r"@media[^{]+\{", "", style))
+    assert selectors
+    assert all(part.strip().startswith(".meshwright-plan") for s in selectors for part in s.split(","))
+    assert [s.text for s in page.all("summary")] == [s.title for s in sections(small_plan) if s.rows]
+
+
+def test_orders_that_do_not_fit_are_not_drawn_and_no_error(small_plan: Plan):
+    first, second = small_plan.schedule.orders
+    swapped = (*second[:-2], second[-1], second[-2])
+    turned = replace(small_plan, schedule=replace(small_plan.schedule, orders=(tuple(reversed(first)), swapped)))
+    schedule = Schedule("1f1b", 2, 1, 4, 2, turned.schedule.actions)
+    with pytest.raises(PlanError):
+        simulate(schedule)
+    assert 'id="schedule"' not in plan_page(turned)
+
+
+def test_templates_are_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folder = ROOT / "planner" / "report" / "page"
+    held = {path for pattern in listed["planner.report.page"] for path in folder.glob(pattern)}
+    assert held == {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
