@@ -1,4 +1,4 @@
-"""One thread a process, no downloads, and no GPU test where there is no GPU."""
+"""One thread a process, no downloads, no deadline of a drawn example, and no GPU test where there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault of what is tested
+settings.load_profile("no deadline")
 torch.set_num_threads(1)
 
 

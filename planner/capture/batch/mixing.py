@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
-from planner.capture.loss.counts import reduces_batch
+from planner.capture.loss.counts import input_only, reduces_batch
 from planner.graph.ops.aten import named, reduced_dims
 from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.program import Program
+from planner.graph.walks import operands, walk
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
          "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",
@@ -28,6 +30,16 @@ BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value th
 
 def has_gradient(node: fx.Node) -> bool:
     return node.op == "call_function" and any(n.meta.get("grad") for n in node.all_input_nodes)
+
+
+def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collection[fx.Node]) -> list[fx.Node]:
+    """What is computed of the batch outside of ``loss`` and counts in the gradients: values that have one, and those of
+    batch tensors alone that such a value is made of, as a maximum over the ids that scales an embedding."""
+    given, inner = input_only(program), [n for n in program.graph.graph.nodes if n in on_batch and n not in loss]
+    with_gradient = {n for n in inner if has_gradient(n)}
+    read = {n for reader in with_gradient for n in reader.all_input_nodes if given.get(n.name)}
+    of_inputs = set(walk(read, operands, into=lambda n: bool(given.get(n.name))))
+    return [n for n in inner if n in with_gradient or (n in of_inputs and n.op == "call_function")]
 
 
 def _name(node: fx.Node) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from planner.capture.batch.flow import batch_flow
-from planner.capture.batch.mixing import ALONG, has_gradient, may_mix, may_run_along, mixes_along_a_dim
+from planner.capture.batch.mixing import ALONG, computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.mixing import PRODUCTS as MIXING_PRODUCTS
 from planner.capture.loss.counts import AVERAGES, REDUCTIONS, SUMS, input_only, reduces_batch
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
@@ -113,7 +113,7 @@ def is_certain(
     size = next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
     if kinds[program.node(program.loss)].name != SHARE:
         return False
-    inner = [n for n in program.graph.graph.nodes if n in on_batch and n not in region and has_gradient(n)]
+    inner = computed_along(program, on_batch, region)
     if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
         return False
     flow = batch_flow(program, on_batch) if size > 1 else {}

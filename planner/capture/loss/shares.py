@@ -32,7 +32,14 @@ import torch
 from torch import fx
 
 from planner.capture.batch.by_captures import Typing
-from planner.capture.batch.mixing import has_gradient, is_own_loss, may_mix, mixes, mixes_along_a_dim
+from planner.capture.batch.mixing import (
+    computed_along,
+    has_gradient,
+    is_own_loss,
+    may_mix,
+    mixes,
+    mixes_along_a_dim,
+)
 from planner.capture.batch.two_captures import cut_of, lay_on, splits
 from planner.capture.loss.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
 from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
@@ -163,7 +170,7 @@ class _Rewriter:
     def _warn_of_mixing(self, typing: Typing) -> None:
         """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
         tail = self._tail()
-        inner = [n for n in self.graph.nodes if n in self.on_batch and n not in tail and has_gradient(n)]
+        inner = computed_along(self.program, self.on_batch, tail)
         for node in (n for n in inner if not is_own_loss(n, tail)):
             may = may_mix(node, self.on_batch) or mixes_along_a_dim(node)
             along = may and mixes(node, typing.captures.changed)

@@ -156,3 +156,39 @@ def test_mixing_the_sequences_of_a_batch_is_told_with_its_line(name):
 @pytest.mark.parametrize("name", APART)
 def test_what_keeps_sequences_apart_is_not_told(name):
     assert mixed(APART[name]) == []
+
+
+class OfIds(Mixed):
+    """``mix`` makes a factor of the features out of the ids alone, without a gradient."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.embed(ids) * self.mix(ids)), labels, self.head.weight)
+
+
+IDS_MIXED = {
+    "largest of all": lambda ids: ids.max() + 1,
+    "mean of a column": lambda ids: ids.float().mean(0)[None, :, None],
+    "any padding": lambda ids: (ids == 0).any().float() + 1,
+    "behind a cast and a view": lambda ids: ids.flatten().float().std().view(1, 1, 1),
+}
+IDS_APART = {
+    "largest of its own": lambda ids: ids.amax(1)[:, None, None],
+    "places by padding": lambda ids: (ids != 0).cumsum(1)[:, :, None],
+    "the next id": lambda ids: ids.roll(1, 1)[:, :, None],
+}
+
+
+@pytest.mark.parametrize("name", IDS_MIXED)
+def test_batch_tensors_that_mix_before_they_meet_a_weight_are_told(name):
+    assert mixed_ids(IDS_MIXED[name])
+
+
+@pytest.mark.parametrize("name", IDS_APART)
+def test_batch_tensors_that_keep_apart_are_not_told(name):
+    assert mixed_ids(IDS_APART[name]) == []
+
+
+def mixed_ids(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
+    model = OfIds(mix)
+    terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda times: capture(model, wider(INPUTS, times)))
+    return [(op, str(where)) for op, where in terms.mixed]
