@@ -23,7 +23,8 @@ from passes.ops.column_linear import column_linears, gathered_linears
 
 aten = torch.ops.aten
 
-LINEARS = {aten.linear.default, aten.mm.default, aten.addmm.default}
+TRANSPOSED = {aten.mm.default, aten.addmm.default}
+LINEARS = {aten.linear.default, *TRANSPOSED}
 
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
@@ -33,7 +34,7 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
         readers = list(node.users)
         if len({id(region_of(place, owner)) for place in (node, *readers)}) > 1:
             continue  # one op cannot stand in two regions
-        parts = [_operands(reader, node) for reader in readers]
+        parts = [_held(reader, node) for reader in readers]
         if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
             continue
         weights, biases = zip(*parts, strict=True)  # pyright: ignore
@@ -53,12 +54,18 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
             stage.graph.erase_node(done)
 
 
-def _operands(reader: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
-    """(weight, bias) of a product of ``x`` with a parameter; None for anything else."""
-    if reader.op != "call_function" or reader.target not in LINEARS or reader.kwargs:
+def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """(value, weight, bias or None) of a product of two matrices; None for anything else."""
+    if node.op != "call_function" or node.target not in LINEARS or node.kwargs:
         return None
-    args: Any = reader.args
-    bias, value, weight = args if reader.target is aten.addmm.default else (*(args[2:] or (None,)), *args[:2])
+    args: Any = node.args
+    bias, value, weight = args if node.target is aten.addmm.default else (*(args[2:] or (None,)), *args[:2])
+    return value, weight, bias
+
+
+def _held(reader: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
+    """(weight, bias) of a product of ``x`` with a parameter; None for anything else."""
+    value, weight, bias = operands(reader) or (None, None, None)
     held = [n for n in (weight, bias) if n is not None]
     is_product = value is x and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
     return (weight, bias) if is_product else None

@@ -40,6 +40,7 @@ from passes.note_choices import note_choices
 from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.random_state import RandomState
+from passes.own_linears import own_linears
 from passes.own_tokens import keep_own_tokens
 from passes.peephole import drop_unread, fuse_bias, place, place_devices, sum_in_place
 from passes.recompute import recompute
@@ -61,6 +62,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(fuse_bias),
     Pass(sum_in_place),
     Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
+    Pass(own_linears, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
     Pass(note_choices),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store
 
 from passes.lower import lower
+from passes.own_linears import contributions
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from planner.pipeline.actions import without_weights
@@ -82,6 +83,8 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     optimizer = _optimizer(plan, spec, groups, program)
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket
+    optimizer.buffers.expect(_contributions(program))
+    program.weight_gradients.bind(optimizer.buffers)
     return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept)
 
 
@@ -125,6 +128,16 @@ def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:
     """(what the plan says, the module's parameter) of all that this rank holds."""
     return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
+
+
+def _contributions(program: RankProgram) -> dict[int, int]:
+    """By id of a parameter, how often a backward of its stage gives its gradient."""
+    modules = [stage.module for stage in program.stages]
+    return {
+        id(module.get_parameter(name)): times
+        for module in modules
+        for name, times in contributions(module, module.graph).items()
+    }
 
 
 def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:

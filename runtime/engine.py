@@ -143,7 +143,8 @@ class Engine:
         self.optimizer.begin_step()
         self._note_load(True)
         try:
-            return find_nonfinite(self.executor, given, self.groups, self._summed_gradients)
+            with self.program.weight_gradients.by_autograd():
+                return find_nonfinite(self.executor, given, self.groups, self._summed_gradients)
         finally:
             self._note_load(False)
 
@@ -309,6 +310,7 @@ class Engine:
         is_whole = self.graphs is not None and self.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
         self._initialise() if gates else self._ready()
+        self.program.weight_gradients.forget()  # of a step that failed
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
         self._note_load(True)
         run = self.executor.run if self.graphs is None else partial(self.graphs.run_step, self.executor)

@@ -9,10 +9,13 @@ gathered first (sequence parallelism; Korthikanti et al. 2022, section 4.2), its
     forward     x = all-gather(part);  y_i = x W_i + b_i
     backward    all-gather(part) starts;  gx = Σ g_i W_iᵀ  →  reduce-scatter starts;  all-gather ends;
                 gW_i = xᵀ g_i,  gb_i = Σ g_i;  reduce-scatter ends
+
+Gradients of weights that are put aside (passes.ops.weight_gradients) gather the part when they are computed.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,76 +23,122 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from passes.ops.linear import add_held, of_held, of_input, places_of, product
+from passes.ops.weight_gradients import Handle
 from planner.placement.types import Placement
 
-aten = torch.ops.aten
 
-
-def column_linears(x: Tensor, axis: AxisHandle, transposed: bool, weights: list[Any], biases: list[Any]) -> Any:
+def column_linears(
+    x: Tensor,
+    axis: AxisHandle,
+    transposed: bool,
+    weights: list[Any],
+    biases: list[Any],
+    handle: Handle | None = None,
+) -> Any:
     """x [.., n] of type I: the products with ``weights`` ([m, n], or [n, m] where ``transposed``), a tuple of them.
 
-    ``biases``: [m] or None, one for each weight.
+    ``biases``: [m] or None, one for each weight. ``handle``: as of ``linear``.
     """
-    return _ColumnLinears.apply(x, axis, transposed, len(weights), *weights, *biases)
+    held = (*weights, *biases)
+    places = places_of(handle, held) if x.requires_grad else None
+    return _ColumnLinears.apply(x, axis, transposed, handle, held, places, *(held if places is None else ()))
 
 
 class _ColumnLinears(torch.autograd.Function):
+    """``edges``: weights and biases once more, where autograd is to know of them."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, transposed: bool, count: int, *tensors: Any) -> Any:
-        weights, biases = tensors[:count], tensors[count:]
-        ctx.axis, ctx.transposed, ctx.count = axis, transposed, count
-        ctx.has_bias = [bias is not None for bias in biases]
-        ctx.save_for_backward(x, *weights)
+    def forward(
+        ctx: Any, x: Tensor, axis: AxisHandle, transposed: bool, handle: Any, held: Any, places: Any, *edges: Any
+    ) -> Any:
+        ctx.axis, ctx.transposed, ctx.handle, ctx.places = axis, transposed, handle, places
+        ctx.weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
+        ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        return tuple(_product(x, w, b, transposed) for w, b in zip(weights, biases, strict=True))
+        return tuple(product(x, w, b, transposed) for w, b in zip(ctx.weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]
-        gradient, work = None, None
+        (x,) = ctx.saved_tensors
+        rows, gradient, work = _as_matrices(grads), None, None
         if ctx.needs_input_grad[0]:
-            gradient = _of_input(x, weights, rows, ctx.transposed)
+            gradient = of_input(x, ctx.weights, rows, ctx.transposed)
             work = start_all_reduce(gradient, ctx.axis, "backward")
-        held = _of_held(x, rows, ctx.needs_input_grad[4:], ctx.transposed)
+        of_edges: Any = ()
+        if ctx.places is None:
+            of_edges = of_held(_as_matrix(x), rows, ctx.needs_input_grad[6:], ctx.transposed)
+        elif ctx.handle.waits:
+            ctx.handle.keep(partial(_add, x, rows, ctx.places, ctx.transposed))
+        else:
+            add_held(_as_matrix(x), rows, ctx.places, ctx.transposed)
         if work is not None:
             work.wait()
-        return gradient, None, None, None, *held
+        return gradient, None, None, None, None, None, *of_edges
 
 
 def gathered_linears(
-    part: Tensor, axis: AxisHandle, cut: Placement, again: bool, transposed: bool, weights: list[Any], biases: list[Any]
+    part: Tensor,
+    axis: AxisHandle,
+    cut: Placement,
+    again: bool,
+    transposed: bool,
+    weights: list[Any],
+    biases: list[Any],
+    handle: Handle | None = None,
 ) -> Any:
     """part [.., n/t or s/t, ..] of type V: the products of the gathered whole, as ``column_linears`` gives them.
 
-    ``again``: the whole is not kept, but gathered a second time in the backward.
+    ``again``: the whole is not kept, but gathered a second time where the gradients of weights are computed.
     """
-    return _GatheredLinears.apply(part, axis, cut, again, transposed, len(weights), *weights, *biases)
+    held = (*weights, *biases)
+    places = places_of(handle, held) if part.requires_grad else None
+    given = (axis, cut, again, transposed, handle, held, places)
+    return _GatheredLinears.apply(part, given, *(held if places is None else ()))
 
 
 class _GatheredLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: AxisHandle, cut: Placement, again: bool, *products: Any) -> Any:
-        transposed, count, *tensors = products
-        weights, biases = tensors[:count], tensors[count:]
-        ctx.axis, ctx.cut, ctx.again, ctx.transposed = axis, cut, again, transposed
-        whole = all_gather(part, axis, cut, "forward")
-        ctx.save_for_backward(part if again else whole, *weights)
+    def forward(ctx: Any, part: Tensor, given: Any, *edges: Any) -> Any:
+        ctx.axis, ctx.cut, ctx.again, ctx.transposed, ctx.handle, held, ctx.places = given
+        ctx.weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
+        whole = all_gather(part, ctx.axis, ctx.cut, "forward")
+        ctx.save_for_backward(part if ctx.again else whole)
         ctx.set_materialize_grads(False)
-        return tuple(_product(whole, w, b, transposed) for w, b in zip(weights, biases, strict=True))
+        return tuple(product(whole, w, b, ctx.transposed) for w, b in zip(ctx.weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kept, *weights = ctx.saved_tensors
-        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]
-        gathered = start_all_gather(kept, ctx.axis, ctx.cut, "backward", ahead=True) if ctx.again else None
-        summed = None
+        (kept,) = ctx.saved_tensors
+        rows, summed, of_edges = _as_matrices(grads), None, ()
+        begin = partial(start_all_gather, kept, ctx.axis, ctx.cut, "backward", ahead=True) if ctx.again else None
+        waits = ctx.places is not None and ctx.handle.waits
+        gathered = begin() if begin is not None and not waits else None
         if ctx.needs_input_grad[0]:
-            gradient = _of_input(_whole_like(kept, ctx), weights, rows, ctx.transposed)
+            gradient = of_input(_whole_like(kept, ctx), ctx.weights, rows, ctx.transposed)
             summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", ahead=True)
-        whole = kept if gathered is None else gathered()
-        held = _of_held(whole, rows, ctx.needs_input_grad[6:], ctx.transposed)
-        return summed() if summed is not None else None, None, None, None, None, None, *held
+        if waits:
+            ctx.handle.keep(partial(_add, kept, rows, ctx.places, ctx.transposed), begin)
+        else:
+            whole = _as_matrix(kept if gathered is None else gathered())
+            if ctx.places is None:
+                of_edges = of_held(whole, rows, ctx.needs_input_grad[2:], ctx.transposed)
+            else:
+                add_held(whole, rows, ctx.places, ctx.transposed)
+        return summed() if summed is not None else None, None, *of_edges
+
+
+def _add(kept: Tensor, rows: Any, places: Any, transposed: bool, gathered: Tensor | None) -> None:
+    """What waits: ``gathered``, where the whole was not kept."""
+    add_held(_as_matrix(kept if gathered is None else gathered), rows, places, transposed)
+
+
+def _as_matrices(grads: Any) -> list[Tensor | None]:
+    return [None if g is None else _as_matrix(g) for g in grads]
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _whole_like(kept: Tensor, ctx: Any) -> Tensor:
@@ -98,31 +147,3 @@ def _whole_like(kept: Tensor, ctx: Any) -> Tensor:
     if ctx.again:
         shape[ctx.cut.dim] = sum(segment.size for segment in ctx.cut.segments)
     return kept.new_empty(()).expand(shape)
-
-
-def _of_held(x: Tensor, rows: list[Tensor | None], needed: Any, transposed: bool) -> list[Tensor | None]:
-    """Gradients of the weights, then of the biases; None where nobody asks."""
-    flat, count = x.reshape(-1, x.shape[-1]), len(rows)
-    of_weights = [
-        None if g is None or not asked else flat.t() @ g if transposed else g.t() @ flat
-        for g, asked in zip(rows, needed[:count], strict=True)
-    ]
-    of_biases = [None if g is None or not asked else g.sum(0) for g, asked in zip(rows, needed[count:], strict=True)]
-    return of_weights + of_biases
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    if not transposed:
-        return aten.linear.default(x, weight, bias)
-    return aten.mm.default(x, weight) if bias is None else aten.addmm.default(bias, x, weight)
-
-
-def _of_input(x: Tensor, weights: list[Tensor], rows: list[Tensor | None], transposed: bool) -> Tensor:
-    """This rank's addend to the gradient of x, in memory of its own."""
-    total = None
-    for weight, gradient in zip(weights, rows, strict=True):
-        if gradient is None:
-            continue
-        matrix = weight.t() if transposed else weight
-        total = gradient @ matrix if total is None else total.addmm_(gradient, matrix)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format) if total is None else total.view(x.shape)

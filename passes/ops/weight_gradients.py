@@ -64,6 +64,11 @@ class WeightGradients:
     def bind(self, places: Places) -> None:
         self._places = places
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether anything but autograd takes gradients of weights now."""
+        return self._places is not None
+
     def place_of(self, parameter: Tensor) -> Place | None:
         """Where the gradient of ``parameter`` belongs; None: it goes to autograd."""
         return None if self._places is None else self._places.place_of(parameter)
@@ -87,7 +92,7 @@ class WeightGradients:
             self._aside = None
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
-        """Put ``work`` aside. ``begin`` starts an exchange while the work before is done; ``work`` takes what it gives."""
+        """Put ``work`` aside. ``begin`` starts an exchange while the work before is done; ``work`` takes its result."""
         assert self._aside is not None, "nothing is put aside now"
         self._aside.append((begin, work))
 
@@ -122,6 +127,45 @@ class WeightGradients:
             yield
         finally:
             self._places = places
+
+
+class AtOnce:
+    """The handle of products in a captured region: a graph replays what was captured, so nothing of it waits.
+
+    While the region is captured its leaves are others than the parameters: whoever captures it says where their
+    gradients are added.
+    """
+
+    waits = False
+
+    def __init__(self, handle: WeightGradients) -> None:
+        self._handle = handle
+        self._places: Places | None = None
+
+    def __repr__(self) -> str:
+        return "weight_gradients_at_once"
+
+    @property
+    def is_bound(self) -> bool:
+        return self._places is not None or self._handle.is_bound
+
+    def place_of(self, parameter: Tensor) -> Place | None:
+        return (self._places or self._handle).place_of(parameter)
+
+    def keep(self, work: Work, begin: Begin | None = None) -> None:
+        raise AssertionError("nothing of a captured region waits")
+
+    @contextmanager
+    def bound_to(self, places: Places) -> Iterator[None]:
+        """Gradients of meanwhile are added there."""
+        self._places = places
+        try:
+            yield
+        finally:
+            self._places = None
+
+
+Handle = WeightGradients | AtOnce
 
 
 def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:

@@ -3,13 +3,15 @@
     forward     inputs → copied into static inputs → [ region → static outputs ]
     backward    gradients → copied into static gradients → [ region's backward → static gradients, weights' += ]
 
-[ ] is captured. A weight that this region alone reads has its gradient added into its buffer by the graph; of others it
-goes out, to meet its further addends in autograd's order.
+[ ] is captured. Products add the gradients of their weights into the buffers, as eager ones do. By what else reads a
+weight, its gradient is added by the graph where this region alone reads it; of others it goes out, to meet its
+further addends in autograd's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall
+from passes.ops.weight_gradients import AtOnce
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, axes_of, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Maker
+from runtime.optimizer.places import add_product, add_rows
 
 
 class Region:
@@ -33,8 +37,9 @@ class Region:
         self.call, self.held, self.own, self.random = call, tuple(held), tuple(own), random
         self.axes = axes_of(held)
         self.generators: dict[Draw, torch.Generator] = {}
-        trained = {id(v): v for v in held if isinstance(v, nn.Parameter) and v.requires_grad}
-        self.shared = [v for key, v in trained.items() if key not in map(id, self.own)]
+        self.handle = next((value for value in held if isinstance(value, AtOnce)), None)
+        self.trained = {id(v): v for v in held if isinstance(v, nn.Parameter) and v.requires_grad}
+        self.shared = [v for key, v in self.trained.items() if key not in map(id, self.own)]
 
     @property
     def has_backward(self) -> bool:
@@ -64,7 +69,7 @@ class RegionGraphs:
         self.of_later = _zeros((call.inputs[i] for i in call.through), device)
         maker.spoil(self._static)
         self.of_shared: list[Tensor | None] = []
-        self.added: list[nn.Parameter] = []
+        self.added: list[nn.Parameter] = []  # as often as the backward adds to the gradient of each
         self._forward: tuple[Graph, Counted] | None = None
         self._backward: tuple[Graph, Counted] | None = None
         self._drawn = (0, 0)  # step and microbatch of the forward that ran last
@@ -113,7 +118,8 @@ class RegionGraphs:
             # other leaves than the parameters: theirs are bound to the stream of the eager steps, and have hooks
             leaves = [_leaf(s, b.requires_grad) for s, b in zip(self.inputs, call.inputs, strict=True)]
             held = {id(v): _leaf(v, v.requires_grad) for v in self.region.held if isinstance(v, nn.Parameter)}
-            made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
+            with self._adding({id(leaf): self.region.trained[key] for key, leaf in held.items() if leaf.requires_grad}):
+                made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
             through = [leaves[i].view_as(leaves[i]) for i in call.through]  # made last: its gradient comes first
         with torch.no_grad():
             copy_in(self.outputs, made)
@@ -122,10 +128,16 @@ class RegionGraphs:
         made = [value for value, b in zip(made, call.outputs, strict=True) if b.requires_grad]
         self._edges = [get_gradient_edge(v) if v.requires_grad else None for v in (*made, *through)]
 
+    def _adding(self, parameter_of: dict[int, nn.Parameter]) -> AbstractContextManager[None]:
+        """Products of meanwhile add to the buffers themselves; ``parameter_of``: by the id of its leaf here."""
+        handle = self.region.handle
+        return nullcontext() if handle is None else handle.bound_to(_Places(parameter_of, self.added))
+
     def _run_backward(self) -> None:
         statics, leaves = (*self.of_outputs, *self.of_later), [*self._leaves, *self._weights]
         seeds = [(edge, static) for edge, static in zip(self._edges, statics, strict=True) if edge is not None]
         found: Sequence[Tensor | None] = [None] * len(leaves)
+        self.added.clear()
         if seeds and leaves:
             edges, gradients = zip(*seeds, strict=True)
             found = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
@@ -137,7 +149,7 @@ class RegionGraphs:
             for parameter, gradient in own:
                 if gradient is not None:
                     parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
-        self.added = [parameter for parameter, gradient in own if gradient is not None]
+        self.added += [parameter for parameter, gradient in own if gradient is not None]
         self.of_shared = list(of_weights[len(own) :])
 
     # ---- the replay
@@ -167,6 +179,33 @@ class RegionGraphs:
         graph, counted = captured
         graph.replay()
         count_again(counted)
+
+
+class _Places:
+    """Where the products of a region add while it is captured: always adding, as the graph is for every microbatch."""
+
+    def __init__(self, parameter_of: dict[int, nn.Parameter], added: list[nn.Parameter]) -> None:
+        self._parameter_of, self._added = parameter_of, added
+
+    def place_of(self, parameter: Tensor) -> _Place | None:
+        found = self._parameter_of.get(id(parameter))
+        return None if found is None else _Place(found, self._added)
+
+
+class _Place:
+    def __init__(self, parameter: nn.Parameter, added: list[nn.Parameter]) -> None:
+        self._parameter, self._added = parameter, added
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        add_product(self._parameter.main_grad, left, right, is_fresh=False)  # pyright: ignore
+        self._added.append(self._parameter)
+
+    def add_rows(self, rows: Tensor) -> None:
+        add_rows(self._parameter.main_grad, rows, is_fresh=False)  # pyright: ignore
+        self._added.append(self._parameter)
+
+    def add_nothing(self) -> None:
+        self._added.append(self._parameter)
 
 
 def copy_in(statics: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
     hook of parameter p       main_grad(p) = grad(p)         first microbatch of the step (no zeroing pass)
                               main_grad(p) += grad(p)        the others
+    product with parameter p  main_grad(p) = gᵀ x, or += gᵀ x: where it is computed, without a gradient in between
     last gradient of the last microbatch of a bucket   ->   reduce-scatter of that bucket starts (asynchronous)
 
 ``parameter.data`` becomes a view of the parameter buffer, so that an all-gather in place delivers the new weights.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,65 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.sharding.buckets import Bucket, Range
+from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import Buffer
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.in_place import all_gather, reduce_scatter
+from runtime.optimizer.places import ParameterPlace
+from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot
 
-
-@dataclass(frozen=True, slots=True)
-class DataParallel:
-    """Who shares the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else every rank owns all."""
-
-    group: Any = None
-    size: int = 1
-    rank: int = 0
-    sharded: bool = True
-
-    @property
-    def num_shards(self) -> int:
-        return self.size if self.sharded else 1
-
-    @property
-    def shard_rank(self) -> int:
-        return self.rank if self.sharded else 0
-
-
-@dataclass
-class ParameterSlot:
-    """A parameter's place: one view for its gradient, and the module parameters (several where tied) that feed it."""
-
-    local: LocalParameter
-    parameters: list[nn.Parameter]
-    position: int  # in the order of the backward
-    world: Range  # in the buffer
-    main_grad: Tensor
-    bucket: BucketTensors
-    is_fresh: bool = True  # no gradient yet in this step
-
-
-@dataclass
-class BucketTensors:
-    """The tensors of one bucket: the whole of it, and the part (``own_…``) of which this rank is the owner."""
-
-    layout: Bucket
-    parameters: Tensor
-    gradients: Tensor
-    own_parameters: Tensor
-    own_gradients: Tensor
-    slots: list[ParameterSlot] = field(default_factory=list)
-    missing: set[int] = field(default_factory=set)  # parameters whose gradient of the last microbatch is to come
-    work: Any = None
-    is_reducing: bool = False
-
-    @property
-    def position(self) -> int:
-        """When the backward completes it."""
-        return max(slot.position for slot in self.slots)
-
-    def rearm(self) -> None:
-        self.missing = {id(p) for slot in self.slots for p in slot.parameters}
-        self.work, self.is_reducing = None, False
+__all__ = ["BucketTensors", "BufferTensors", "DataParallel", "GradientBuffers", "ParameterSlot"]
 
 
 class BufferTensors:
@@ -163,7 +113,13 @@ class GradientBuffers:
         self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
         self._slot_of = {id(parameter): slot for slot in self.slots for parameter in slot.parameters}
+        self._places = {
+            id(parameter): ParameterPlace(slot, parameter, self.arrived)
+            for slot in self.slots
+            for parameter in slot.parameters
+        }
         self._in_graphs: list[ParameterSlot] = []
+        self._watched: list[nn.Parameter] = []
         for slot in self.slots:
             for parameter in slot.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
@@ -239,12 +195,10 @@ class GradientBuffers:
         self.last_microbatch = False
 
     def _on_gradient(self, slot: ParameterSlot, parameter: Tensor) -> None:
-        if self._is_deaf:
+        if self._is_deaf or parameter.grad is None:  # autograd calls for a leaf to which nothing came, too
             return
-        assert not slot.bucket.is_reducing, f"a gradient of {slot.local.fqn} came after the reduction of its bucket"
-        if slot.is_fresh:
+        if slot.take():
             slot.main_grad.copy_(parameter.grad)  # type: ignore[arg-type]
-            slot.is_fresh = False
         else:
             slot.main_grad.add_(parameter.grad)  # type: ignore[arg-type]
         parameter.grad = None
@@ -253,11 +207,24 @@ class GradientBuffers:
     def watch(self, alias: nn.Parameter, parameter: nn.Parameter) -> None:
         """Gradients of ``alias``, another leaf over a parameter's memory, are the parameter's."""
         alias.register_post_accumulate_grad_hook(partial(self._on_gradient, self._slot_of[id(parameter)]))
+        self._places[id(alias)] = self._places[id(parameter)]
+        self._watched.append(alias)  # its id is nobody else's
+
+    def place_of(self, parameter: Tensor) -> ParameterPlace | None:
+        """Where products add the gradients of ``parameter``; None where they are autograd's."""
+        return None if self._is_deaf else self._places.get(id(parameter))
+
+    def expect(self, contributions: Mapping[int, int]) -> None:
+        """By id of a parameter, how often a backward gives its gradient, where it is read by several products."""
+        for key, times in contributions.items():
+            if key in self._slot_of:
+                self._slot_of[key].bucket.contributions[key] = times
+        self.begin_step()
 
     def arrived(self, parameter: Tensor) -> None:
-        """A parameter's gradient of this microbatch is in its buffer."""
+        """A contribution to a parameter's gradient of this microbatch is in its buffer."""
         if self.last_microbatch:
-            self._slot_of[id(parameter)].bucket.missing.discard(id(parameter))
+            self._slot_of[id(parameter)].bucket.arrived(parameter)
             while self._next < len(self._order) and not self._order[self._next][2].missing:
                 self._launch()
 

@@ -55,12 +55,22 @@ stage 1 of rank 3
        2 ×  - g = collectives.g(linear_10, tp)
        2 ×  + g = collectives.g(linear_10, tp, True)
   overlap_f            37 → 37 nodes: nothing changed
-  place_devices        37 → 37 nodes: nothing changed
-  drop_unread          37 → 37 nodes: nothing changed
-  note_choices         37 → 37 nodes: nothing changed
-  cut_regions          37 → 37 nodes: nothing changed
-  recompute            37 → 37 nodes: nothing changed
-  await_parameters     37 → 37 nodes: nothing changed
+  own_linears          37 → 38 nodes: + 1 self.weight_gradients, + 5 linear.linear, − 5 aten.linear; 5 changed
+            + weight_gradients = self.weight_gradients
+            - linear_default = aten.linear(add_2, p_blocks_2_up_weight, p_blocks_2_up_bias)
+            + linear_default = linear.linear(add_2, p_blocks_2_up_weight, p_blocks_2_up_bias, False, weight_gradients)
+       2 ×  - linear_10 = aten.linear(gelu_2, p_blocks_2_down_weight)
+       2 ×  + linear_10 = linear.linear(gelu_2, p_blocks_2_down_weight, None, False, weight_gradients)
+            - linear_default_1 = aten.linear(add_3, p_blocks_3_up_weight, p_blocks_3_up_bias)
+            + linear_default_1 = linear.linear(add_3, p_blocks_3_up_weight, p_blocks_3_up_bias, False, weight_gradients)
+            - linear_16 = aten.linear(add_4, p_head_weight)
+            + linear_16 = linear.linear(add_4, p_head_weight, None, False, weight_gradients)
+  place_devices        38 → 38 nodes: nothing changed
+  drop_unread          38 → 38 nodes: nothing changed
+  note_choices         38 → 38 nodes: nothing changed
+  cut_regions          38 → 38 nodes: nothing changed
+  recompute            38 → 38 nodes: nothing changed
+  await_parameters     38 → 38 nodes: nothing changed
 """,
     )
 

@@ -28,6 +28,7 @@ name_streams no_op_draws_from_the_default_generator
 fuse_bias
 sum_in_place
 overlap_f collectives_are_those_of_the_plan
+own_linears collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
 drop_unread
 note_choices
@@ -56,6 +57,7 @@ def test_a_finished_stage():
     assert_expected_inline(
         shown(stage_after(planned("mlp mlp", 0.1, tp=2, pp=2), "drop_unread", rank=2)),
         """\
+weight_gradients = self.weight_gradients
 random = self.random
 tp = self.tp
 add_1 = argument
@@ -66,15 +68,15 @@ p_blocks_1_up_bias = attribute
 p_blocks_1_down_weight = attribute
 p_blocks_1_down_bias = attribute
 p_head_weight = attribute
-linear_default = aten.linear(add_1, p_blocks_1_up_weight, p_blocks_1_up_bias)
+linear_default = linear.linear(add_1, p_blocks_1_up_weight, p_blocks_1_up_bias, False, weight_gradients)
 gelu_1 = aten.gelu(linear_default)
-linear_6 = aten.linear(gelu_1, p_blocks_1_down_weight)
+linear_6 = linear.linear(gelu_1, p_blocks_1_down_weight, None, False, weight_gradients)
 g = collectives.g(linear_6, tp, True)
 linear_7 = aten.add.Tensor(g, p_blocks_1_down_bias)
 stream_dropout = dropout.stream_dropout(linear_7, 0.1, random, 201555422170152, False)
 f = collectives.f(stream_dropout, tp)
 add_2 = aten.add.Tensor(add_1, f)
-linear_8 = aten.linear(add_2, p_head_weight)
+linear_8 = linear.linear(add_2, p_head_weight, None, False, weight_gradients)
 flatten = aten.reshape(linear_8, [8, 8])
 flatten_1 = aten.reshape(labels, [8])
 vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2)

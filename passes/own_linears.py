@@ -1,0 +1,94 @@
+"""Products with parameters become ops that know where the gradients of their weights belong.
+
+    linear(x, W), addmm(b, x, W), mm(x, W)    →   linear(x, W, b, .., weight_gradients)
+    column_linears(…), gathered_linears(…)    →   the same, given the handle too
+
+In a region that a CUDA graph captures they are told to add at once: a replay cannot wait for a W.
+
+Needs:   f and gather fused with the products behind them.
+Leaves:  no product of a value with a real parameter that ATen computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import fx, nn
+
+from passes.base import LowerContext, StageGraph
+from passes.column_linear import TRANSPOSED, operands
+from passes.cut_regions import owners, region_of
+from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.linear import linear
+from passes.ops.region import run_region
+from passes.ops.weight_gradients import AtOnce, WeightGradients
+
+PRODUCTS = (linear, column_linears, gathered_linears)
+
+
+def own_linears(stage: StageGraph, context: LowerContext) -> None:
+    """Every product with a parameter."""
+    owner = owners(stage, context)
+    found = [n for n in stage.graph.nodes if n.target in PRODUCTS or _is_product(n)]
+    handles: dict[bool, fx.Node] = {}
+    for node in found:
+        in_region = region_of(node, owner) is not None
+        if in_region not in handles:
+            handles[in_region] = _handle(stage, context, in_region)
+        if node.target not in PRODUCTS:
+            node.args = (*(operands(node) or ()), node.target in TRANSPOSED)
+            node.target = linear
+        node.args = (*node.args, handles[in_region])
+
+
+def _handle(stage: StageGraph, context: LowerContext, in_region: bool) -> fx.Node:
+    handle = AtOnce(context.weight_gradients) if in_region else context.weight_gradients
+    setattr(stage.root, repr(handle), handle)
+    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
+        return stage.graph.create_node("get_attr", repr(handle))
+
+
+def _is_product(node: fx.Node) -> bool:
+    """A product with a real weight of its own: what is cast or cut before stays with autograd."""
+    parts = operands(node)
+    if parts is None or node.meta["val"].dtype.is_complex:
+        return False
+    value, weight, bias = parts
+    held = [n for n in (weight, bias) if n is not None]
+    return isinstance(value, fx.Node) and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
+
+
+def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
+    """Attribute of each parameter → how often a backward of the whole graph gives its gradient.
+
+    Each product that knows places gives its own; all other readers together give theirs by autograd, once.
+    """
+    found: Counter[str] = Counter()
+    for node in graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, str(node.target), None), nn.Parameter):
+            reads = [read for user in node.users for read in _reads(user, node, module)]
+            found[str(node.target)] = sum(reads) + (0 if all(reads) else 1)
+    return found
+
+
+def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:
+    """For each read of ``value`` by an op, in a region by each op of it: whether it is by a product of ours."""
+    if user.target is run_region:
+        return _reads_in_region(user, value, module)
+    last: Any = user.args[-1] if user.op == "call_function" and user.args else None
+    handle = getattr(module, str(last.target), None) if isinstance(last, fx.Node) and last.op == "get_attr" else None
+    return [isinstance(handle, WeightGradients)] * _times(user, value)
+
+
+def _reads_in_region(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:
+    args: Any = user.args
+    call, given = getattr(module, args[0].target), [*args[1], *args[2]]
+    inner = call.module.graph.find_nodes(op="placeholder")[given.index(value)]
+    return [by for reader in inner.users for by in [reader.target in PRODUCTS] * _times(reader, inner)]
+
+
+def _times(user: fx.Node, parameter: fx.Node) -> int:
+    """How often an op reads a parameter."""
+    listed = [v for arg in user.args for v in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return max(1, sum(value is parameter for value in listed))
