@@ -5,6 +5,8 @@
     interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
     zero_bubble        forwards and backwards as 1f1b; the gradients of weights where a rank would wait, by the costs
                        of each stage (planner.pipeline.zero_bubble)
+    zero_bubble_v      two chunks a rank, folded into a v; all actions in the order in which work comes
+                       (planner.pipeline.zero_bubble_v)
 
 Which stage a chunk of a rank is says ``planner.fold``. Forwards run in the order of the schedule table: for each group
 of G microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with
@@ -19,9 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.errors import PlanError, require
-from planner.fold import LOOP, Fold
+from planner.fold import LOOP, Fold, V
 from planner.pipeline.actions import Action, Order, format_order, too_early
 from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights
+from planner.pipeline.zero_bubble_v import folded_orders
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
@@ -114,7 +117,7 @@ class Schedule:
     def num_warmup(self, pp_rank: int) -> int:
         """Forwards of ``pp_rank`` before its steady one-forward-one-backward turns."""
         total = self.num_microbatches * self.vpp
-        if self.kind in KINDS:
+        if self.kind in KINDS and KINDS[self.kind].orders is None:
             return num_warmup(self.kind, self.pp, pp_rank, total, self.vpp, self.group_size)
         leading = next((i for i, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), total + 1)
         return max(leading - 1, 0)
@@ -141,9 +144,12 @@ def build_schedule(
     kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
-    orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
-    if KINDS[kind].waits:
-        orders = _with_weights(kind, orders, num_microbatches, costs or StageCosts.equal(pp * vpp))
+    of_all, costs = KINDS[kind].orders, costs or StageCosts.equal(pp * vpp)
+    if of_all is not None:
+        orders = of_all(pp, num_microbatches, costs)
+    else:
+        orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
+        orders = _with_weights(kind, orders, num_microbatches, costs) if KINDS[kind].waits else orders
     return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold_of(kind))
 
 
@@ -241,6 +247,21 @@ def _check_zero_bubble(pp: int, num_microbatches: int, vpp: int, group_size: int
         )
 
 
+def _check_zero_bubble_v(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
+    if pp == 1:
+        raise PlanError(
+            "zero_bubble_v folds two rows of stages over the ranks of a pipeline, but pp = 1",
+            where="pipeline.schedule",
+            fix="use 1f1b with vpp: 1, or set mesh.pp to 2 or more",
+        )
+    if vpp != 2:
+        raise PlanError(
+            f"zero_bubble_v runs two chunks on each rank, down to the last rank and back, but vpp = {vpp}",
+            where="mesh.vpp",
+            fix="set vpp to 2, or use zero_bubble" if vpp == 1 else "set vpp to 2, or use interleaved_1f1b",
+        )
+
+
 def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
     """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
     if group_size < pp:
@@ -262,11 +283,12 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What makes a kind of schedule: all else follows from the table.
+    """What makes a kind of schedule: all else follows from the table, or from ``orders``.
 
     ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
     stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
+    ``orders(pp, microbatches, costs)``: of a kind without a table, whose ranks depend on each other in all they run.
     """
 
     num_warmup: Callable[[int, int, int, int], int]
@@ -274,6 +296,7 @@ class Kind:
     runs_chunks: bool = False
     fold: Fold = LOOP
     waits: bool = False
+    orders: Callable[[int, int, StageCosts], tuple[Order, ...]] | None = None
 
 
 KINDS = {
@@ -285,6 +308,14 @@ KINDS = {
         runs_chunks=True,
     ),
     "zero_bubble": Kind(lambda behind, total, vpp, group_size: behind, _check_zero_bubble, waits=True),
+    "zero_bubble_v": Kind(
+        lambda behind, total, vpp, group_size: total,
+        _check_zero_bubble_v,
+        runs_chunks=True,
+        fold=V,
+        waits=True,
+        orders=folded_orders,
+    ),
 }
 
 

@@ -6,18 +6,22 @@ weights, where they are an action of their own. A schedule is a head line and a 
     1f1b pp=2 vpp=1 microbatches=2 group=2
     0: F0.0 F1.0 B0.0 B1.0
     1: F0.0 B0.0 F1.0 B1.0
+
+A list by hand over two chunks that run down the ranks and back says so: ``custom pp=2 vpp=2 … group=2 fold=v``.
 """
 
 from __future__ import annotations
 
 import re
+from typing import cast
 
 from planner.errors import PlanError
+from planner.fold import Fold
 from planner.pipeline.actions import Action, Order, format_order, without_weights
-from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, KINDS, Schedule, build_schedule, unknown_kind
+from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, KINDS, Schedule, build_schedule, fold_of, unknown_kind
 
 _ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
-_HEAD = re.compile(r"(\w+) pp=(\d+) vpp=(\d+) microbatches=(\d+) group=(\d+)")
+_HEAD = re.compile(r"(\w+) pp=(\d+) vpp=(\d+) microbatches=(\d+) group=(\d+)(?: fold=(loop|v))?")
 
 
 def parse_order(text: str) -> Order:
@@ -29,6 +33,7 @@ def format_schedule(schedule: Schedule) -> str:
     """The text form: a head line, then a line for each rank."""
     s = schedule
     head = f"{s.kind} pp={s.pp} vpp={s.vpp} microbatches={s.num_microbatches} group={s.group_size}"
+    head += "" if s.fold == fold_of(s.kind) else f" fold={s.fold}"
     lines = [f"{rank}: {format_order(order)}" for rank, order in enumerate(s.orders)]
     return "\n".join([head, *lines]) + "\n"
 
@@ -36,7 +41,7 @@ def format_schedule(schedule: Schedule) -> str:
 def parse_schedule(text: str) -> Schedule:
     """The inverse of ``format_schedule``; lists unlike those of the kind in the head make a ``custom`` schedule.
 
-    Where the kind's W stand is not asked: that is by costs, which the text does not tell.
+    Where the kind's W stand is not asked, nor what else is by costs: the text does not tell them.
 
     Raises PlanError when the text is no schedule or an action is missing or repeated.
     """
@@ -47,15 +52,17 @@ def parse_schedule(text: str) -> Schedule:
             f"schedule text begins with `{head}`, not with its sizes",
             fix="begin with a line like `1f1b pp=2 vpp=1 microbatches=4 group=2`",
         )
-    kind, (pp, vpp, num_microbatches, group_size) = match[1], map(int, match.groups()[1:])
+    kind, (pp, vpp, num_microbatches, group_size) = match[1], map(int, match.groups()[1:5])
     orders = tuple(parse_order(_strip_rank(line, rank)) for rank, line in enumerate(lines))
     if kind in KINDS:
         built = build_schedule(kind, pp, num_microbatches, vpp, group_size)
-        alike = tuple(map(without_weights, orders)) == tuple(map(without_weights, built.orders))
+        alike = KINDS[kind].orders is not None
+        alike = alike or tuple(map(without_weights, orders)) == tuple(map(without_weights, built.orders))
         kind = kind if alike and _has_weights(orders) == built.has_weights else CUSTOM
     elif kind not in (CUSTOM, FORWARD_ONLY):
         raise unknown_kind(kind)
-    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders)
+    fold = cast(Fold, match[6] or fold_of(match[1]))
+    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold)
 
 
 def _has_weights(orders: tuple[Order, ...]) -> bool:

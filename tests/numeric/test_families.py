@@ -24,9 +24,10 @@ UNUSUAL_GRAPHS = [
     "stopped-gradients",
     "checkpoints",
 ]
+IN_PIPELINE_TESTS = {"gpt2-8-layers", "llama-8-layers"}
 IN_BERT_TESTS = {"bert-post", "bert-pre"}
 IN_EXPERT_TESTS = {"mixtral"}  # in float32: grouped products have no float64
-ELSEWHERE = {*IN_LAYOUT_TESTS, *IN_BERT_TESTS, *IN_EXPERT_TESTS, *LOSSES, *UNUSUAL_GRAPHS}
+ELSEWHERE = {*IN_LAYOUT_TESTS, *IN_PIPELINE_TESTS, *IN_BERT_TESTS, *IN_EXPERT_TESTS, *LOSSES, *UNUSUAL_GRAPHS}
 NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE and "dropout" not in name)
 
 

@@ -1,0 +1,138 @@
+"""Two chunks a rank in a v: how long ranks wait and what they hold, by equal costs and by any, and wrong sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import PlanError
+from planner.fold import V, rank_of
+from planner.pipeline.actions import Action, too_early
+from planner.pipeline.links import links, received_by
+from planner.pipeline.schedule import CUSTOM, Schedule, build_schedule
+from planner.pipeline.schedule_text import format_schedule, parse_schedule
+from planner.pipeline.simulate import simulate
+from planner.pipeline.zero_bubble import StageCosts
+
+KIND = "zero_bubble_v"
+
+
+def held(schedule: Schedule) -> list[int]:
+    """Of each rank the most pairs of microbatch and chunk between their F and their W."""
+    found = []
+    for order in schedule.orders:
+        now = most = 0
+        for action in order:
+            now += (action.kind == "F") - (action.kind == "W")
+            most = max(most, now)
+        found.append(most)
+    return found
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_on_equal_stages_a_rank_waits_for_the_first_microbatch_alone(pp: int, times: int) -> None:
+    count = times * pp
+    schedule = build_schedule(KIND, pp, count, 2)
+    run, work = simulate(schedule), 6 * count
+    assert run.duration - work == pp - 1, "what the last rank waits for its first forward"
+    assert simulate(build_schedule("zero_bubble", pp, count), 2, 2, 2).duration - work == 2 * (pp - 1)
+    assert simulate(build_schedule("1f1b", pp, count), 2, 4).duration - work == 6 * (pp - 1)
+    assert max(held(schedule)) <= 2 * pp, "two chunks of each microbatch that 1f1b holds"
+    assert max(run.peak_in_flight) <= 2 * pp
+
+
+def test_orders_of_two_ranks() -> None:
+    assert format_schedule(build_schedule(KIND, 2, 2, 2)).splitlines() == [
+        "zero_bubble_v pp=2 vpp=2 microbatches=2 group=2",
+        "0: F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 W0.1 B1.0 W1.1 W0.0 W1.0",
+        "1: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0",
+    ]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[int, int, StageCosts]:
+    pp = draw(st.integers(2, 6))
+    numbers = st.lists(st.integers(0, 12).map(float), min_size=2 * pp, max_size=2 * pp)
+    costs = StageCosts(draw(numbers.map(lambda n: [x + 4 for x in n])), draw(numbers), draw(numbers))
+    return pp, draw(st.integers(1, 3 * pp + 1)), costs
+
+
+@settings(max_examples=80, deadline=None)
+@given(pipelines())
+def test_by_any_costs_it_ends_and_holds_no_more(pipeline: tuple[int, int, StageCosts]) -> None:
+    pp, count, costs = pipeline
+    schedule = build_schedule(KIND, pp, count, 2, costs=costs)
+    run = simulate(schedule, *costs)
+    one = simulate(build_schedule("1f1b", pp, count), *_of_ranks(costs, pp))
+    assert max(held(schedule)) <= 2 * pp
+    assert all(too_early(order) is None for order in schedule.orders)
+    assert run.duration <= one.duration + 1e-3, "the same work, in two chunks, with a W of its own"
+    assert build_schedule(KIND, pp, count, 2, costs=costs) == schedule
+
+
+def _of_ranks(costs: StageCosts, pp: int) -> tuple[list[float], list[float]]:
+    """What 1f1b takes for a forward and a backward where each rank has both its chunks in one stage."""
+    forward, backward, weights = costs
+    both = [(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    return [sum(forward[s] for s in own) for own in both], [sum(backward[s] + weights[s] for s in own) for own in both]
+
+
+def test_microbatches_stay_in_order_on_each_chunk() -> None:
+    """So the messages of a link come in one order at both its ends."""
+    for order in build_schedule(KIND, 4, 9, 2).orders:
+        for kind in "FBW":
+            for chunk in (0, 1):
+                assert [a.microbatch for a in order if (a.kind, a.chunk) == (kind, chunk)] == list(range(9))
+
+
+def test_a_v_has_links_between_neighbours_alone_and_none_at_its_turn() -> None:
+    ends = {(link.sender, link.receiver) for link in links(4, 2, V)}
+    assert ends == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    assert received_by("F", 4, 0).link(4, V) is None
+    assert received_by("B", 3, 0).link(4, V) is None
+    assert rank_of(7, 4, V) == 0
+
+
+def test_a_list_by_hand_says_that_it_is_folded() -> None:
+    built = build_schedule(KIND, 2, 3, 2)
+    assert parse_schedule(format_schedule(built)) == built
+    by_hand = Schedule(CUSTOM, 2, 2, 3, 2, built.orders, V)
+    text = format_schedule(by_hand)
+    assert text.startswith("custom pp=2 vpp=2 microbatches=3 group=2 fold=v\n")
+    assert parse_schedule(text) == by_hand
+    assert simulate(by_hand) == simulate(built)
+    with pytest.raises(PlanError, match="deadlocks"):
+        simulate(parse_schedule(text.replace(" fold=v", "")))
+    assert parse_schedule(format_schedule(built.forward_only())).fold == V
+
+
+def test_the_forwards_alone_end_too() -> None:
+    alone = build_schedule(KIND, 4, 6, 2).forward_only()
+    assert simulate(alone).peak_in_flight == (1, 1, 1, 1)
+
+
+def test_no_w_is_left_out_or_early() -> None:
+    built = build_schedule(KIND, 2, 2, 2)
+    order = list(built.orders[0])
+    without = tuple(a for a in order if a != Action("W", 0, 1))
+    with pytest.raises(PlanError, match=r"misses W0\.1"):
+        Schedule(KIND, 2, 2, 2, 2, (without, built.orders[1]), V)
+    early = (Action("W", 0, 1), *without)
+    with pytest.raises(PlanError, match=r"runs W0\.1 before B0\.1"):
+        Schedule(KIND, 2, 2, 2, 2, (early, built.orders[1]), V)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "what", "fix"),
+    [
+        (1, 1, "but pp = 1", "1f1b"),
+        (2, 1, "but vpp = 1", "zero_bubble"),
+        (2, 3, "but vpp = 3", "interleaved_1f1b"),
+    ],
+)
+def test_sizes_that_make_no_v_are_refused(pp: int, vpp: int, what: str, fix: str) -> None:
+    with pytest.raises(PlanError, match=what) as error:
+        build_schedule(KIND, pp, 4, vpp)
+    assert fix in (error.value.fix or "")
