@@ -12,6 +12,7 @@ these follow the costs of each stage.)
 
     equal F, B, W of a chunk    a rank is idle for (pp − 1)·F, as long as the first microbatch takes to the last rank:
                                 no order is shorter; zero_bubble, whose F is two chunks long, idles 2·(pp − 1)·F
+                                (up to 4·pp microbatches; of more a little longer)
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from planner.pipeline.actions import Action, Order
 from planner.pipeline.zero_bubble import StageCosts
 
 _Work = tuple[str, int]  # kind of action, chunk
-_FIRST: tuple[_Work, ...] = (("B", 0), ("B", 1), ("F", 0), ("F", 1))  # of the ranks far from the turn
+_WORK: tuple[_Work, ...] = (("B", 0), ("B", 1), ("F", 0), ("F", 1))
+_FORWARDS: tuple[_Work, ...] = (("F", 1), ("F", 0), ("B", 0), ("B", 1))
 _PREFERENCES: tuple[tuple[tuple[_Work, ...], tuple[_Work, ...]], ...] = (  # of the first half of the ranks, of the rest
-    (_FIRST, (("B", 1), ("F", 1), ("F", 0), ("B", 0))),
-    (_FIRST, (("F", 1), ("B", 0), ("B", 1), ("F", 0))),
-    (_FIRST, (("B", 1), ("F", 1), ("B", 0), ("F", 0))),
-    ((("F", 1), ("F", 0), ("B", 0), ("B", 1)), (("F", 1), ("F", 0), ("B", 0), ("B", 1))),
+    (_WORK, (("B", 1), ("F", 1), ("F", 0), ("B", 0))),
+    (_WORK, _FORWARDS),
+    (_WORK, (("B", 1), ("F", 1), ("B", 0), ("F", 0))),
+    (_WORK, (("F", 1), ("B", 1), ("B", 0), ("F", 0))),
+    ((("B", 1), ("F", 1), ("F", 0), ("B", 0)), _FORWARDS),
+    (_FORWARDS, _FORWARDS),
 )
 _SHARES = (0.5, 0.0)  # of a W, that must fit into a wait
 
@@ -54,7 +58,7 @@ def _orders(
 ) -> tuple[Order, ...]:
     costs = {"F": forward, "B": backward, "W": weights}
     ways = [_Way(preferences, share) for preferences in _PREFERENCES for share in _SHARES]
-    few = min(num_microbatches, 3 * pp)
+    few = min(num_microbatches, 4 * pp)
     tried = [_Ranks(pp, few, costs, way).run() for way in ways]
     best = min(range(len(ways)), key=lambda at: max(tried[at].free))
     found = tried[best] if few == num_microbatches else _Ranks(pp, num_microbatches, costs, ways[best]).run()
@@ -69,7 +73,7 @@ class _Ranks:
         self.last = 2 * pp - 1
         self.stages = [stages_of(rank, pp, 2 * pp, V) for rank in range(pp)]
         self.preferred = [way.preferences[rank >= max(1, pp // 2)] for rank in range(pp)]
-        self.begun: list[dict[_Work, int]] = [dict.fromkeys(_FIRST, 0) for _ in range(pp)]
+        self.begun: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
         self.places = [2 * pp] * pp  # for what is kept of a microbatch on a chunk, not yet promised to one
         self.free = [0] * pp
         self.waiting: list[deque[Action]] = [deque() for _ in range(pp)]

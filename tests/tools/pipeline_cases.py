@@ -60,13 +60,13 @@ def run_schedule(
     """A step and an evaluation of ``schedule``, on the real executor and transport."""
 
     def work(rank: int, rules: NcclRules) -> Ran:
-        mesh = Mesh(pp=schedule.pp, vpp=schedule.vpp)
+        mesh = Mesh(pp=schedule.pp, vpp=schedule.vpp, fold=schedule.fold)
         groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
         groups.world = rules.new_group(range(mesh.world_size))  # pyright: ignore[reportAttributeAccessIssue]
         make_links(groups)
         if first_use:
             use_each_once(groups)
-        stages = scale_stages(rank, schedule.pp, schedule.vpp, NUM_ELEMENTS, with_flag=with_flag)
+        stages = scale_stages(rank, schedule, NUM_ELEMENTS, with_flag=with_flag)
         between = transport(groups, schedule.num_stages, schedule.orders)
         between.drain = rules.at_end(between.drain)
         runs = executor(stages, schedule.orders[rank], between, RandomState(0, 0))

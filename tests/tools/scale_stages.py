@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.stage_module import StageModule
+from planner.fold import stages_of
+from planner.pipeline.schedule import Schedule
 from tests.tools.handmade_stages import boundary
 
 
@@ -27,20 +29,22 @@ class Scale(nn.Module):
         return (out,) if flag is None or self.is_last else (out, flag)
 
 
-def scale_stages(pp_rank: int, pp: int, vpp: int, num_elements: int, *, with_flag: bool = False) -> list[StageModule]:
+def scale_stages(pp_rank: int, schedule: Schedule, num_elements: int, *, with_flag: bool = False) -> list[StageModule]:
     """The stages of one pp rank. ``with_flag``: an int64 value without a gradient crosses every boundary too."""
-    return [_stage(chunk * pp + pp_rank, pp, vpp, num_elements, with_flag) for chunk in range(vpp)]
+    pp, num_stages = schedule.pp, schedule.num_stages
+    own = stages_of(pp_rank, pp, num_stages, schedule.fold)
+    return [_stage(index, chunk, num_stages, num_elements, with_flag) for chunk, index in enumerate(own)]
 
 
-def _stage(index: int, pp: int, vpp: int, num_elements: int, with_flag: bool) -> StageModule:
-    first, last = index == 0, index == pp * vpp - 1
+def _stage(index: int, chunk: int, num_stages: int, num_elements: int, with_flag: bool) -> StageModule:
+    first, last = index == 0, index == num_stages - 1
     crossing = [boundary("h", (num_elements,), torch.float32)]
     if with_flag:
         crossing.append(boundary("flag", (2,), torch.int64, requires_grad=False))
     receives, sends = () if first else tuple(crossing), () if last else tuple(crossing)
     inputs = () if not first else ("x", "flag") if with_flag else ("x",)
     module: Any = Scale(last)
-    return StageModule(index, index // pp, module, receives, sends, inputs, (), (), (), {}, last)
+    return StageModule(index, chunk, module, receives, sends, inputs, (), (), (), {}, last)
 
 
 def scale_batches(num_microbatches: int, num_elements: int) -> list[dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
+from planner.fold import stage_of
 from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
 from planner.pipeline.schedule_text import format_order, format_schedule, parse_order, parse_schedule
 from planner.pipeline.simulate import simulate
@@ -136,6 +137,8 @@ def schedules(draw, kinds=tuple(KINDS)) -> Schedule:
     if not KINDS[kind].runs_chunks:
         pp = draw(st.integers(2 if KINDS[kind].waits else 1, 6))
         return build_schedule(kind, pp, draw(st.integers(1, pp + 12)))
+    if KINDS[kind].orders:
+        return build_schedule(kind, draw(st.integers(2, 6)), draw(st.integers(1, 18)), 2)
     pp, vpp = draw(st.integers(2, 5)), draw(st.integers(2, 4))
     group_size = draw(st.integers(pp, 2 * pp + 1))
     rest = draw(st.sampled_from([0, *range(pp, group_size)]))
@@ -164,7 +167,7 @@ def test_every_valid_schedule_completes_with_each_action_once_and_backward_after
 def test_an_action_starts_after_the_neighbouring_stage_has_ended(schedule):
     simulation = simulate(schedule)
     spans = {
-        (action.kind, action.microbatch, action.chunk * schedule.pp + rank): span
+        (action.kind, action.microbatch, stage_of(rank, action.chunk, schedule.pp, schedule.fold)): span
         for rank, order in enumerate(schedule.orders)
         for action, span in zip(order, simulation.spans[rank], strict=True)
     }

@@ -92,8 +92,8 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
     found = []
     for kind, microbatches, vpp, group_size in SCHEDULES[pp]:
         schedule = build_schedule(kind, pp, microbatches, vpp, group_size)
-        groups = open_groups(Mesh(pp=pp, vpp=vpp), {}, [], timeout_seconds=20)
-        stages = scale_stages(groups.pp_rank, pp, vpp, NUM_ELEMENTS)
+        groups = open_groups(Mesh(pp=pp, vpp=vpp, fold=schedule.fold), {}, [], timeout_seconds=20)
+        stages = scale_stages(groups.pp_rank, schedule, NUM_ELEMENTS)
         held: list[int] = []
         transport = Transport(groups, pp * vpp, schedule.orders)
         executor = Executor(

@@ -15,8 +15,9 @@ import yaml
 
 from planner import plan
 from planner.capture.model.reference import load_model
+from planner.fold import stage_of
 from planner.mesh import Mesh
-from planner.pipeline.links import received_by
+from planner.pipeline.links import Message, received_by
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from runtime.distributed.faults.activity import BETWEEN, LAST_SENDS, Now
@@ -41,17 +42,22 @@ def build():
 """
 
 
+def crosses(message: Message, schedule: Any) -> bool:
+    is_inside = 0 <= message.boundary < schedule.num_stages - 1
+    return is_inside and message.link(schedule.pp, schedule.fold) is not None
+
+
 def lived(schedule: Any, rank: int, step: int, begun: float) -> tuple[list[Change], list[Waited]]:
     """What a rank was at in a step that goes as it was simulated, each unit of time taking a second."""
     spans = simulate(schedule).spans[rank]
     changes: list[Change] = [(Now("batch", step, 0.0), begun), (Now("forward", step, 0.0), begun + 0.25)]
     waits, free = list[Waited](), 0.5
     for action, (start, end) in zip(schedule.orders[rank], spans, strict=True):
-        stage = action.chunk * schedule.pp + rank
+        stage = stage_of(rank, action.chunk, schedule.pp, schedule.fold)
         changes.append((Now("batch", step, 0.0, stage, action), begun + free))
-        is_first = stage == 0 if action.kind == "F" else stage == schedule.num_stages - 1
-        if not is_first:
-            waits.append((received_by(action.kind, stage, action.microbatch), begun + free, begun + 0.5 + start))
+        message = received_by(action.kind, stage, action.microbatch)
+        if action.kind != "W" and crosses(message, schedule):
+            waits.append((message, begun + free, begun + 0.5 + start))
         free = 0.5 + end
     changes.append((Now("sum of gradients", step, 0.0), begun + free))
     changes.append((Now(BETWEEN, step, 0.0), begun + free + 1.0))
@@ -66,11 +72,12 @@ def as_planned(schedule: Any) -> PlannedRun:
 
 
 @pytest.mark.parametrize(
-    ("kind", "pp", "vpp"), [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 1, 1), ("interleaved_1f1b", 2, 3)]
+    ("kind", "pp", "vpp"),
+    [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 1, 1), ("interleaved_1f1b", 2, 3), ("zero_bubble_v", 2, 2)],
 )
 def test_a_run_that_goes_as_planned_has_equal_tracks(kind, pp, vpp):
     schedule = build_schedule(kind, pp, 4, vpp)
-    mesh = Mesh(tp=2, pp=pp, vpp=vpp)
+    mesh = Mesh(tp=2, pp=pp, vpp=vpp, fold=schedule.fold)
     found = []
     for rank in range(mesh.world_size):
         steps = [lived(schedule, mesh.coordinate(rank)["pp"], step, 1000.0 * (step + 1)) for step in (3, 4)]
@@ -78,7 +85,7 @@ def test_a_run_that_goes_as_planned_has_equal_tracks(kind, pp, vpp):
         found.append((spans_of(changes, waits), Offset(0.0, 0.0)))
     trace = json.loads(json.dumps(profile_of(found, as_planned(schedule), mesh)))
     check_trace(trace, schedule.orders, mesh, [4, 5])
-    crossing = (pp * vpp - 1) * 2 * 4 if pp > 1 else 0
+    crossing = sum(crosses(Message("F", cut, 0), schedule) for cut in range(pp * vpp - 1)) * 2 * 4
     check_causes(trace, 2 * mesh.tp * crossing)
     ends = {
         (rank, track): {(e["args"]["step"], e["name"]): e["ts"] + e["dur"] for e in events if "chunk" in e["args"]}
