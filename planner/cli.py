@@ -75,6 +75,12 @@ class Format(StrEnum):
     json = "json"
 
 
+class SearchFormat(StrEnum):
+    table = "table"
+    json = "json"
+    html = "html"
+
+
 class ScheduleFormat(StrEnum):
     table = "table"
     json = "json"
@@ -122,7 +128,7 @@ def search_command(
     spec: SpecFile,
     devices: Annotated[int | None, typer.Option(min=1, help="How many; in place of the spec's `devices`.")] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to print.")] = 5,
-    format: Annotated[Format, typer.Option(help="How to print them.")] = Format.table,
+    format: Annotated[SearchFormat, typer.Option(help="How to print them.")] = SearchFormat.table,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="SPEC", help="Write the spec of the fastest one here.")
     ] = None,
@@ -142,8 +148,12 @@ def search_command(
         result = find_layouts(load_model(model), asked, top=top, progress=progress)
     if output is not None:
         write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), output)
-    if format is Format.json:
+    if format is SearchFormat.json:
         write_text(json.dumps(result_to_dict(result), indent=2))
+    elif format is SearchFormat.html:
+        from planner.search.page import search_page  # templates are loaded where a page is asked for
+
+        write_text(search_page(result))
     else:
         show_sections(result_sections(result))
 

@@ -34,7 +34,8 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many are, 
 @dataclass(frozen=True)
 class Result:
     """``best``: the fastest that fit, in order. ``refused``: cuts that the model does not admit, and why. ``pruned``:
-    layouts that were not estimated, by reason. ``seconds``: of the search, by what they were spent on."""
+    layouts that were not estimated, by reason. ``seconds``: of the search, by what they were spent on.
+    ``estimated``: all, those that do not fit among them."""
 
     spec: Spec
     cluster: Cluster
@@ -48,6 +49,7 @@ class Result:
     memory_bytes: float
     bounds: tuple[str, ...] = BOUNDS
     seconds: dict[str, float] = field(default_factory=dict)
+    estimated: tuple[Candidate, ...] = ()
 
     @property
     def winner(self) -> Candidate:
@@ -99,6 +101,7 @@ class _Search:
             tuple((cut, error.what) for cut, error in self.refused.items()),
             {reason: count for reason, count in pruned.items() if count},
             len(points) + sum(self.space.pruned.values()), len(order.known), order.memory_bytes, seconds=self.seconds,
+            estimated=tuple(order.known),
         )  # fmt: skip
 
     def _points(self) -> list[Point]:

@@ -61,6 +61,5 @@ def bars_of(
     used = {part for _, sizes, _ in rows for part, size, _ in sizes if size > 0}
     legend = tuple((i, part) for i, part in enumerate(parts) if part in used)
     lines = tuple((round(left + size * scale, 1), words) for size, words in limits)
-    return Bars(
-        title, tuple(bars), legend, top + len(rows) * STEP, lines, note, left + LENGTH + 10, left + LENGTH + 190
-    )
+    end, longest = left + LENGTH + 10, max([len(text) for *_, text in rows], default=0)
+    return Bars(title, tuple(bars), legend, top + len(rows) * STEP, lines, note, end, end + 10 + _LETTER * longest)

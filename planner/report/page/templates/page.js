@@ -8,13 +8,21 @@ for (const look of document.querySelectorAll(".look.of-items")) {
     const item = event.target.closest(".item");
     if (!item || look.shown === item) return;
     look.shown = item;
-    const title = document.createElement("h3");
+    const title = document.createElement("h3"), told = document.getElementById((item.getAttribute("href") ?? "").slice(1));
     title.textContent = item.dataset.name;
-    look.replaceChildren(title, item.querySelector(".facts-of").cloneNode(true));
+    look.replaceChildren(title, (told ?? item).querySelector(".facts-of").cloneNode(true));
   };
   picture.addEventListener("pointerover", show);
   picture.addEventListener("focusin", show);
 }
+
+/* A link to something folded opens it. */
+const unfold = () => {
+  const found = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (found instanceof HTMLDetailsElement) found.open = true;
+};
+window.addEventListener("hashchange", unfold);
+unfold();
 
 /* Tables: a click on a heading sorts, words in the field leave the rows that have them all. */
 const UNITS = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, us: 1e-6, ms: 1e-3, s: 1, GB: 1e9, MB: 1e6, "%": 0.01 };
