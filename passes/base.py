@@ -21,6 +21,7 @@ from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
+from planner.compiled.pieces import CompiledPiece
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of
 from planner.graph.source_lines import where_of
@@ -62,6 +63,7 @@ class LowerContext:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     regions: tuple[Region, ...] = ()
     recomputed: tuple[Piece, ...] = ()
+    pieces: tuple[CompiledPiece, ...] = ()
     thorough: bool = False  # whether facts that take long to prove are looked at too
     place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
     data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))

@@ -7,6 +7,7 @@
     no_op_draws_from_the_default_generator
     no_op_names_another_device
     regions_are_those_of_the_plan              each is one call, and what crosses is what the plan lists
+    pieces_are_those_of_the_plan               what is to be compiled, op by op
     reruns_are_those_of_the_plan               what they exchange
     parameters_are_awaited                     where other ranks update them
 
@@ -32,6 +33,7 @@ from passes.dropout import is_draw
 from passes.ops import collectives, meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.compiled import run_piece
 from passes.ops.context import gather_sequence
 from passes.ops.gathered_attention import gathered_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
@@ -327,3 +329,16 @@ def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> I
             names, crossing = sorted(v.name for v in listed.values()), sorted(v.name for v in there)
             if names != crossing:
                 yield Violation(node, f"{', '.join(names)} to cross, {what}", ", ".join(crossing))
+
+
+def pieces_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Each piece that the plan lists is one call, and has the ops that it lists."""
+    planned = {piece.index: set(piece.nodes) for piece in context.pieces if piece.stage == stage.index}
+    for node in stage.graph.find_nodes(op="call_function", target=run_piece):
+        call = getattr(stage.root, node.args[0].target)
+        found = {n.meta["origin"] for n in call.module.graph.nodes if n.op == "call_function"}
+        listed = planned.pop(call.index, set())
+        if listed != found:
+            yield Violation(node, ", ".join(sorted(listed)), ", ".join(sorted(found)))
+    for index, names in planned.items():
+        yield Violation(None, f"piece {index} of {', '.join(sorted(names))}", "no call")

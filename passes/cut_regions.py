@@ -10,7 +10,6 @@ Leaves:  one call for each captured region of the stage; everything else in its 
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.region import RegionCall, run_region
+from passes.units import in_order, module_of
 from planner.placement.types import Placement
 from planner.regions.regions import Region, home_of
 from planner.sharding.boundaries import BoundaryPlan
@@ -38,7 +38,7 @@ def cut_regions(stage: StageGraph, context: LowerContext) -> None:
             place[node] = region.index
     regions = {region.index: region for region in owner.values()}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for unit in _in_order(stage.graph, place, members):
+    for unit in in_order(stage.graph, place, members):
         if isinstance(unit, fx.Node):
             env[unit] = graph.node_copy(unit, lambda n: env[n])
         else:
@@ -61,34 +61,6 @@ def region_of(node: fx.Node, owner: dict[str, Region]) -> Region | None:
     return owner.get(node.meta.get("origin", "")) if change is None else home_of(change, owner)
 
 
-def _in_order(graph: fx.Graph, place: dict[fx.Node, int], members: dict[int, list[fx.Node]]) -> list[fx.Node | int]:
-    """Nodes and regions, each after what it reads; of those that may come next, the one that began first."""
-    nodes = list(graph.nodes)
-    index = {node: i for i, node in enumerate(nodes)}
-    unit_of: dict[fx.Node, Any] = {node: place.get(node, node) for node in nodes}
-    inner = {unit: members[unit] if isinstance(unit, int) else [unit] for unit in dict.fromkeys(unit_of.values())}
-    reads = {unit: {unit_of[v] for n in held for v in n.all_input_nodes} - {unit} for unit, held in inner.items()}
-    readers: dict[fx.Node | int, list[fx.Node | int]] = {}
-    for unit, operands in reads.items():
-        for operand in operands:
-            readers.setdefault(operand, []).append(unit)
-    rank = {unit: index[held[0]] for unit, held in inner.items()}
-    by_rank = {i: unit for unit, i in rank.items()}
-    waiting = {unit: len(operands) for unit, operands in reads.items()}
-    ready = [rank[unit] for unit, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    order: list[fx.Node | int] = []
-    while ready:
-        unit = by_rank[heapq.heappop(ready)]
-        order.append(unit)
-        for reader in readers.get(unit, ()):
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, rank[reader])
-    assert len(order) == len(waiting), "a region reads what is made of its own values outside of it"
-    return order
-
-
 def _call(
     root: nn.Module, graph: fx.Graph, region: Region, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
 ) -> None:
@@ -100,7 +72,7 @@ def _call(
     through = [i for i, v in enumerate(given) if _key(v) in region.through]
     call = RegionCall(
         region.index,
-        _module(members, [*given, *held], left),
+        module_of(members, [*given, *held], left),
         [_planned(region.inputs, v) for v in given],
         [_planned(region.outputs, v) for v in left],
         through,
@@ -112,17 +84,6 @@ def _call(
     for position, node in enumerate([*left, *(given[i] for i in through)]):  # whoever comes later reads it from here
         env[node] = graph.call_function(operator.getitem, (result, position))
         env[node].meta = dict(node.meta)
-
-
-def _module(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequence[fx.Node]) -> fx.GraphModule:
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in read:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    for node in members:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[node] for node in left))
-    return fx.GraphModule(nn.Module(), graph)
 
 
 def _planned(listed: dict[Any, BoundaryPlan], node: fx.Node) -> BoundaryPlan:

@@ -22,6 +22,7 @@ from passes.check import (
     no_op_draws_from_the_default_generator,
     no_op_names_another_device,
     parameters_are_awaited,
+    pieces_are_those_of_the_plan,
     ranks_of_cp_really_meet,
     readers_get_the_type_that_they_want,
     regions_are_those_of_the_plan,
@@ -29,6 +30,7 @@ from passes.check import (
     values_have_their_local_shape,
 )
 from passes.column_linear import overlap_f
+from passes.compile_pieces import compile_pieces
 from passes.cut_regions import cut_regions
 from passes.dropout import name_streams
 from passes.exchange_rows import exchange_rows
@@ -67,12 +69,13 @@ PASSES: tuple[Pass, ...] = (
     Pass(drop_unread),
     Pass(note_choices),
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
+    Pass(compile_pieces, leaves=(pieces_are_those_of_the_plan,)),
     Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 # The stage of the loss where it is to score labels: nothing is captured, computed again, or waited for.
 _LOCAL = [step.name for step in PASSES].index("localize") + 1
-_ONLY_TRAINING = (note_choices, cut_regions, recompute, await_parameters)
+_ONLY_TRAINING = (note_choices, cut_regions, compile_pieces, recompute, await_parameters)
 SCORING: tuple[Pass, ...] = (
     Pass(add_scores, leaves=(collectives_are_those_of_the_plan,)),
     *(step for step in PASSES[_LOCAL:] if step.run not in _ONLY_TRAINING),
@@ -110,7 +113,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     decisions, shards = plan.to_run()
     here = plan.mesh.place(rank)
     tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
-    asked: dict[str, Any] = {"regions": plan.regions, "recomputed": plan.recomputed}
+    asked: dict[str, Any] = {"regions": plan.regions, "recomputed": plan.recomputed, "pieces": plan.pieces}
     asked |= {"thorough": thorough, "place": here}
     data = plan.mesh.data_axis
     asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])

@@ -18,6 +18,7 @@ from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
 from planner.capture.loss.shares import LossTerms, share_loss
 from planner.cluster.read import read_cluster
+from planner.compiled.pieces import decide_compiled
 from planner.context.cut import cut_sequence
 from planner.context.own_keys import keep_own_keys
 from planner.cost.memory import memory_rows
@@ -166,12 +167,15 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
         if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
             shards = gather_again(shards, decisions, regions)
         recomputed = decide_recompute(spec.recompute, decisions, shards, regions)
+        compiled = decide_compiled(spec.compile, decisions, shards, regions, recomputed)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
         memory = memory_rows(decisions, shards, schedule, slots, recomputed)
         cost = cost_row(decisions, shards, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
-        tables = tables_of(spec, decisions, shards, schedule, sites, memory, regions, slots, recomputed, cost, cluster)
-    return Plan.of(tables, decisions, shards, regions, recomputed)
+        tables = tables_of(
+            spec, decisions, shards, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled
+        )
+    return Plan.of(tables, decisions, shards, regions, recomputed, compiled)
 
 
 def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, LossTerms]:

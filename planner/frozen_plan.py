@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from planner.compiled.pieces import Compiled, CompiledPiece
+from planner.compiled.rows import CompiledRow
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
@@ -32,6 +34,7 @@ __all__ = [
     "BucketPlan",
     "BufferPlan",
     "CollectivePlan",
+    "CompiledRow",
     "CostPlan",
     "Diagnostic",
     "GraphRegion",
@@ -53,15 +56,16 @@ class Plan(Tables):
     """What runs where, for every rank. Frozen; equal plans compare equal, fresh or loaded.
 
     A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (what
-    each rank holds, sums and exchanges), ``regions`` (what CUDA graphs capture) and ``recomputed`` (what is let go and
-    computed again), which passes and runtime read. They are not saved: a loaded plan prints, compares and hashes, and
-    does not run.
+    each rank holds, sums and exchanges), ``regions`` (what CUDA graphs capture), ``recomputed`` (what is let go and
+    computed again) and ``pieces`` (what is compiled), which passes and runtime read. They are not saved: a loaded plan
+    prints, compares and hashes, and does not run.
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
     shards: Shards | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = field(default=(), compare=False, repr=False)
     recomputed: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
+    pieces: tuple[CompiledPiece, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -70,9 +74,11 @@ class Plan(Tables):
         shards: Shards | None = None,
         regions: tuple[Region, ...] = (),
         recomputed: tuple[Piece, ...] = (),
+        compiled: Compiled | None = None,
     ) -> Plan:
         rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
         found = {"decisions": decisions, "shards": shards, "regions": regions, "recomputed": recomputed}
+        found["pieces"] = () if compiled is None else compiled.pieces
         return Plan(**rows, **found)
 
     def to_run(self) -> tuple[Decisions, Shards]:

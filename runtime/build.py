@@ -18,6 +18,8 @@ from planner.pipeline.actions import without_weights
 from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
+from runtime.compiled.compiler import check_compiler
+from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.by_slot import GraphsBySlot
 from runtime.cuda_graphs.choice import check_backend
 from runtime.cuda_graphs.emulate import Emulation
@@ -62,11 +64,13 @@ class Built:
     optimizer: DistributedOptimizer
     fresh: Fresh
     kept: Kept
+    compiled: CompiledPieces | None = None
 
 
 def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program: RankProgram | None) -> Built:
     """Lower the plan for this rank (unless ``program`` is given), take the weights, let go of the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
+    check_compiler(spec.compile, groups.device)
     decisions, _ = plan.to_run()
     differ = differing(plan, groups, spec.initial_weights)
     take_constants(plan, groups, differ)
@@ -85,7 +89,8 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
         program.gate.wait = optimizer.buffers.wait_bucket
     optimizer.buffers.expect(_contributions(program))
     program.weight_gradients.bind(optimizer.buffers)
-    return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept)
+    compiled = CompiledPieces(program) if spec.compile else None
+    return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept, compiled)
 
 
 def executor_of(

@@ -82,7 +82,7 @@ class Engine:
             self.groups.abort()
             raise told from told.__cause__
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
-        self._fresh, self._kept = built.fresh, built.kept
+        self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
         self._intake = Intake(built.program, built.layout, self.groups, store)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)

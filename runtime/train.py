@@ -17,6 +17,7 @@ from planner.capture.model.reference import load_model, pretrained_directory
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
+from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
@@ -72,6 +73,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
             pass
     spec = Spec.load(job.spec)
     check_backend_here(spec)
+    check_compiler_here(spec)
     check_source(job)
     decided = plan(load_model(job.model), spec)
     if weights := pretrained_directory(job.model):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.regions.regions import GraphRegion
+from planner.report.compiled import compiled_section
 from planner.report.experts import experts_section
 from planner.report.fold import Fold, fold, ranges, unfolded
 from planner.report.recompute import recompute_section
@@ -31,6 +32,7 @@ def sections(plan: Tables, *, full: bool = False) -> list[Section]:
         _regions(plan, full),
         _graphs(plan, full),
         recompute_section(plan, full=full),
+        compiled_section(plan, full=full),
     ]
     rest = [_optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
     return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]

@@ -35,6 +35,7 @@ from planner.spec.fields import (
     MOST_INPUTS,
     MOST_NAMES,
     Auto,
+    Flag,
     Name,
     NullIsNone,
     Section,
@@ -113,6 +114,9 @@ class Spec(Section):
         "none",
         "none | full | selective | auto, or {glob over names of blocks: kind}; the last glob that names a block "
         "decides",
+    )
+    compile: Flag = key(
+        False, "runs of ops between products and collectives become compiled functions (torch.compile's Inductor)"
     )
     dropout: Literal["fast", "layout_invariant"] = key(
         "fast", "fast | layout_invariant: the same masks for every layout, slower"

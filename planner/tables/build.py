@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.cluster.cluster import Cluster
+from planner.compiled.pieces import Compiled
+from planner.compiled.rows import rows_of as compiled_rows
 from planner.cost.memory import MemoryRow
 from planner.cost.planned import too_large, usable_bytes
 from planner.cost.step_time import CostPlan
@@ -43,6 +45,7 @@ def tables_of(
     recomputed: tuple[Piece, ...] = (),
     cost: CostPlan | None = None,
     cluster: Cluster | None = None,
+    compiled: Compiled | None = None,
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
@@ -59,6 +62,7 @@ def tables_of(
         graph_regions=rows_of(regions),
         graph_slots=slots,
         recompute=recompute_rows(recomputed, decisions, places),
+        compiled=() if compiled is None else compiled_rows(compiled, decisions, places),
         memory=memory,
         cost=cost,
         diagnostics=(

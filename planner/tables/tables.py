@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.compiled.rows import CompiledRow
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.errors import require
@@ -40,6 +41,7 @@ class Tables:
     graph_regions: tuple[GraphRegion, ...] = ()
     graph_slots: tuple[GraphSlots, ...] = ()
     recompute: tuple[RecomputeRow, ...] = ()
+    compiled: tuple[CompiledRow, ...] = ()
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     memory: tuple[MemoryRow, ...] = ()
     cost: CostPlan | None = None

@@ -19,6 +19,7 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import look, resolve
+from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.data.reading import read_tokens
 from runtime.data.token_file import check_content, is_token_file
@@ -66,6 +67,7 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
     spec = Spec.load(asked.spec)
     check_backend_here(spec)
+    check_compiler_here(spec)
     tokens = read_tokens(asked.data, asked.tokenizer)
     if is_token_file(Path(asked.data)):
         check_content(Path(asked.data))  # all of it will be read anyway

@@ -22,6 +22,7 @@ from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from planner.tables.sizes import format_bytes
+from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
@@ -85,6 +86,7 @@ def compare_memory(model_ref: str, spec_path: str, *, timeout_seconds: float = T
     """
     spec = Spec.load(spec_path)
     check_backend_here(spec)
+    check_compiler_here(spec)
     decided = plan(load_model(model_ref), spec)
     if decided.mesh.world_size == 1:
         found = [memory_of_rank(model_ref, spec_path)]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.base import kind_of
+from passes.ops.compiled import run_piece
 from passes.ops.region import run_region
 from passes.stage_module import StageModule
 from planner.errors import Where
@@ -236,8 +237,8 @@ class _Run(fx.Interpreter):
         self.hooked: set[Any] = set() if functions is None else functions
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and n.target is run_region:
-            return self._region(n)
+        if n.op == "call_function" and n.target in (run_region, run_piece):
+            return self._part(n)
         result = super().run_node(n)
         if n.op == "get_attr":
             if worst(result):
@@ -260,10 +261,12 @@ class _Run(fx.Interpreter):
             return _MEANT
         return self.watch.made(self.stage, self.microbatch, node, (*self.place, self.index[node]), bad)
 
-    def _region(self, node: fx.Node) -> Any:
+    def _part(self, node: fx.Node) -> Any:
         """Part of a stage that is a graph of its own: looked at inside, eagerly."""
-        handle, inputs, held = self.fetch_args_kwargs_from_env(node)[0]
-        given: list[Any] = [*_nodes(node.args[1]), *_nodes(node.args[2])]
+        handle, *given_values = self.fetch_args_kwargs_from_env(node)[0]
+        inputs, held = (*given_values, [])[:2]
+        through = handle.through if node.target is run_region else ()
+        given: list[Any] = [n for listed in node.args[1:] for n in _nodes(listed)]
         makers: dict[str, Any] = {}
         for inner, outer in zip(handle.module.graph.find_nodes(op="placeholder"), given, strict=True):
             if outer.name in self.makers:
@@ -271,10 +274,10 @@ class _Run(fx.Interpreter):
         place = (*self.place, self.index[node])
         outputs = _Run(handle.module, self.stage, self.watch, makers, place, self.hooked).run(*inputs, *held)
         by_output = [makers.get(n.name) for n in _returned(handle.module.graph)]
-        known = [m for m in (*by_output, *(self.makers.get(given[i].name) for i in handle.through)) if m is not None]
+        known = [m for m in (*by_output, *(self.makers.get(given[i].name) for i in through)) if m is not None]
         if known:  # of all that it gives: which one is bad is seen where it is taken out
             self.makers[node.name] = min(known, key=lambda maker: getattr(maker, "place", (math.inf,)))
-        return (*outputs, *(inputs[i] for i in handle.through))
+        return (*outputs, *(inputs[i] for i in through))
 
     # ---- gradients
 

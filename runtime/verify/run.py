@@ -23,6 +23,7 @@ from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
@@ -104,6 +105,7 @@ def verify(
         raise PlanError(f"a tolerance of {tolerance} compares nothing", where="--tolerance", fix="give 0 or more: 1e-6")
     spec = Spec.load(spec_path)
     check_backend_here(spec)
+    check_compiler_here(spec)
     decided = plan(load_model(model_ref).eval(), spec)
     check_stages(decided)
     if weights := pretrained_directory(model_ref):

@@ -1,0 +1,75 @@
+"""Each piece that the plan lists becomes one call of a graph of its own, for which the runtime compiles a function.
+
+    y = add(x, h); n = layer_norm(y, w, b)   →   (y, n) = run_piece(piece_3, [x, h, w, b])
+
+Parameters are arguments, so that all copies of a block share one function.
+
+Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives with ``meta["change"]``; regions cut.
+Leaves:  one call for each piece of the stage; everything else in its old order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.base import LowerContext, StageGraph, text_of
+from passes.ops.compiled import CompiledCall, run_piece
+from passes.units import in_order, module_of
+from planner.graph.source_lines import where_of
+
+
+def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
+    """One call a piece, as early as what it reads allows."""
+    owner = {name: piece.index for piece in context.pieces if piece.stage == stage.index for name in piece.nodes}
+    if not owner:
+        return
+    members: dict[int, list[fx.Node]] = {}
+    for node in stage.graph.nodes:
+        if _is_plain(node) and node.meta.get("origin") in owner:
+            members.setdefault(owner[node.meta["origin"]], []).append(node)
+    place = {node: index for index, nodes in members.items() for node in nodes}
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for unit in in_order(stage.graph, place, members):
+        if isinstance(unit, fx.Node):
+            env[unit] = graph.node_copy(unit, lambda n: env[n])
+        else:
+            _call(stage, graph, unit, members[unit], env)
+    stage.env = {name: env[node] for name, node in stage.env.items() if node in env}
+    stage.graph = graph
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node is an op as captured: no collective, no call of ours."""
+    is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return node.op == "call_function" and is_op and "change" not in node.meta
+
+
+def _call(
+    stage: StageGraph, graph: fx.Graph, index: int, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
+) -> None:
+    inside = set(members)
+    read = list(dict.fromkeys(v for node in members for v in node.all_input_nodes if v not in inside))
+    left = [node for node in members if any(user not in inside for user in node.users)]
+    name = f"piece_{index}"
+    call = CompiledCall(index, module_of(members, read, left), structure_of(members, read, left), _where(members))
+    setattr(stage.root, name, call)
+    handle = graph.create_node("get_attr", name)
+    result = graph.call_function(run_piece, (handle, [env[v] for v in read]))
+    for position, node in enumerate(left):
+        env[node] = graph.call_function(operator.getitem, (result, position))
+        env[node].meta = dict(node.meta)
+
+
+def structure_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequence[fx.Node]) -> str:
+    """The calls with their constants, values by number: what a compiled function is made of but for its arguments."""
+    number = {node: f"%{i}" for i, node in enumerate([*read, *members])}
+    calls = [text_of(node, lambda n: number[n]) for node in members]
+    return "; ".join([*calls, f"return {', '.join(number[node] for node in left)}"])
+
+
+def _where(members: Sequence[fx.Node]) -> str:
+    return str(where_of(members[0]))

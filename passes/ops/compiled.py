@@ -1,0 +1,28 @@
+"""A run of plain ops as one call, so that a compiled function can stand for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+
+class CompiledCall:
+    """One piece of a rank: its own graph, and who runs it. The runtime binds ``run``; unbound, it runs op by op.
+
+    ``module(*inputs)`` gives the outputs as a tuple. ``inputs``: activations, parameters and buffers alike.
+    ``structure``: equal for pieces that compute the same, so that one compiled function may stand for all of them.
+    """
+
+    def __init__(self, index: int, module: fx.GraphModule, structure: str, where: str) -> None:
+        self.index, self.module, self.structure, self.where = index, module, structure, where
+        self.run: Callable[[CompiledCall, Sequence[Any]], Sequence[Any]] | None = None
+
+    def __repr__(self) -> str:
+        return f"piece_{self.index}"
+
+
+def run_piece(call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of a piece, by whoever is bound to run it."""
+    return call.module(*inputs) if call.run is None else call.run(call, inputs)

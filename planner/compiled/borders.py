@@ -1,0 +1,75 @@
+"""Where a run of ops that are compiled together ends: the ops that stay as they are, each with its reason.
+
+products             one kernel already, and their backward is ours
+attention, lookups   likewise
+forms of their own   ops in which ranks meet, once they are cut
+random draws         so that masks are what they are without compiling
+experts' domain      the number of rows follows the routing
+complex numbers, sizes that follow values, Python of the user
+blocks that are computed again, regions that are captured
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.decisions import Decisions
+from planner.experts.domain import axis_of, domain_of
+from planner.graph.ops.aten import aten, is_mutable, is_random, ops_named, packet_of, tensors_of
+from planner.graph.ops.host_stops import reads_on_host
+from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.ops.products import PRODUCTS
+from planner.placement.rules.forms import Form
+
+KERNELS = PRODUCTS | set(ops_named("addmm baddbmm embedding convolution conv1d conv2d conv3d bilinear"))
+_ATTENTION = aten.scaled_dot_product_attention
+_MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}
+
+PRODUCT = "a kernel of its own"
+MEETING = "ranks meet in it"
+_BY_DESIGN = {PRODUCT, MEETING}
+
+
+class Borders:
+    """Owns: captured name → why it is in no compiled piece, of what blocks let go of and of what graphs capture."""
+
+    def __init__(self, decisions: Decisions, again: Mapping[str, str]) -> None:
+        self._decisions, self._again = decisions, again
+
+    def reason(self, node: fx.Node) -> str:
+        """Why a call is no part of a piece; empty where it is plain."""
+        target: Any = node.target
+        if node.target is operator.getitem:
+            return self.reason(node.all_input_nodes[0])
+        if isinstance(target, OwnBackward):
+            return "an autograd.Function of its own, which may do anything in Python"
+        if domain_of(node) is not None:
+            return "how many rows experts get follows the routing"
+        if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or packet_of(target) is _ATTENTION:
+            return "a random draw" if is_random(node) else PRODUCT
+        return self._of_op(node, target) or self._again.get(node.name, "")
+
+    def _of_op(self, node: fx.Node, target: Any) -> str:
+        mesh, axis = self._decisions.mesh, axis_of(node)
+        if is_random(node):
+            return "a random draw"
+        if target.namespace != "aten":
+            return f"an op of {target.namespace}, not of torch"
+        if getattr(mesh, axis) > 1 and self._decisions.placements.options[node.name].form in _MEET:
+            return MEETING
+        if reads_on_host(target, node.args, lambda value: value.meta["val"]):
+            return "its size follows values"
+        if is_mutable(target):
+            return "it writes into an argument"
+        values = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+        return "complex numbers" if any(t.is_complex() for t in values) else ""
+
+
+def is_worth_telling(reason: str) -> bool:
+    """Whether a user may wonder: not of products and of what ranks exchange, between which pieces stand by design."""
+    return bool(reason) and reason not in _BY_DESIGN

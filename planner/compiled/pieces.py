@@ -1,0 +1,191 @@
+"""The pieces of a stage that run as one compiled function: runs of plain ops, as long as they can be.
+
+A call's level is the number of borders (products, collectives, …) on the longest way to it. A way from a piece over a
+border ends on a higher level, so ops of one level can run as one call, behind all that they read. Ops of one level that
+read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
+equal. Equal pieces, of all copies of a block and beyond, share one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from planner.compiled.biases import joined_biases
+from planner.compiled.borders import Borders
+from planner.decisions import Decisions
+from planner.graph.ops.aten import is_view, ops_named, tensors_of
+from planner.graph.walks import readers, walk
+from planner.recompute.pieces import Piece
+from planner.regions.regions import Region
+from planner.sharding.shards import Shards
+
+FEWEST_OPS = 2
+_VIEWS = set(ops_named("reshape view _unsafe_view flatten.using_ints unflatten.int"))
+TOO_FEW = "a single op between borders"
+
+
+@dataclass
+class CompiledPiece:
+    """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one."""
+
+    index: int
+    stage: int
+    nodes: tuple[str, ...]
+    function: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What is compiled. ``eager``: (stage, captured name, reason) of calls that could be asked for and are not."""
+
+    pieces: tuple[CompiledPiece, ...] = ()
+    eager: tuple[tuple[int, str, str], ...] = ()
+
+
+def decide_compiled(
+    asked: bool, decisions: Decisions, shards: Shards, regions: Sequence[Region], recomputed: Sequence[Piece]
+) -> Compiled:
+    """The pieces of all stages in their order; none where nothing is to be compiled."""
+    if not asked:
+        return Compiled()
+    borders = Borders(decisions, dict(_of_others(regions, recomputed)))
+    on_gradient = _on_gradient(decisions)
+    pieces, eager, functions = list[CompiledPiece](), list[tuple[int, str, str]](), dict[Any, int]()
+    for stage in range(decisions.stages.num_stages):
+        cut = _Cut(stage, decisions, shards, borders, on_gradient)
+        for nodes in cut.runs():
+            if _num_ops(nodes) < FEWEST_OPS:
+                eager += [(stage, node.name, TOO_FEW) for node in nodes if not is_free(node)]
+                continue
+            number = functions.setdefault(cut.structure(nodes), len(functions))
+            pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number))
+        eager += [(stage, node.name, why) for node, why in cut.left.items()]
+    return Compiled(tuple(pieces), tuple(eager))
+
+
+def _of_others(regions: Sequence[Region], recomputed: Sequence[Piece]) -> Iterator[tuple[str, str]]:
+    for piece in recomputed:
+        yield from ((name, f"its block is computed again (recompute: {piece.kind})") for name in piece.nodes)
+    for region in regions:
+        if not region.refused:
+            yield from ((name, f"a graph captures it ({region.scope})") for name in region.nodes)
+
+
+def _on_gradient(decisions: Decisions) -> set[str]:
+    """Calls that carry a gradient, and all that is computed from them: the rest is positions, labels and masks."""
+    calls = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
+    return {node.name for node in walk(calls, readers)}
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a call makes no values of its own."""
+    return node.target in _VIEWS or is_view(node)
+
+
+def _num_ops(nodes: Iterable[fx.Node]) -> int:
+    return sum(not is_free(node) for node in nodes)
+
+
+@dataclass
+class _Cut:
+    """One stage. Owns: the level of each of its calls, and why calls are in no piece (``left``)."""
+
+    stage: int
+    decisions: Decisions
+    shards: Shards
+    borders: Borders
+    on_gradient: set[str]
+    left: dict[fx.Node, str] = field(default_factory=dict)
+
+    def runs(self) -> list[list[fx.Node]]:
+        """Runs of plain calls, views at their ends taken off, in the order of their first calls."""
+        levels: dict[int, list[fx.Node]] = {}
+        for node, level in self._levels().items():
+            levels.setdefault(level, []).append(node)
+        found = [run for nodes in levels.values() for run in self._joined(self._trimmed(nodes))]
+        return sorted(found, key=lambda run: run[0])
+
+    def _levels(self) -> dict[fx.Node, int]:
+        """The level of each plain call."""
+        program, stages = self.decisions.program, self.decisions.stages
+        calls = [n for n in program.graph.graph.nodes if n.op == "call_function" and stages.runs_on(n.name, self.stage)]
+        joined = joined_biases(calls, self._is_changed)
+        level, plain = dict[fx.Node, int](), dict[fx.Node, int]()
+        for node in calls:
+            reason = self.borders.reason(node)
+            is_border = bool(reason) or node in joined
+            if reason:
+                self.left[node] = reason
+            ways = (level.get(v, 0) + self._is_changed(v, node) for v in node.all_input_nodes)
+            level[node] = max(ways, default=0) + is_border
+            if not is_border and node.name in self.on_gradient:
+                plain[node] = level[node]
+        return plain
+
+    def _is_changed(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether the value changes its type on the way to its reader: a collective, or another call of ours."""
+        return (value.name, reader.name) in self._changed
+
+    @cached_property
+    def _changed(self) -> set[tuple[str, str]]:
+        return {(c.value, reader) for c in self.shards.changes[self.stage] for reader in c.readers}
+
+    def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Without the views with which it begins, and those with which it ends."""
+        inside = set(nodes)
+        for node in nodes:
+            if is_free(node) and not any(v in inside for v in node.all_input_nodes):
+                inside.discard(node)
+        for node in reversed(nodes):
+            if is_free(node) and not any(user in inside for user in node.users):
+                inside.discard(node)
+        return [node for node in nodes if node in inside]
+
+    def _joined(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """Those that read each other, together."""
+        run_of, inside = dict[fx.Node, list[fx.Node]](), set(nodes)
+        for node in nodes:
+            mine = [node]
+            for value in node.all_input_nodes:
+                if value in inside and run_of[value] is not mine:
+                    mine = _merged(run_of[value], mine, run_of)
+            run_of[node] = mine
+        return list({id(run): sorted(run) for run in run_of.values()}.values())
+
+    def structure(self, nodes: Sequence[fx.Node]) -> Any:
+        """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, who carries a gradient."""
+        number = {node: i for i, node in enumerate(nodes)}
+        given: dict[Any, int] = {}
+
+        def shown(value: Any, reader: fx.Node) -> Any:
+            if not isinstance(value, fx.Node):
+                return value
+            if value in number:
+                return f"%{number[value]}"
+            wanted = self.decisions.placements.wanted(reader, reader.all_input_nodes.index(value))
+            place = given.setdefault((value, wanted), len(given))
+            return f"in {place} {self._seen(value)} {wanted}"
+
+        calls = []
+        for node in nodes:
+            args = fx.map_arg((node.args, node.kwargs), lambda value, node=node: shown(value, node))
+            leaves = any(user not in number or self._is_changed(node, user) for user in node.users)
+            calls.append((str(node.target), str(args), self._seen(node), leaves))
+        return tuple(calls)
+
+    def _seen(self, node: fx.Node) -> str:
+        shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]
+        return f"{shapes} {self.decisions.placements.of(node)} {bool(node.meta.get('grad'))}"
+
+
+def _merged(one: list[fx.Node], other: list[fx.Node], run_of: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
+    if one is other:
+        return one
+    one += other
+    run_of.update(dict.fromkeys(other, one))
+    return one

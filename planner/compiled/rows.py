@@ -1,0 +1,61 @@
+"""The rows of what is compiled: each piece, or each call that could be asked for and is not, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.compiled.borders import is_worth_telling
+from planner.compiled.pieces import Compiled, is_free
+from planner.decisions import Decisions
+from planner.errors import require
+from planner.graph.places import Places
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRow:
+    """``ops`` that run as one call on each rank of ``stage``: as the compiled ``function``, which equal pieces share.
+
+    Where ``reason`` says why not, they run one by one, and ``function`` is -1. ``block``: that of the first of them;
+    ``where``: its module and the user's line.
+    """
+
+    block: str
+    stage: int
+    where: str
+    ops: str
+    function: int
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        require((self.function < 0) == bool(self.reason), f"{self.ops} of stage {self.stage} is compiled, and is not")
+
+
+def rows_of(compiled: Compiled, decisions: Decisions, places: Places) -> tuple[CompiledRow, ...]:
+    """Pieces first, then what runs op by op though it is neither a product nor a collective."""
+    return (*_of_pieces(compiled, decisions, places), *_of_eager(compiled, decisions, places))
+
+
+def _of_pieces(compiled: Compiled, decisions: Decisions, places: Places) -> Iterator[CompiledRow]:
+    for piece in compiled.pieces:
+        nodes = [decisions.program.node(name) for name in piece.nodes]
+        first = next(node for node in nodes if not is_free(node))
+        ops = ", ".join(_name(node) for node in nodes if not is_free(node))
+        yield CompiledRow(places.block(first), piece.stage, places.text(first), ops, piece.function)
+
+
+def _of_eager(compiled: Compiled, decisions: Decisions, places: Places) -> Iterator[CompiledRow]:
+    """One row for all calls of a line that have one reason."""
+    lines: dict[tuple[str, int, str, str], list[str]] = {}
+    for stage, name, reason in compiled.eager:
+        node = decisions.program.node(name)
+        if is_worth_telling(reason) and not is_free(node):
+            lines.setdefault((places.block(node), stage, places.text(node), reason), []).append(_name(node))
+    for (block, stage, where, reason), ops in lines.items():
+        yield CompiledRow(block, stage, where, ", ".join(ops), -1, reason)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]

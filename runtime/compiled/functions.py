@@ -1,0 +1,154 @@
+"""One compiled function for all pieces that compute the same from arguments of the same shapes.
+
+Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
+Inductor compiles a function's forward and backward at its first call, with one thread, and keeps what it made in its
+cache on disk, where other ranks and later runs find it: a lock lets one process at a time make the same function. What
+it cannot compile runs op by op, and is told. Without gradients (an evaluation) pieces run op by op.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from passes.ops.compiled import CompiledCall, run_piece
+from passes.stage_module import RankProgram
+
+Function = Callable[..., Sequence[Any]]
+Signature = tuple[Any, ...]
+_OPTIONS = {"compile_threads": 1, "fx_graph_cache": True}
+_ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
+
+
+@dataclass
+class CompileReport:
+    """``seconds`` it took to have ``num_functions`` for ``num_pieces``; of their forwards and backwards ``from_cache``
+    were found on disk and ``made`` were not. ``eager``: (the user's line, reason) of what could not be compiled."""
+
+    num_pieces: int
+    num_functions: int = 0
+    seconds: float = 0.0
+    made: int = 0
+    from_cache: int = 0
+    eager: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = (
+            f"compiled {self.num_functions} functions for {self.num_pieces} pieces in {self.seconds:.1f} s "
+            f"({self.from_cache} of {self.from_cache + self.made} graphs from the cache)"
+        )
+        return "\n".join([text, *(f"runs op by op: {where}: {reason}" for where, reason in self.eager)])
+
+
+class CompiledPieces:
+    """All pieces of a rank, bound to run here. Owns the functions, and the count of calls by (piece, "compiled" or
+    "eager")."""
+
+    def __init__(self, program: RankProgram) -> None:
+        calls = calls_of(program)
+        self.report = CompileReport(len(calls))
+        self.counts: Counter[tuple[int, str]] = Counter()
+        self._functions: dict[tuple[str, Signature], Function | None] = {}
+        for call in calls:
+            call.run = self._run
+
+    def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
+        function = self.function_of(call, inputs) if torch.is_grad_enabled() else None
+        if function is None:
+            self.counts[call.index, "eager"] += 1
+            return call.module(*inputs)
+        self.counts[call.index, "compiled"] += 1
+        return function(*inputs)
+
+    def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
+        """For arguments like these, compiled now where it is not yet; None where it cannot be."""
+        key = call.structure, signature_of(inputs)
+        if key not in self._functions:
+            with _ONE_AT_A_TIME:
+                self._functions[key] = self._compiled(call, key)
+        return self._functions[key]
+
+    def _compiled(self, call: CompiledCall, key: tuple[str, Signature]) -> Function | None:
+        start, before = time.perf_counter(), _found_and_made()
+        try:
+            with _alone(key):
+                function = compile_graph(call.module, key[1])
+            self.report.num_functions += 1
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self.report.eager.append((call.where, f"{type(error).__name__}: {lines[0]}"))
+            function = None
+        found, made = _found_and_made()
+        self.report.from_cache += found - before[0]
+        self.report.made += made - before[1]
+        self.report.seconds += time.perf_counter() - start
+        return function
+
+
+def calls_of(program: RankProgram) -> list[CompiledCall]:
+    """The pieces of all stages of a rank."""
+    modules = [stage.module for stage in program.stages]
+    found = [
+        (m, n.all_input_nodes[0]) for m in modules for n in m.graph.find_nodes(op="call_function", target=run_piece)
+    ]
+    return [getattr(module, str(handle.target)) for module, handle in found]
+
+
+def signature_of(inputs: Sequence[Any]) -> Signature:
+    return tuple((x.dtype, x.shape, x.stride(), x.requires_grad, x.device) for x in inputs)
+
+
+def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
+    """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
+
+    Raises what Inductor raises.
+    """
+    from torch._inductor import compile as compile_by_inductor  # it takes a second to import
+
+    own = fx.GraphModule(nn.Module(), fx.Graph())
+    own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes what it is given
+    own.recompile()
+    examples = [_example(*argument) for argument in signature]
+    with torch.enable_grad():
+        function: Any = compile_by_inductor(own, examples, _OPTIONS)
+        outputs = [x for x in function(*examples) if x.requires_grad]
+        wanted = [x for x in examples if x.requires_grad]
+        if outputs and wanted:  # Inductor makes a backward when one is asked for
+            torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
+    return function
+
+
+def _example(dtype: torch.dtype, shape: Any, stride: Any, requires_grad: bool, device: torch.device) -> Tensor:
+    example = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()  # ids within any table
+    return example.requires_grad_(requires_grad)
+
+
+def _found_and_made() -> tuple[int, int]:
+    """How many graphs Inductor has found in its cache, and how many not."""
+    from torch._dynamo.utils import counters
+
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+
+
+@contextmanager
+def _alone(key: tuple[str, Signature]) -> Iterator[None]:
+    """No other process of this machine makes the same function meanwhile: it waits, and finds it in the cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    directory = Path(cache_dir()) / "meshwright"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / hashlib.sha256(repr(key).encode()).hexdigest()).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
