@@ -63,6 +63,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision.parameters": ("bfloat16", {}),
     "precision.gradients": ("bfloat16", {}),
     "recompute": ("full", {}),
+    "compile": (True, {}),
     "cuda_graphs.impl": ("emulate", {}),
     "cuda_graphs.scope": (["attn"], {"cuda_graphs.impl": "emulate"}),
 }

@@ -121,7 +121,7 @@ def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
     own.recompile()
     examples = [_example(*argument) for argument in signature]
     with torch.enable_grad():
-        function: Any = compile_by_inductor(own, examples, _OPTIONS)
+        function: Any = compile_by_inductor(own, list(examples), _OPTIONS)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
         if outputs and wanted:  # Inductor makes a backward when one is asked for

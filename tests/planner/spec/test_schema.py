@@ -142,6 +142,7 @@ def test_the_schema_at_a_glance():
   "precision",
   "cuda_graphs",
   "recompute",
+  "compile",
   "dropout",
   "initial_weights",
   "seed",
