@@ -2,10 +2,10 @@
 
     python -m benchmarks.compiled [--steps 12] [--rounds 3] [--ways eager compiled whole]
 
-The model is Hugging Face's GPT2LMHeadModel: 12 layers, 256 wide, 8 heads, 8192 tokens, sequences of 128, batch 8. It has
-no dropout. Each way runs in a process of its own: cold, with an empty cache on disk, and warm, with what the cold one
-left. All compile with one thread. Seconds to compile are CPU seconds, those of C++ compilers counted: what the first three
-steps take beyond three later ones, so that all that is compiled lazily counts.
+The model is Hugging Face's GPT2LMHeadModel: 12 layers, 256 wide, 8 heads, 8192 tokens, sequences of 128, batch 8, no
+dropout. Each way runs in a process of its own: cold, with an empty cache on disk, and warm, with what the cold one
+left. All compile with one thread. Seconds to compile are CPU seconds, those of C++ compilers counted: what the first
+three steps take beyond three later ones, so that all that is compiled lazily counts.
 """
 
 from __future__ import annotations

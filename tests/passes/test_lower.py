@@ -33,6 +33,7 @@ place_devices no_op_names_another_device
 drop_unread
 note_choices
 cut_regions regions_are_those_of_the_plan
+compile_pieces pieces_are_those_of_the_plan
 recompute reruns_are_those_of_the_plan
 await_parameters parameters_are_awaited""",
     )
