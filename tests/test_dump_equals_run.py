@@ -149,7 +149,7 @@ def mine(made: Plan, rank: int) -> list[tuple[Any, int]]:
     return [
         (row, row.count * times[row.per])
         for row in made.collectives
-        if row.stage is None or row.stage % made.mesh.pp == pp_rank
+        if row.stage is None or made.mesh.pp_rank_of(row.stage) == pp_rank
     ]
 
 
@@ -208,6 +208,10 @@ CASES = {
             "tensor_parallel": {"sequence_parallel": True},
             "recompute": "full",
         },
+    ),
+    "tp2 pp2 vpp2, in a v": (
+        "gpt2",
+        {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "zero_bubble_v"}, "optimizer": {"zero": 0}},
     ),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }
@@ -301,7 +305,7 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
         value_bytes(source.program.node(name))
         for name in names
         for stage in source.stages.parameter_stages[name]
-        if stage % made.mesh.pp == pp_rank
+        if made.mesh.pp_rank_of(stage) == pp_rank
     )
 
 

@@ -16,10 +16,12 @@ from tests.tools.score_jobs import Alone, exchanged_for_scores, measured, scores
 
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+FOLDED = {"pipeline": {"schedule": "zero_bubble_v"}}
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "mlp"], "warmup_steps": 1}}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tp 2, pp 2, along the sequence": ("gpt2", {"tp": 2, "pp": 2}, SEQUENCE),
     "two chunks a rank": ("gpt2", {"pp": 2, "vpp": 2}, INTERLEAVED),
+    "two chunks a rank in a v": ("gpt2", {"tp": 2, "pp": 2, "vpp": 2}, FOLDED),
     "cp 2, dp 2": ("gpt2", {"cp": 2, "dp": 2}, {}),
     "experts of their own ranks": ("mixtral", {"dp": 2, "ep": 2}, {}),
     "dropout, and regions as graphs": ("gpt2-dropout", {"tp": 2}, {"train": True, **GRAPHS}),

@@ -12,6 +12,7 @@ from planner.pipeline.schedule import Order
 from runtime.profiling.trace import MEASURED, PLANNED
 
 ROUNDING = 2e-3  # microseconds: of two ends
+ACTIONS = ("forward", "backward", "weight gradient")  # categories
 Event = dict[str, Any]
 
 
@@ -32,7 +33,7 @@ def check_trace(trace: dict[str, Any], orders: Sequence[Order], mesh: Mesh, step
         wanted = [str(action) for action in orders[mesh.coordinate(rank)["pp"]]]
         check_nesting(events)
         for step in steps:
-            actions = [e for e in events if e["args"].get("step") == step and e["cat"] in ("forward", "backward")]
+            actions = [e for e in events if e["args"].get("step") == step and e["cat"] in ACTIONS]
             assert [e["name"] for e in actions] == wanted, (rank, track, step)
             assert all(b["ts"] >= a["ts"] + a["dur"] - ROUNDING for a, b in pairwise(actions))
         assert {e["args"]["step"] for e in events if "step" in e["args"]} == {*steps}

@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_regions_for_each_slot_and_all_stand_in_the_memor
     assert len(made.graph_slots) == made.mesh.pp * made.mesh.vpp
     for row in made.graph_slots:
         assert row.chunk is not None
-        here = [r for r in made.regions if r.stage == row.chunk * made.mesh.pp + row.pp_rank and not r.refused]
+        here = [r for r in made.regions if r.stage == made.mesh.stages_of(row.pp_rank)[row.chunk] and not r.refused]
         assert row.num_regions == len(here)
         assert row.bytes == row.num_slots * sum(region.static_bytes for region in here)
         assert row.input_bytes == row.num_slots * sum(v.bytes for r in here for v in r.inputs.values())

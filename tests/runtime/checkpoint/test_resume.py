@@ -19,12 +19,18 @@ BFLOAT16 = {"precision": {"parameters": "bfloat16"}}
 ZERO_OFF = {"optimizer": {"zero": 0}}
 SMALL_BUCKETS = {"optimizer": {"bucket_size": 500, "alignment": "none"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+FOLDED = {"pipeline": {"schedule": "zero_bubble_v"}}
 DROPOUT = {"train": True}  # what pp and dp do not change
 # the model, what all layouts share, the layouts one after another, each with what it alone has
 CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str, Any]]]]] = {
     "8 to 4 to 1, tied": ("gpt", {}, [(EIGHT, {}), ({"tp": 2, "dp": 2}, SMALL_BUCKETS), ({"dp": 1}, {})]),
     "tp to pp to dp": ("gpt", {}, [({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2}, SMALL_BUCKETS), ({"tp": 2}, {})]),
     "vpp": ("gpt", {}, [({"pp": 2, "vpp": 2}, INTERLEAVED), ({"dp": 2}, {}), ({"pp": 2}, {})]),
+    "a v, tied": (
+        "gpt2",
+        {},
+        [({"pp": 2, "vpp": 2}, FOLDED), ({"dp": 2}, {}), ({"tp": 2, "pp": 2, "vpp": 2}, FOLDED), ({"pp": 2}, {})],
+    ),
     "ZeRO off and on": ("gpt", {}, [({"dp": 2}, ZERO_OFF), ({"dp": 2}, {}), ({"dp": 2, "tp": 2}, ZERO_OFF)]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),

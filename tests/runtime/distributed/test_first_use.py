@@ -22,6 +22,8 @@ MESHES = {
     "tp2": (Mesh(tp=2), []),
     "dp3": (Mesh(dp=3), []),
     "pp2-vpp2": (Mesh(pp=2, vpp=2), [(0, 3)]),
+    "pp2-vpp2 in a v": (Mesh(pp=2, vpp=2, fold="v"), [(0, 3)]),
+    "pp3-vpp2-dp2 in a v": (Mesh(pp=3, vpp=2, dp=2, fold="v"), [(0, 5), (1, 5)]),
     "pp4": (Mesh(pp=4), [(0, 3), (1, 2, 3)]),
     "pp3-vpp2-dp2": (Mesh(pp=3, vpp=2, dp=2), [(0, 5), (1, 4)]),
     "tp2-pp2-dp2": (Mesh(tp=2, pp=2, dp=2), [(0, 1)]),
@@ -46,7 +48,7 @@ def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRul
         made = [rules.new_group(line) for line in lines if len(line) > 1]
         setattr(groups, axis, next(filter(None, made), None))
     for stages in tied:
-        pp_ranks = sorted({stage % mesh.pp for stage in stages})
+        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
         lines = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp") if len(pp_ranks) > 1]
         groups.embedding[stages] = next(filter(None, [rules.new_group(line) for line in lines]), None)  # pyright: ignore
     make_links(groups)
