@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
 
-from planner.frozen_plan import ParameterPlan, Plan
+from planner.frozen_plan import MemoryRow, ParameterPlan, Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.placement.types import Placement, Segment, V
@@ -105,8 +105,9 @@ def test_every_device_is_drawn_once_in_the_colour_of_its_pipeline_rank(mesh: Mes
                 assert (left, y) not in drawn
                 drawn[left, y] = fill
     assert len(drawn) == mesh.world_size
+    ranks = mesh.dense
     for rank in range(mesh.world_size):
-        assert drawn[found.geometry.place(rank, per_node)] == mesh.coordinate(rank)["pp"] % 8
+        assert drawn[found.geometry.place(rank, per_node)] == ranks.coordinate(rank)["pp"] % 8
     assert max(x for x, _ in drawn) + cell <= found.width
     assert max(y for _, y in drawn) + cell <= found.height
 
@@ -218,3 +219,9 @@ def test_of_a_long_schedule_the_head_is_drawn_and_that_is_told(moe_plan: Plan, m
     assert cut is not None
     assert re.search(r"the first (9\d|10\d) of 256 actions", cut.note)
     assert cut.svg.count('class="action') < 120
+
+
+def test_categories_of_memory_are_all_that_a_row_sums(moe_plan: Plan):
+    for row in moe_plan.memory:
+        assert sum(getattr(row, part) for part in MEMORY_PARTS) == row.total
+    assert {f.name for f in fields(MemoryRow)} == {*MEMORY_PARTS, "pp_rank", "total", "peak", "of_microbatch"}
