@@ -22,7 +22,7 @@ from planner.compiled.pieces import decide_compiled
 from planner.context.cut import cut_sequence
 from planner.context.own_keys import keep_own_keys
 from planner.cost.memory import memory_rows
-from planner.cost.planned import cost_row
+from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
 from planner.draws.places import check_draws, name_draws
 from planner.errors import PlanError
@@ -32,9 +32,10 @@ from planner.frozen_plan import Plan
 from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
-from planner.pipeline.schedule import build_schedule, fold_of
+from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
+from planner.pipeline.zero_bubble import StageCosts
 from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
 from planner.placement.decide import Placements, decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
@@ -153,9 +154,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
-    schedule = planned(
-        build_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
-    )
+    check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, model, experts=experts, context=context
     )
@@ -168,6 +167,8 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
             shards = gather_again(shards, decisions, regions)
         recomputed = decide_recompute(spec.recompute, decisions, shards, regions)
         compiled = decide_compiled(spec.compile, decisions, shards, regions, recomputed)
+        costs = costs_of_stages(decisions, shards, spec, spec.pipeline.schedule, recomputed, cluster)
+        schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
         memory = memory_rows(decisions, shards, schedule, slots, recomputed)
         cost = cost_row(decisions, shards, spec, schedule, recomputed, cluster)
@@ -176,6 +177,11 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
             spec, decisions, shards, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled
         )
     return Plan.of(tables, decisions, shards, regions, recomputed, compiled)
+
+
+def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
+    asked = spec.pipeline
+    return build_schedule(asked.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, asked.group_size, costs)
 
 
 def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, LossTerms]:

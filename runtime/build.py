@@ -112,7 +112,7 @@ def executor_of(
         before_backward=before_backward,
         before_forward=None if graphs is None else graphs.before_forward,
         before_weights=before_weights,
-        weights=getattr(built.program, "weight_gradients", None),
+        weights=built.program.weight_gradients,
     )
 
 

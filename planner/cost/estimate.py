@@ -26,9 +26,11 @@ from planner.cost.seconds.pipeline import Run, run_pipeline
 from planner.cost.seconds.roofline import peak_of
 from planner.cost.seconds.shared import run_on_cores
 from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
+from planner.cost.seconds.waiting import run_waiting
 from planner.cost.step_time import CostPlan
 from planner.errors import require
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import KINDS, build_schedule
+from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
 
 _MOST_RUN = 64  # microbatches of a pipeline that are run action by action
@@ -95,11 +97,17 @@ def cost_of(
     return replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
 
 
-def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> tuple[list[float], list[float]]:
-    """Seconds of the forward, and of the backward, of one microbatch on each stage, as ``cost_of`` takes them."""
+def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> StageCosts:
+    """Seconds of one microbatch's forward, backward and, where the schedule has W, gradients of weights on each stage.
+
+    As ``cost_of`` takes them.
+    """
     of_units = _seconds_of(work, layout, cluster, _slower(work, layout, cluster))
-    stages = [of_units.stage(*of) for of in stage_ranges(layout.sizes)]
-    return [stage.forward.total for stage in stages], [stage.backward.total for stage in stages]
+    return costs_of([of_units.stage(*of) for of in stage_ranges(layout.sizes)])
+
+
+def costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
+    return StageCosts(*([getattr(s, side).total for s in stages] for side in ("forward", "backward", "weights")))
 
 
 def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
@@ -108,25 +116,41 @@ def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
     if at_once is None or mesh.world_size <= at_once:
         return 1.0
     stages = [_seconds_of(work, layout, cluster).stage(*of) for of in stage_ranges(layout.sizes)]
-    sides = [s.forward.total for s in stages], [s.backward.total for s in stages]
+    sides = costs_of(stages)
     count, sharing = layout.num_microbatches, mesh.world_size / at_once
-    run = run_pipeline(layout.schedule, mesh.pp, mesh.vpp, count, *sides)
+    run = run_of(layout, sides, sides)
     if mesh.pp == 1 or count > _MOST_RUN:  # of so many the ramps are little beside the rest: all cores are busy
         return max(1.0, count * sum(map(sum, sides)) / (mesh.pp * run.seconds) * sharing)
-    orders = build_schedule(layout.schedule, mesh.pp, count, mesh.vpp).orders
-    return max(1.0, run_on_cores(orders, *sides, mesh.pp / sharing, mesh.fold) / run.seconds)
+    orders = build_schedule(layout.schedule, mesh.pp, count, mesh.vpp, costs=sides).orders
+    forward, backward, weights = sides
+    return max(1.0, run_on_cores(orders, forward, backward, mesh.pp / sharing, mesh.fold, weights) / run.seconds)
+
+
+def run_of(
+    layout: Layout,
+    placed_by: StageCosts,
+    costs: StageCosts,
+    sent: Sequence[float] = (),
+    returned: Sequence[float] = (),
+    group_size: int | None = None,
+) -> Run:
+    """A layout's pipeline, by the seconds of its stages; ``placed_by``: those by which its W are put."""
+    mesh, count, kind = layout.mesh, layout.num_microbatches, layout.schedule
+    if KINDS[kind].waits:
+        return run_waiting(kind, mesh.pp, mesh.vpp, count, placed_by, costs, sent, returned)
+    return run_pipeline(kind, mesh.pp, mesh.vpp, count, costs.forward, costs.backward, sent, returned, group_size)
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
     """The same for every mesh whose groups lie alike in the links, over the axes on which its units exchange."""
-    kind, mesh = layout.recompute, layout.mesh
+    kind, mesh, waits = layout.recompute, layout.mesh, KINDS[layout.schedule].waits
     axes = work.cache.get(("axes", kind))
     if axes is None:
         axes = work.cache["axes", kind] = _axes(work, kind)
-    key = ("seconds", slower, kind, id(cluster), *(group(mesh, axis, cluster) for axis in axes))  # pyright: ignore
+    key = ("seconds", slower, kind, waits, id(cluster), *(group(mesh, axis, cluster) for axis in axes))  # pyright: ignore
     found = work.cache.get(key)
     if found is None:
-        found = work.cache[key] = (WorkSeconds(work, kind, Pricing(mesh, cluster, slower)), cluster)
+        found = work.cache[key] = (WorkSeconds(work, kind, Pricing(mesh, cluster, slower), waits=waits), cluster)
     return found[0]  # pyright: ignore
 
 
@@ -169,9 +193,8 @@ class _Step:
     count: int
 
     def _run(self, *, messages: bool) -> Run:
-        mesh, overlap = self.layout.mesh, self.pricing.cluster.overlap
-        forward = [s.forward.total for s in self.stages]
-        backward = [s.backward.total for s in self.stages]
+        overlap, placed_by = self.pricing.cluster.overlap, costs_of(self.stages)
+        forward, backward, weights = (list(side) for side in placed_by)
         sent, returned = self.sent, self.returned
         if messages:  # what does not run beside computing is the sender's own time
             for index, (there, back) in enumerate(zip(sent, returned, strict=True)):
@@ -180,17 +203,8 @@ class _Step:
         else:
             sent, returned = [0.0] * len(sent), [0.0] * len(returned)
         later = [[overlap * x for x in side] for side in (sent, returned)]
-        return run_pipeline(
-            self.layout.schedule,
-            self.pp,
-            mesh.vpp,
-            self.count,
-            forward,
-            backward,
-            later[0],
-            later[1],
-            self.spec.pipeline.group_size,
-        )
+        costs = StageCosts(forward, backward, weights)
+        return run_of(self.layout, placed_by, costs, later[0], later[1], self.spec.pipeline.group_size)
 
     def cost(self) -> CostPlan:
         run, alone = self._run(messages=True), self._run(messages=False)
@@ -217,7 +231,9 @@ class _Step:
     def _busy(self, rank: int) -> Spent:
         total = Spent()
         for stage in (self.stages[s] for s in self.layout.mesh.stages_of(rank)):
-            total = total.plus(stage.forward, self.count).plus(stage.backward, self.count)
+            total = (
+                total.plus(stage.forward, self.count).plus(stage.backward, self.count).plus(stage.weights, self.count)
+            )
         return total
 
     def _end(self, rank: int, start: float) -> EndOfStep:
@@ -226,7 +242,7 @@ class _Step:
             self.holds[rank],
             self.pricing,
             zero=self.spec.optimizer.zero,
-            last_backward=first.backward.total,
+            last_backward=first.weights.total or first.backward.total,  # where buckets get their last gradients
             until_first_forward_ends=start + first.forward.total,
         )
 
@@ -234,13 +250,16 @@ class _Step:
 def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> float:
     """Seconds that no estimate of this layout falls below.
 
-    Of each rank: its work for all microbatches, and one way through the stages before it, there and back.
+    Of each rank: its work for all microbatches, and one way through the stages before it, there and back; there alone
+    where its gradients of weights may fill the way back.
     """
-    until = _seconds_of(work.at(layout.micro), layout, cluster).until
+    found = _seconds_of(work.at(layout.micro), layout, cluster)
+    until, before_it = found.until, found.forward_until if KINDS[layout.schedule].waits else found.until
     mesh, ends = layout.mesh, [0, *accumulate(layout.sizes)]
     most, before = 0.0, 0.0
     for rank in range(mesh.pp):
         own = [until[ends[s + 1]] - until[ends[s]] for s in mesh.stages_of(rank)]
         most = max(most, before + layout.num_microbatches * sum(own))
-        before += own[0]
+        first = mesh.stages_of(rank)[0]
+        before += before_it[ends[first + 1]] - before_it[ends[first]]
     return most * (1 - 1e-9)

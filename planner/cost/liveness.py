@@ -4,7 +4,8 @@
     backward    what is kept lives until the backward of its last keeper; a gradient from the first reader's backward on
                 until that of the call that made the value
 
-The order is that of autograd: later calls first. Received values live until the stage's backward is done.
+The order is that of autograd: later calls first. Received values live until the stage's backward is done. Where
+gradients of weights wait for a W, what their products keep and the gradients of their results live beyond it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from planner.saved.trace import Call, StageTrace
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Bytes of one microbatch on a stage: ``kept`` between forward and backward, of which ``logits`` by what follows
-    the last block; at the peak of a ``forward`` and of a ``backward``, in which what is kept is counted too."""
+    the last block; at the peak of a ``forward`` and of a ``backward``, in which what is kept is counted too. ``aside``:
+    what a backward leaves for its W."""
 
     kept: int
     logits: int
@@ -30,18 +32,24 @@ class StageMemory:
     sent: int = 0  # of what goes to the next stage, and is not kept
     at_forward: str = ""  # the call at the peak
     at_backward: str = ""
+    aside: int = 0
 
 
 def stage_memory(
-    trace: StageTrace, after_blocks: frozenset[str] = frozenset(), let_go: Sequence[LetGo] = ()
+    trace: StageTrace,
+    after_blocks: frozenset[str] = frozenset(),
+    let_go: Sequence[LetGo] = (),
+    later: frozenset[int] = frozenset(),
 ) -> StageMemory:
-    """``after_blocks``: names of calls after the last block. ``let_go``: of blocks that are computed again."""
+    """``after_blocks``: names of calls after the last block. ``let_go``: of blocks that are computed again. ``later``:
+    numbers of the calls whose gradients of weights a W makes."""
     held, kept = held_between(trace, let_go)
     forward, at_forward = _most(trace, forward_live(trace, held, let_go))
-    backward, at_backward = _most(trace, backward_live(trace, held, kept, let_go))
+    ran = _Backward(trace, held, kept, let_go, later)
+    backward, at_backward = _most(trace, ran.run())
     logits = _kept_by_last(trace, after_blocks)
     sent = sum(trace.bytes_of[m] for m in set(trace.sent.values()) - held - trace.outside)
-    return StageMemory(kept, logits, max(forward, kept), max(backward, kept), sent, at_forward, at_backward)
+    return StageMemory(kept, logits, max(forward, kept), max(backward, kept), sent, at_forward, at_backward, ran.aside)
 
 
 def held_between(trace: StageTrace, let_go: Sequence[LetGo] = ()) -> tuple[set[int], int]:
@@ -126,8 +134,17 @@ def _rerun(trace: StageTrace, block: LetGo) -> int:
 class _Backward:
     """Owns the gradients that wait: of each value the memory that its gradient lies in, and how many lie there."""
 
-    def __init__(self, trace: StageTrace, held: set[int], kept: int, let_go: Sequence[LetGo]) -> None:
-        self.trace = trace
+    def __init__(
+        self,
+        trace: StageTrace,
+        held: set[int],
+        kept: int,
+        let_go: Sequence[LetGo],
+        later: frozenset[int] = frozenset(),
+    ) -> None:
+        self.trace, self.later = trace, later
+        self.kept_aside: set[int] = set()
+        self.given_aside: set[int] = set()
         self.rerun_at = {block.reads: block for block in let_go}
         self.sizes: list[int] = []
         self.owners = Counter[int]()
@@ -160,6 +177,8 @@ class _Backward:
     def _call(self, at: int, call: Call) -> int:
         """The most bytes that live while the backward of ``call`` runs."""
         given = [self.gradient_of.get(number) for number in call.results]
+        if at in self.later:
+            self._put_aside(call, given)
         first = next((g for g in given if g is not None), None)
         most = self.live
         if first is not None:
@@ -175,6 +194,22 @@ class _Backward:
                 self._drop(number)
         self._release(call)
         return most
+
+    @property
+    def aside(self) -> int:
+        """Bytes that are put aside so far."""
+        return sum(self.trace.bytes_of[m] for m in self.kept_aside) + sum(self.sizes[g] for g in self.given_aside)
+
+    def _put_aside(self, call: Call, given: Sequence[int | None]) -> None:
+        """It holds what it keeps, and the gradients of its results, beyond this backward."""
+        for memory in given:
+            if memory is not None and memory not in self.given_aside:
+                self.given_aside.add(memory)
+                self._hold(memory)
+        for m in call.keeps:
+            if m not in self.trace.outside and m not in self.kept_aside:
+                self.kept_aside.add(m)
+                self.keepers[m] += 1
 
     def _run_again(self, block: LetGo) -> int:
         """The most bytes that live while a block is computed again; what it let go is there then."""

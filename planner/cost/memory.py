@@ -10,7 +10,9 @@ half, half                    20          4 + 16/d
 half, float32                 18          6 + 12/d
 float32, float32              16          8 + 8/d
 
-activations             what autograd keeps of all microbatches in flight at the peak (planner.saved, planner.cost.peak)
+activations             what autograd keeps of all microbatches in flight at the peak (planner.saved,
+                        planner.cost.peak), and what waits for a W: inputs of products with weights, and gradients of
+                        their results
 logits                  the part of it after the last block, kept apart: final norm, head and loss
 working                 what else lives at that moment inside of the forward or backward that runs: values that are
                         read once more, gradients, insides of ops, gathered values
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
+from planner.cost.cut.ops import multiplies_weight
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.cost.peak import Peak, peak_of
@@ -35,7 +38,7 @@ from planner.graph.ops.aten import value_bytes
 from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.pieces import Piece
 from planner.regions.static_memory import GraphSlots
-from planner.saved.trace import trace_stage
+from planner.saved.trace import StageTrace, trace_stage
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
 
@@ -93,7 +96,8 @@ def memory_rows(
     after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
     for index in range(decisions.stages.num_stages):
         trace = trace_stage(decisions, shards, index)
-        stages.append(stage_memory(trace, after, let_go_of(trace, recomputed)))
+        later = waiting_calls(trace, decisions) if schedule.has_weights else frozenset[int]()
+        stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
     static = Counter[int]()
     for row in slots:
         static[row.pp_rank] += row.bytes
@@ -102,6 +106,13 @@ def memory_rows(
         _row(decisions, shards, rank, peak_of(orders, rank, stages, shards, decisions.mesh.fold), stages, static[rank])
         for rank in range(decisions.mesh.pp)
     )
+
+
+def waiting_calls(trace: StageTrace, decisions: Decisions) -> frozenset[int]:
+    """Numbers of the calls whose gradients of weights wait for a W; within what CUDA graphs capture they do not, but
+    are counted: at most so much waits."""
+    nodes = decisions.program.node
+    return frozenset(at for at, call in enumerate(trace.calls) if multiplies_weight(trace, call, nodes(call.name)))
 
 
 def _row(

@@ -2,6 +2,8 @@
 
     F   held + what the forward takes at its peak           afterwards: + what is kept of that microbatch
     B   held + what the backward takes beyond what is kept  afterwards: − what was kept of that microbatch
+                                                                        + what it puts aside, where a W follows
+    W   held                                                afterwards: − what was put aside
 
 and beside it the messages under way: received ahead for the next action, and sent but not known to be taken over. A
 send counts until a message comes from the rank that took it, sent by an action at or after the one that used it, as
@@ -22,8 +24,8 @@ from planner.sharding.shards import Shards
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at ``action``: ``kept`` by autograd, ``logits`` of it by what follows the last block; ``working`` beside
-    it; ``messages`` under way."""
+    """Bytes at ``action``: ``kept`` by autograd, and aside for W, ``logits`` of it by what follows the last block;
+    ``working`` beside it; ``messages`` under way."""
 
     action: str = ""
     kept: int = 0
@@ -68,15 +70,23 @@ class _Rank:
             during = replace(during, messages=messages)
             if during.total > peak.total:
                 peak = during
-            sign = 1 if action.kind == "F" else -1
-            held = replace(held, kept=held.kept + sign * memory.kept, logits=held.logits + sign * memory.logits)
+            held = self._after(action, memory, held)
             self._send(action, memory)
         return peak
+
+    def _after(self, action: Action, memory: StageMemory, held: Peak) -> Peak:
+        if action.kind == "W":
+            return replace(held, kept=held.kept - memory.aside)
+        sign = 1 if action.kind == "F" else -1
+        aside = memory.aside if action.kind == "B" else 0
+        return replace(held, kept=held.kept + sign * memory.kept + aside, logits=held.logits + sign * memory.logits)
 
     def _during(self, action: Action, memory: StageMemory, held: Peak) -> Peak:
         """A forward keeps what it keeps from its first call on; what it takes beyond that is working memory."""
         if action.kind == "B":
             return replace(held, action=str(action), working=memory.backward - memory.kept)
+        if action.kind == "W":
+            return replace(held, action=str(action))
         kept, logits = held.kept + memory.kept, held.logits + memory.logits
         return Peak(str(action), kept, logits, memory.forward - memory.kept)
 
@@ -91,6 +101,8 @@ class _Rank:
 
     def _posted(self, action: Action) -> int:
         """Bytes of the buffers that wait for what ``action`` will need."""
+        if action.kind == "W":
+            return 0
         message = received_by(action.kind, self._stage(action), action.microbatch)
         return self._message_bytes(message) if self._crosses(message) else 0
 
@@ -99,6 +111,8 @@ class _Rank:
 
     def _receive(self, action: Action) -> None:
         """What the sender of a message had used when it sent it is taken over."""
+        if action.kind == "W":
+            return
         received = received_by(action.kind, self._stage(action), action.microbatch)
         if not self._crosses(received):
             return
@@ -109,6 +123,8 @@ class _Rank:
                 del self.sending[sent]
 
     def _send(self, action: Action, memory: StageMemory) -> None:
+        if action.kind == "W":
+            return
         message = sent_by(action.kind, self._stage(action), action.microbatch)
         if self._crosses(message):
             self.sending[message] = memory.sent if message.kind == "F" else self._message_bytes(message)

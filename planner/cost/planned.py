@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.cluster.cluster import Cluster
-from planner.cost.estimate import cost_of, stage_seconds
+from planner.cost.estimate import cost_of, stage_ranges, stage_seconds
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
-from planner.cost.seconds.phases import flops_of
+from planner.cost.seconds.phases import flops_of, flops_of_stages
 from planner.cost.step_time import CostPlan
 from planner.cost.work import AS_PLANNED, planned_work
 from planner.decisions import Decisions
-from planner.pipeline.schedule import SchedulePlan
+from planner.pipeline.schedule import KINDS, SchedulePlan
+from planner.pipeline.zero_bubble import StageCosts
 from planner.recompute.pieces import Piece
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -48,15 +49,26 @@ def planned_stage_seconds(
     schedule: SchedulePlan,
     recomputed: Sequence[Piece],
     cluster: Cluster,
-) -> tuple[list[float], list[float]]:
-    """Seconds of one microbatch's forward, and backward, on each stage of a plan."""
+) -> StageCosts:
+    """Seconds of one microbatch's forward, backward and gradients of weights, where they wait, on each stage."""
     work = planned_work(decisions, shards, spec, recomputed)
     return stage_seconds(work, _layout(decisions, spec, schedule), cluster)
 
 
+def costs_of_stages(
+    decisions: Decisions, shards: Shards, spec: Spec, kind: str, recomputed: Sequence[Piece], cluster: Cluster | None
+) -> StageCosts | None:
+    """By which a schedule with W puts them: seconds on ``cluster``, else operations of products. None without W."""
+    if not KINDS[kind].waits:
+        return None
+    work = planned_work(decisions, shards, spec, recomputed)
+    if cluster is not None:
+        return stage_seconds(work, _layout(decisions, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster)
+    return flops_of_stages(work, AS_PLANNED, stage_ranges(_sizes(decisions)))
+
+
 def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
     """What the plan has decided, as the cost of a layout takes it."""
-    sizes = tuple(map(len, decisions.stages.blocks_of_stage)) if decisions.blocks.instances else (1,)
     return Layout(
         decisions.mesh,
         spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
@@ -64,8 +76,12 @@ def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
         bool(spec.tensor_parallel.sequence_parallel),
         AS_PLANNED,
         schedule.kind,
-        sizes,
+        _sizes(decisions),
     )
+
+
+def _sizes(decisions: Decisions) -> tuple[int, ...]:
+    return tuple(map(len, decisions.stages.blocks_of_stage)) if decisions.blocks.instances else (1,)
 
 
 def usable_bytes(cluster: Cluster) -> int:

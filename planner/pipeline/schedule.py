@@ -141,9 +141,7 @@ def build_schedule(
     ``costs``: by which a kind that waits puts its W; equal ones if not given. Raises PlanError when the kind is
     unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
     """
-    kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
-    group_size = pp if group_size is None else group_size
-    check_sizes(kind, pp, num_microbatches, vpp, group_size)
+    kind, group_size = check_schedule(kind, pp, num_microbatches, vpp, group_size)
     of_all, costs = KINDS[kind].orders, costs or StageCosts.equal(pp * vpp)
     if of_all is not None:
         orders = of_all(pp, num_microbatches, costs)
@@ -151,6 +149,16 @@ def build_schedule(
         orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
         orders = _with_weights(kind, orders, num_microbatches, costs) if KINDS[kind].waits else orders
     return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold_of(kind))
+
+
+def check_schedule(
+    kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
+) -> tuple[str, int]:
+    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError where it would."""
+    kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
+    group_size = pp if group_size is None else group_size
+    check_sizes(kind, pp, num_microbatches, vpp, group_size)
+    return kind, group_size
 
 
 def fold_of(kind: str | None) -> Fold:

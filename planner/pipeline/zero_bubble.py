@@ -70,7 +70,8 @@ class _Ranks:
     """Owns how far each rank is, what has ended when, and who sleeps until a neighbour has begun something."""
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold) -> None:
-        self.orders, self.pp, self.fold = orders, len(orders), fold
+        self.orders, self.pp = orders, len(orders)
+        self.fold: Fold = fold
         self.costs = dict(zip("FBW", costs.ticks, strict=True))
         self.num_stages = len(costs.forward)
         self.most_held, self.share = most_held, share

@@ -68,6 +68,7 @@ class Builder:
         self.sides: dict[tuple[Units, str], _Side] = {}  # by homes and direction: forward, backward, again kind
         self.kept: dict[tuple[str, int], Kept] = {}
         self.loose: list[Loose] = []
+        self.aside: dict[int, Size] = {}  # by unit
         self._seen: set[object] = set()
         self._traces: dict[int, StageTrace] = {}
 
@@ -107,9 +108,17 @@ class Builder:
             forward.ops.update(of.forward)
             backward.ops.update(of.backward)
             backward.ops.update(self._added(trace, ops, call, reading))
+            self._side(units, "weights").ops.update(of.of_weights)
+            if of.of_weights:
+                self._puts_aside(ops, call, units, of.puts_aside)
             sent, back = self.messages.of(call, trace.index, held_ops)
             forward.messages.update(sent)
             backward.messages.update(back)
+
+    def _puts_aside(self, ops: OpsOf, call: Call, units: Units, gradient: Size) -> None:
+        """A product waits with the gradient of its result, and with what it keeps; of equal ones each with its own."""
+        unit = next(iter(units), 0)
+        self.aside[unit] = self.aside.get(unit, Size()).plus(gradient).plus(ops.kept(call))
 
     def _added(self, trace: StageTrace, ops: OpsOf, call: Call, reading: Counter[int]) -> Iterator[Op]:
         """A gradient that is added to another, of a value that is read twice."""
@@ -217,7 +226,7 @@ class Builder:
             if len(units) == 1:
                 of_unit[units[0], direction] = side.phase()
         for units in dict.fromkeys(units for units, _ in self.sides if len(units) > 1):
-            phases = [self.sides.get((units, d), _Side()).phase() for d in ("forward", "backward")]
+            phases = [self.sides.get((units, d), _Side()).phase() for d in ("forward", "backward", "weights")]
             shared.append(Shared(units, *phases))
         made: dict[UnitWork, UnitWork] = {}
         units = []
@@ -243,6 +252,8 @@ class Builder:
             tuple(kept.forward_over),
             tuple(kept.backward_over),
             tuple(kept.backward_apart),
+            of_unit.get((number, "weights"), Phase()),
+            self.aside.get(number, Size()),
         )
 
 

@@ -92,16 +92,39 @@ OF_FIRST, OF_SECOND = (0, 1, 3, 2), (0, 3, 2, 1)  # [m, k] = g Bᵀ contracts n;
 
 @dataclass(frozen=True, slots=True)
 class CallOps:
-    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone."""
+    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone.
+
+    ``of_weights``: of these, the ones that a W of a schedule may run: the second operand is a parameter, and the first
+    has a gradient of its own. ``puts_aside``: bytes of the gradient that they wait with.
+    """
 
     forward: tuple[Op, ...] = ()
     backward: tuple[Op, ...] = ()
     of_held: tuple[Op, ...] = ()
+    of_weights: tuple[Op, ...] = ()
+    puts_aside: Size = NOTHING
 
 
 def touched(like: Like) -> int:
     """Bytes that whoever reads all of a value reads: of a view its own elements, of a repeated one each once."""
     return like.dtype.itemsize * prod(n for n, stride in zip(like.shape, like.strides, strict=True) if stride or not n)
+
+
+def factors_of(call: Call, node: fx.Node) -> list[int]:
+    """Numbers of the values that a product multiplies."""
+    after_bias = packet_of(node.target) in (aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm)
+    numbers = list(call.operands)
+    return numbers[1:3] if after_bias and len(numbers) > 2 else numbers[:2]
+
+
+def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:
+    """Whether a call multiplies a value that has a gradient with a trained parameter, as the linear op does."""
+    if call.changed is not None or packet_of(node.target) not in WITH_WEIGHT:
+        return False
+    factors = [trace.values[number] for number in factors_of(call, node)]
+    if len(factors) != 2 or not all(value.like.requires_grad for value in factors):
+        return False
+    return factors[1].memory in trace.outside and factors[0].memory not in trace.outside
 
 
 class OpsOf:
@@ -128,7 +151,7 @@ class OpsOf:
             self.node_of(call.name).target, call.seen, call.changed is None or call.changed.how.name,
             tuple(values[n].like for n in call.operands), tuple(values[n].like for n in call.results),
             tuple(self.size_follows(n) for n in (*call.operands, *call.results)), call.in_place,
-            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call),
+            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call), self.has_weight(call),
         )  # fmt: skip
         found = self._cache.get(key)
         if found is None:
@@ -137,6 +160,14 @@ class OpsOf:
 
     def size_follows(self, number: int) -> bool:
         return self.value_follows.get(number, self.memory_follows[self.trace.values[number].memory])
+
+    def kept(self, call: Call) -> Size:
+        """Bytes of values that a call keeps, without what the stage does not own."""
+        total = Size()
+        for memory in call.keeps:
+            if memory not in self.trace.outside:
+                total = total.plus(self._memory(memory))
+        return total
 
     def _held_bytes(self, call: Call) -> Size:
         """What the backward of a call reads: what it kept."""
@@ -240,13 +271,16 @@ class OpsOf:
             grad = self._value(call.results[0])
             backward.append(Op(product.dtype, grad))
             held.append(backward[-1])
-        return CallOps((forward,), tuple(backward), tuple(held))
+        if not self.has_weight(call):
+            return CallOps((forward,), tuple(backward), tuple(held))
+        return CallOps((forward,), tuple(backward), tuple(held), tuple(held), self._value(call.results[0]))
+
+    def has_weight(self, call: Call) -> bool:
+        """Whether it multiplies a value that has a gradient with a trained parameter."""
+        return multiplies_weight(self.trace, call, self.node_of(call.name))
 
     def _factors(self, call: Call) -> list[int]:
-        node = self.node_of(call.name)
-        after_bias = packet_of(node.target) in (aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm)
-        numbers = list(call.operands)
-        return numbers[1:3] if after_bias and len(numbers) > 2 else numbers[:2]
+        return factors_of(call, self.node_of(call.name))
 
     def _product(self, call: Call, node: fx.Node) -> Op | None:
         if not node_flops(node):
@@ -319,6 +353,7 @@ OF_LETTERS = {
     aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d,
     aten.conv_transpose3d,
 }  # fmt: skip
+WITH_WEIGHT = {aten.linear, aten.mm, aten.addmm}  # what lowering makes a linear op of, where a weight is in it
 PLAIN = {aten.linear, aten.mm, aten.bmm, aten.matmul, aten.addmm, aten.baddbmm}
 
 

@@ -46,6 +46,7 @@ class KindWork:
     made, and this one is the first to keep. ``logits``: the part of it after the last block. ``forward_over``,
     ``backward_over``: the most bytes at once beyond what was kept before this unit, each the maximum of several;
     ``backward_apart``: where tied weights do not all stand on one stage, so that no gradient of them waits.
+    ``weights``: of the backward what a W may run, and ``aside``: bytes that wait for it.
     """
 
     backward: Phase = NO_PHASE
@@ -56,6 +57,8 @@ class KindWork:
     forward_over: tuple[Size, ...] = ()
     backward_over: tuple[Size, ...] = ()
     backward_apart: tuple[Size, ...] = ()
+    weights: Phase = NO_PHASE
+    aside: Size = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class Shared:
     units: tuple[int, ...]
     forward: Phase = NO_PHASE
     backward: Phase = NO_PHASE
+    weights: Phase = NO_PHASE
 
     def is_in(self, first: int, end: int) -> bool:
         return any(first <= unit < end for unit in self.units)

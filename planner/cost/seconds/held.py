@@ -4,12 +4,14 @@ kept of a stage      Σ kept of its units, + what it received                   
 peak of a forward    max over units of  kept before it + the most beyond              exact where the cut is the plan's
 peak of a rank       along its actions, as long as what it holds still grows
 messages             what waits for the next action, and what was just sent
+put aside for a W    Σ of its units: what their products with weights keep, and the gradients of their results
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from planner.cost.cut.ops import Size
@@ -18,8 +20,9 @@ from planner.cost.layout import Layout
 from planner.cost.memory import SLACK, MemoryRow
 from planner.cost.seconds.buffers import RankHolds
 from planner.mesh import Mesh
+from planner.pipeline.actions import Action, Order
 from planner.pipeline.links import Message, received_by, sent_by
-from planner.pipeline.schedule import Action, rank_order
+from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class StageBytes:
     backward: float
     received: float
     returned: float  # gradients that come back over its end
+    aside: float = 0.0  # what a backward leaves for its W
 
 
 def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
@@ -52,7 +56,9 @@ def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
         logits = logits.plus(of.logits)
     kept += sum(item.bytes.at(micro) for item in loose)
     returned = work.units[end - 1].returned.at(micro) if end < len(work.units) else 0.0
-    return StageBytes(kept, logits.at(micro), max(forward, kept), max(backward, kept), received.at(micro), returned)
+    aside = sum(work.units[number].kinds[kind].aside.at(micro) for number in range(first, end))
+    peaks = max(forward, kept), max(backward, kept)
+    return StageBytes(kept, logits.at(micro), *peaks, received.at(micro), returned, aside)
 
 
 def memory_row(
@@ -87,7 +93,8 @@ def _peak(
     if layout.schedule != "gpipe":
         few = 2 * pp + 2 * group
         count = min(count, few + (count - few) % group) if count > few else count
-    order = rank_order(layout.schedule, pp, rank, count, mesh.vpp, group)
+    waits = KINDS[layout.schedule].waits
+    order = _order(layout.schedule, pp, rank, count, mesh.vpp, group)
     held = logits = 0.0
     best, where, most, under_way = (0.0, 0.0, 0.0), "", -1.0, 0.0
     sent = {"F": 0.0, "B": 0.0}
@@ -98,19 +105,37 @@ def _peak(
         waiting = sum(_awaited(a, stages, own[a.chunk], mesh) for a in following)
         if action.kind == "F":
             now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
+        elif action.kind == "B":  # more of what is put aside than there is yet, as most is at its end
+            now = held, logits, stage.backward - stage.kept + (stage.aside if waits else 0.0)
         else:
-            now = held, logits, stage.backward - stage.kept
+            now = held, logits, 0.0
         messages = waiting + sum(sent.values())
         if now[0] + now[2] + messages > most:
             best, where, most, under_way = now, str(action), now[0] + now[2] + messages, messages
+        if action.kind == "W":
+            held -= stage.aside
+            continue
         sign = 1 if action.kind == "F" else -1
         held, logits = held + sign * stage.kept, logits + sign * stage.logits
+        held += stage.aside if waits and action.kind == "B" else 0.0
         sent[action.kind] = _sent(action, stages, index, mesh)
     return best, where, under_way
 
 
+def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
+    """Where gradients of weights wait: as stages that cost the same have them."""
+    if not KINDS[kind].waits:
+        return rank_order(kind, pp, rank, count, vpp, group)
+    return _orders_of_equal_stages(kind, pp, count, vpp)[rank]
+
+
+@lru_cache(maxsize=256)
+def _orders_of_equal_stages(kind: str, pp: int, count: int, vpp: int) -> tuple[Order, ...]:
+    return build_schedule(kind, pp, count, vpp).orders
+
+
 def _awaited(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
-    if not _crosses(received_by(action.kind, index, 0), len(stages), mesh):
+    if action.kind == "W" or not _crosses(received_by(action.kind, index, 0), len(stages), mesh):
         return 0.0
     return stages[index].received if action.kind == "F" else stages[index].returned
 

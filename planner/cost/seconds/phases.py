@@ -1,20 +1,23 @@
 """Seconds of the units of a cut, forward and backward of one microbatch, by cause.
 
-A collective that runs beside products costs what is left of it: seconds − overlap · min(seconds, those products).
+A collective that runs beside products costs what is left of it: seconds − overlap · min(seconds, those products). Where
+gradients of weights wait for a W of the schedule, a backward has nothing beside its collectives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, seconds, wires
-from planner.cost.cut.ops import Size
+from planner.cost.cut.ops import Op, Size
 from planner.cost.cut.units import CutWork, Message, Phase, UnitWork
 from planner.cost.seconds.roofline import Roofline
 from planner.mesh import Mesh
+from planner.pipeline.zero_bubble import StageCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +49,24 @@ class Pricing:
         self.mesh, self.cluster = mesh, cluster
         self.roofline, self.wires = Roofline(cluster.device, slower), wires(cluster, slower)
 
-    def message(self, message: Message, micro: int) -> float:
-        """Seconds that the rank waits for it."""
+    def message(self, message: Message, micro: int, *, alone: bool = False) -> float:
+        """Seconds that the rank waits for it. ``alone``: what may run beside it runs later."""
         whole = self.collective(message.kind, message.axis, message.bytes.at(micro))
+        if alone:
+            return whole
         beside = sum(self.roofline.seconds(op, micro) for op in message.beside)
         return whole - self.cluster.overlap * min(whole, beside)
 
     def collective(self, kind: str, axis: str, num_bytes: float) -> float:
         return seconds(kind, num_bytes, group(self.mesh, axis, self.cluster), self.wires)
 
-    def phase(self, phase: Phase, micro: int, *, again: bool = False) -> Spent:
+    def phase(self, phase: Phase, micro: int, *, again: bool = False, alone: bool = False) -> Spent:
         computed = self.roofline.all(phase.ops, micro)
         spent = dict.fromkeys((f.name for f in fields(Spent)), 0.0)
         spent["recompute" if again else "compute"] = computed
         for message, count in phase.messages:
             cause = "recompute" if again else CAUSES.get(message.axis, "dp_comm")
-            spent[cause] += count * self.message(message, micro)
+            spent[cause] += count * self.message(message, micro, alone=alone)
         return Spent(**spent)
 
 
@@ -70,38 +75,59 @@ NO_SECONDS = Spent()
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """Of one unit, or stage, and one microbatch."""
+    """Of one unit, or stage, and one microbatch. ``weights``: of a W, where the schedule has them; else none, and the
+    backward has all."""
 
     forward: Spent = NO_SECONDS
     backward: Spent = NO_SECONDS
+    weights: Spent = NO_SECONDS
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total + self.weights.total
 
     def plus(self, other: UnitSeconds) -> UnitSeconds:
-        return UnitSeconds(self.forward.plus(other.forward), self.backward.plus(other.backward))
+        weights = self.weights.plus(other.weights)
+        return UnitSeconds(self.forward.plus(other.forward), self.backward.plus(other.backward), weights)
 
 
-def unit_seconds(unit: UnitWork, kind: str, pricing: Pricing, micro: int) -> UnitSeconds:
-    """Forward; backward with what is computed again for it."""
+def unit_seconds(unit: UnitWork, kind: str, pricing: Pricing, micro: int, *, waits: bool = False) -> UnitSeconds:
+    """Forward; backward with what is computed again for it; where they wait, gradients of weights."""
     work = unit.kinds[kind]
-    backward = pricing.phase(work.backward, micro).plus(pricing.phase(work.again, micro, again=True))
-    return UnitSeconds(pricing.phase(unit.forward, micro), backward)
+    found = _sides(unit.forward, work.backward, work.weights, pricing, micro, waits=waits)
+    return replace(found, backward=found.backward.plus(pricing.phase(work.again, micro, again=True)))
+
+
+def _sides(
+    forward: Phase, backward: Phase, weights: Phase, pricing: Pricing, micro: int, *, waits: bool
+) -> UnitSeconds:
+    if not waits:
+        return UnitSeconds(pricing.phase(forward, micro), pricing.phase(backward, micro))
+    later = dict(weights.ops)
+    rest = Phase(tuple((op, count - later.get(op, 0)) for op, count in backward.ops), backward.messages)
+    parts = pricing.phase(forward, micro), pricing.phase(rest, micro, alone=True), pricing.phase(weights, micro)
+    return UnitSeconds(*parts)
 
 
 class WorkSeconds:
     """Seconds of all units of a cut under one kind of recompute, and their sums over ranges.
 
-    ``until``: forward and backward of the units before each, and of all.
+    ``until``: all seconds of the units before each, and of all; ``forward_until``: of their forwards alone. ``waits``:
+    whether gradients of weights are actions of their own.
     """
 
-    def __init__(self, work: CutWork, kind: str, pricing: Pricing) -> None:
+    def __init__(self, work: CutWork, kind: str, pricing: Pricing, *, waits: bool = False) -> None:
         found: dict[int, UnitSeconds] = {}
         for unit in work.units:
             if id(unit) not in found:
-                found[id(unit)] = unit_seconds(unit, kind, pricing, work.micro)
+                found[id(unit)] = unit_seconds(unit, kind, pricing, work.micro, waits=waits)
         self.units = [found[id(unit)] for unit in work.units]
-        phase, micro = pricing.phase, work.micro
         self.flops, self.dtype = flops_of(work, kind)
-        self.shared = [(s, UnitSeconds(phase(s.forward, micro), phase(s.backward, micro))) for s in work.shared]
-        self.until = [0.0, *accumulate(unit.forward.total + unit.backward.total for unit in self.units)]
+        self.shared = [
+            (s, _sides(s.forward, s.backward, s.weights, pricing, work.micro, waits=waits)) for s in work.shared
+        ]
+        self.until = [0.0, *accumulate(unit.total for unit in self.units)]
+        self.forward_until = [0.0, *accumulate(unit.forward.total for unit in self.units)]
 
     def stage(self, first: int, end: int) -> UnitSeconds:
         """Of a stage of units [first, end)."""
@@ -114,13 +140,37 @@ class WorkSeconds:
         return total
 
 
+def flops_of_stages(work: CutWork, kind: str, ranges: Sequence[tuple[int, int]]) -> StageCosts:
+    """Operations of products of one microbatch on each stage: forward, backward without those of weights, and these.
+
+    Attention has no weights: its backward is a B alone.
+    """
+
+    def of_ops(*phases: Phase) -> float:
+        return sum(op.flops(work.micro) * count for phase in phases for op, count in phase.ops if _multiplies(op))
+
+    def of_stage(first: int, end: int) -> tuple[float, float, float]:
+        units, shared = work.units[first:end], [s for s in work.shared if s.is_in(first, end)]
+        kinds = [unit.kinds[kind] for unit in units]
+        forward = of_ops(*(u.forward for u in units), *(s.forward for s in shared))
+        weights = of_ops(*(k.weights for k in kinds), *(s.weights for s in shared))
+        whole = of_ops(*(k.backward for k in kinds), *(k.again for k in kinds), *(s.backward for s in shared))
+        return forward, whole - weights, weights
+
+    return StageCosts(*(list(side) for side in zip(*(of_stage(*of) for of in ranges), strict=True)))
+
+
+def _multiplies(op: Op) -> bool:
+    return op.sides is not None or op.attention != Size()
+
+
 def flops_of(work: CutWork, kind: str) -> tuple[float, str]:
     """Operations of products of all units for one microbatch, forward and backward; the dtype that has most of them."""
     found: Counter[str] = Counter()
     counts = Counter(map(id, work.units))
     for unit in {id(unit): unit for unit in work.units}.values():
         for op, count in (*unit.forward.ops, *unit.kinds[kind].backward.ops):
-            if op.sides is not None or op.attention != Size():
+            if _multiplies(op):
                 found[op.dtype] += op.flops(work.micro) * count * counts[id(unit)]  # pyright: ignore
     dtype = max(found, key=found.__getitem__, default="")
     return float(sum(found.values())), dtype

@@ -12,10 +12,16 @@ from planner.pipeline.schedule import Action, Order
 
 
 def run_on_cores(
-    orders: Sequence[Order], forward: Sequence[float], backward: Sequence[float], cores: float, fold: Fold = LOOP
+    orders: Sequence[Order],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    cores: float,
+    fold: Fold = LOOP,
+    weights: Sequence[float] = (),
 ) -> float:
-    """``orders``: of each rank. ``forward``, ``backward``: seconds of each stage on a core of its own; ``cores``: that
-    a pipeline has, maybe less than one."""
+    """``orders``: of each rank. ``forward``, ``backward``, ``weights``: seconds of each stage on a core of its own;
+    ``cores``: that a pipeline has, maybe less than one."""
+    of_kind = {"F": forward, "B": backward, "W": weights}
     pp, last = len(orders), len(forward) - 1
     done: set[tuple[str, int, int]] = set()
     at, running, now = [0] * pp, dict[int, float](), 0.0
@@ -24,7 +30,7 @@ def run_on_cores(
             if rank not in running and at[rank] < len(orders[rank]):
                 kind, microbatch, stage = _place(orders[rank][at[rank]], rank, pp, fold)
                 if _needed(kind, microbatch, stage, last) <= done:
-                    running[rank] = (forward if kind == "F" else backward)[stage]
+                    running[rank] = of_kind[kind][stage]
         if not running:
             assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "a deadlock"
             return now
@@ -47,4 +53,6 @@ def _needed(kind: str, microbatch: int, stage: int, last: int) -> set[tuple[str,
     """What must have run: before a forward that of the stage before, before a backward that of the stage after."""
     if kind == "F":
         return {("F", microbatch, stage - 1)} if stage else set()
+    if kind == "W":
+        return {("B", microbatch, stage)}
     return {("B", microbatch, stage + 1)} if stage < last else {("F", microbatch, stage)}

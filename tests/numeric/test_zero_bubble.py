@@ -1,0 +1,72 @@
+"""Gradients of weights that wait: what zero_bubble trains is what one process trains, and what 1f1b trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.laboratory import Case, Lab
+
+FAMILIES = ["gpt", "gpt2", "llama", "t5", "bert"]
+SIZES = (8, 1)  # sequences of a step, of a microbatch
+
+
+def rest(**more: Any) -> dict[str, Any]:
+    return {"pipeline": {"schedule": "zero_bubble"}, **more}
+
+
+def name_of(layout: dict[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2}, {"tp": 2, "pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=name_of
+)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+    case = Case(model, layout, rest(), *SIZES)
+    assert lab.plan(case).schedule.has_weights
+    assert lab.check(case).wrong == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ({"tp": 2, "pp": 2}, {"tensor_parallel": {"sequence_parallel": True}}),
+        ({"tp": 2, "pp": 2}, {"tensor_parallel": {"sequence_parallel": True, "regather": True}}),
+        ({"pp": 2}, {"recompute": "full"}),
+        ({"tp": 2, "pp": 2}, {"recompute": "selective", "tensor_parallel": {"sequence_parallel": True}}),
+        ({"pp": 2}, {"cuda_graphs": {"impl": "emulate", "warmup_steps": 1}}),
+        ({"tp": 2, "pp": 2}, {"cuda_graphs": {"impl": "emulate", "warmup_steps": 1}}),
+        ({"pp": 2, "dp": 2}, {"optimizer": {"bucket_size": 500}}),
+        ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 0}}),
+        ({"tp": 2, "pp": 2, "dp": 2}, {}),
+        ({"pp": 4, "dp": 2}, {"optimizer": {"bucket_size": 500}}),
+    ],
+    ids=str,
+)
+def test_with_what_else_there_is_it_equals_one_process(lab: Lab, mesh: dict[str, int], more: dict[str, Any]) -> None:
+    assert lab.check(Case("gpt", mesh, rest(**more), 16, 1)).wrong == []
+
+
+@pytest.mark.parametrize("model", ["experts", "llama-tied", "skips", "stopped-gradients"])
+def test_experts_and_unusual_graphs_equal_one_process(lab: Lab, model: str) -> None:
+    assert lab.check(Case(model, {"tp": 2, "pp": 2}, rest(), *SIZES)).wrong == []
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3])
+def test_fewer_microbatches_than_ranks_equal_one_process(lab: Lab, num_sequences: int) -> None:
+    assert lab.check(Case("gpt", {"pp": 4}, rest(), num_sequences, 1)).wrong == []
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
+def test_it_trains_as_1f1b_to_the_last_digits(lab: Lab, mesh: dict[str, int]) -> None:
+    one = lab.run(Case("gpt", mesh, {}, *SIZES))[0]
+    zero = lab.run(Case("gpt", mesh, rest(), *SIZES))[0]
+    torch.testing.assert_close(zero.losses, one.losses, rtol=1e-12, atol=0)
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(zero.gradients[name], gradient, rtol=1e-11, atol=1e-12)
+    for name, value in one.parameters.items():
+        torch.testing.assert_close(zero.parameters[name], value, rtol=0, atol=1e-9)
