@@ -130,19 +130,20 @@ def _weight(name: str, rows: Sequence[ParameterPlan], mesh: Mesh, scope: str) ->
     numbers = [row.expert_number for row in rows if row.expert_number >= 0]
     _, line = split_where(p.where)
     held = _bytes(p.local_shape, p.dtype)
+    drawing = draw(p, mesh, numbers)
     facts = (
         ("why", "; ".join(dict.fromkeys(row.reason for row in rows[:3])) + (" …" if len(rows) > 3 else "")),
         ("decided by", p.origin),
         ("read at", line),
         ("shape", f"{format_shape(p.shape)}, on a rank {format_shape(p.local_shape)}"),
         ("cut", cut_of(p)),
+        ("drawn", drawing.words),
         ("dtype", p.dtype),
         ("bytes", f"{format_bytes(_bytes(p.shape, p.dtype))}, on a rank {format_bytes(held)}"),
         ("also called", ", ".join(p.aliases)),
     )
     text = " → ".join(dict.fromkeys((format_shape(p.shape), format_shape(p.local_shape))))
     marks = (f"graph: {scope}",) if scope else ()
-    drawing = draw(p, mesh, numbers)
     return Item("weight", name, _given(facts), len(rows), p.style, text, name.rpartition(".")[0], drawing, marks=marks)
 
 
