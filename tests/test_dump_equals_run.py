@@ -213,6 +213,26 @@ CASES = {
         "gpt2",
         {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "zero_bubble_v"}, "optimizer": {"zero": 0}},
     ),
+    "tp2 pp2, gradients of weights wait": (
+        "gpt",
+        {"mesh": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "zero_bubble"}},
+    ),
+    "tp2 pp2, sequence parallel, gradients of weights wait": (
+        "llama",
+        {
+            "mesh": {"tp": 2, "pp": 2},
+            "pipeline": {"schedule": "zero_bubble"},
+            "tensor_parallel": {"sequence_parallel": True},
+        },
+    ),
+    "pp2 dp2, buckets, gradients of weights wait": (
+        "bert",
+        {
+            "mesh": {"pp": 2, "dp": 2},
+            "pipeline": {"schedule": "zero_bubble"},
+            "optimizer": {"bucket_size": 5000},
+        },
+    ),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
 }
 

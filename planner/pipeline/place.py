@@ -22,9 +22,9 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold =
     actions = [a for order in orders for a in order]
     kind = CUSTOM if any(a.kind == "B" for a in actions) else FORWARD_ONLY
     num_chunks, num_microbatches = 1 + max(a.chunk for a in actions), 1 + max(a.microbatch for a in actions)
-    schedule = Schedule(kind, len(orders), num_chunks, num_microbatches, len(orders), tuple(orders), fold)
+    sizes = (len(orders), num_chunks, num_microbatches, len(orders))
     try:
-        steps = simulate(schedule).steps
+        steps = simulate(Schedule(kind, *sizes, tuple(orders), fold)).steps
     except PlanError as error:  # what failed may be the schedule itself
         return f"{action} of pp rank {rank}; no step has a place, as {error.what}"
     at = next(i for i, row in enumerate(steps) if row[rank] == action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import weakref
@@ -12,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from passes.ops.random_state import RandomState
+from passes.ops.weight_gradients import WeightGradients
 from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
@@ -90,6 +92,108 @@ def test_the_last_backward_of_each_chunk_is_announced():
     announced: list[bool] = []
     executor(Head(), before_backward=announced.append).run(step_of())
     assert announced == [False, False, True, True]
+
+
+WAITING = tuple(
+    Action(k, m, c)
+    for k, m, c in (
+        *(("F", 0, 0), ("F", 0, 1), ("B", 0, 1), ("F", 1, 0), ("F", 1, 1), ("B", 1, 1), ("B", 0, 0), ("W", 0, 1)),
+        *(("B", 1, 0), ("W", 0, 0), ("W", 1, 1), ("W", 1, 0)),
+    )
+)
+
+
+class Product(nn.Module):
+    """A stage whose one weight takes its gradient from what a backward puts aside, as the linear op does."""
+
+    def __init__(self, handle: WeightGradients):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 3, dtype=torch.float64))
+        self.handle = handle
+
+    def forward(self, x):
+        return _Times.apply(x, self.weight, self.handle), x > 0
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, handle):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.handle = weight, handle
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,), grad, weight = ctx.saved_tensors, grads[0], ctx.weight
+
+        def work(_):
+            weight.grad = (0 if weight.grad is None else weight.grad) + (x * grad).sum(0)
+
+        ctx.handle.keep(work) if ctx.handle.waits else work(None)
+        return grad * weight, None, None
+
+
+def waiting(handle: WeightGradients, order: tuple[Action, ...] = WAITING, **options) -> Executor:
+    head = Product(handle)
+    run = executor(Head(), weights=handle, **options)
+    run = Executor(run.stages, order, run.transport, run.random, weights=handle, **options)
+    run.stages[0] = dataclasses.replace(run.stages[0], module=head)
+    return run
+
+
+@pytest.mark.parametrize("order", [WAITING, ORDER], ids=["waits", "at once"])
+def test_gradients_of_weights_that_wait_add_up_over_microbatches(order):
+    handle, step = WeightGradients(), step_of()
+    run = waiting(handle, order)
+    truth, gradient = expected(step, Head())
+    torch.testing.assert_close(run.run(step), truth)
+    torch.testing.assert_close(run.stages[0].module.weight.grad, gradient)
+    assert handle.num_waiting == 0
+
+
+def test_each_w_does_what_its_own_backward_put_aside_and_the_last_of_each_chunk_is_announced():
+    announced: list[bool] = []
+    handle, ran = WeightGradients(), []
+    run = waiting(handle, before_weights=announced.append)
+    run.around = lambda action: _noted(ran, action, handle)
+    run.run(step_of())
+    assert announced == [False, False, True, True]
+    waits = [count for action, count in ran if str(action) in ("B0.1", "B1.1", "B0.0", "W0.1", "W1.0")]
+    assert waits == [1, 2, 3, 2, 0]
+
+
+@contextlib.contextmanager
+def _noted(ran, action, handle):
+    yield
+    ran.append((action, handle.num_waiting))
+
+
+def test_a_w_that_no_order_has_is_told_at_the_end_of_the_step():
+    handle = WeightGradients()
+    run = waiting(handle)
+    run.order = tuple(a for a in WAITING if a != Action("W", 1, 0))
+    with pytest.raises(AssertionError, match="gradients of weights that no W has made"):
+        run.run(step_of())
+
+
+def test_a_w_twice_names_the_action():
+    run = waiting(WeightGradients())
+    run.order = (*WAITING, Action("W", 1, 0))
+    with pytest.raises(StepError, match=r"gradients of weights \(W1\.0\)"):
+        run.run(step_of())
+
+
+def test_what_a_failed_step_put_aside_is_forgotten():
+    handle = WeightGradients()
+    run = waiting(handle, before_weights=lambda is_last: 1 / 0)
+    with pytest.raises(StepError, match=r"microbatch 0, gradients of weights \(W0\.1\): ZeroDivisionError"):
+        run.run(step_of())
+    assert handle.num_waiting == 0
+
+
+def test_evaluation_leaves_w_out():
+    run = waiting(WeightGradients())
+    assert run.evaluate(step_of()).item() == pytest.approx(expected(step_of(), Head())[0].item(), rel=1e-14)
 
 
 def test_evaluate_leaves_no_gradient_and_gives_the_same_loss():
