@@ -73,6 +73,16 @@ def error_of(directory: Path, model: nn.Module, text: str) -> PlanError:
         ("pp: 2", "pp: 5", "spec.yaml:1", "pp 5 stages, but the model has only 4 blocks", "pp · vpp ≤ 4"),
         ("optimizer:", "pipeline: {split: [3, 2]}\noptimizer:", "spec.yaml:4", "adds up to 5", "add up to 4"),
         ("optimizer:", "pipeline: {split: [1, 1, 2]}\noptimizer:", "spec.yaml:4", "has 3 stages", "list 2 numbers"),
+        ("pp: 2}", "pp: 2, vpp: 1}\npipeline: {schedule: zero_bubble_v}", "spec.yaml:1", "but vpp = 1", "set vpp to 2"),
+        ("pp: 2}", "pp: 2, vpp: 3}\npipeline: {schedule: zero_bubble_v}", "spec.yaml:1", "but vpp = 3", "set vpp to 2"),
+        ("pp: 2}", "pp: 1}\npipeline: {schedule: zero_bubble_v}", "spec.yaml:2", "but pp = 1", "1f1b"),
+        (
+            "pp: 2}",
+            "pp: 2, vpp: 2}\npipeline: {schedule: zero_bubble_v, split: [1, 1, 2]}",
+            "spec.yaml:2",
+            "has 3 stages",
+            "list 4 numbers",
+        ),
         ("optimizer:", "loss: {output: los}\noptimizer:", "spec.yaml:4", "no scalar output `los`", "name one of"),
         (INPUTS, "", "spec.yaml", "inputs is missing", "add `inputs:"),
         (

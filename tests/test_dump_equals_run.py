@@ -210,7 +210,7 @@ CASES = {
         },
     ),
     "tp2 pp2 vpp2, in a v": (
-        "gpt2",
+        "gpt",
         {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "zero_bubble_v"}, "optimizer": {"zero": 0}},
     ),
     "tp2 pp2, gradients of weights wait": (

@@ -51,7 +51,7 @@ class MeshSpec(Section):
     tp: Size | Auto = key(1, "tensor parallel: ranks that share each layer")
     pp: Size | Auto = key(1, "pipeline parallel: ranks that share the sequence of layers")
     dp: Size | Auto = key(1, "data parallel: replicas that share the batch")
-    vpp: Size | Auto = key(1, "chunks of each pipeline rank, for interleaved_1f1b")
+    vpp: Size | Auto = key(1, "chunks of each pipeline rank, for interleaved_1f1b; 2 for zero_bubble_v")
     cp: Size | Auto = key(1, "context parallel: ranks that share each sequence")
     ep: Size | Auto = key(1, "expert parallel")
     etp: Size | Auto | None = key(None, "tensor parallel inside each expert; null: tp", validate_default=True)

@@ -287,5 +287,10 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
             where="mesh.vpp",
             fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
         )
+    elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
+        try:
+            KINDS[schedule].check(int(pp), 1, int(vpp), int(pp))
+        except PlanError as error:
+            yield error
     if AUTO not in (pp, vpp):
         yield from stage_problems(split, int(pp), int(vpp))
