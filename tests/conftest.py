@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,3 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _collector_stays_on() -> Iterator[None]:
+    """A test that leaves the garbage collector off, or a plan under way in a thread, would fail others."""
+    from planner import undisturbed
+
+    yield
+    was_on, planning = gc.isenabled(), dict(undisturbed._planning)
+    gc.enable()
+    assert (was_on, planning) == (True, {}), f"the garbage collector: {was_on}; threads that plan: {planning}"

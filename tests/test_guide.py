@@ -1,0 +1,123 @@
+"""Every command of the guide runs as it stands there, and prints what stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from runtime.cli import app
+from tests.tools.paths import ROOT
+
+GUIDE = ROOT / "docs" / "guide"
+PAGES = sorted(GUIDE.glob("*.md"))
+BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LEFT_OUT = "…"
+CODES = re.compile(r"\s+# exit code (\d)$")
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Command:
+    """``words`` behind the $, the exit code that it says, and the lines that it prints."""
+
+    words: tuple[str, ...]
+    code: int
+    lines: tuple[str, ...]
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
+    """(what stands behind the language, text) of each block."""
+    return ((name, text) for found, name, text in BLOCK.findall(page.read_text()) if found == language)
+
+
+def commands(page: Path, *, elsewhere: bool = False) -> list[Command]:
+    found = []
+    for name, text in blocks(page, "console"):
+        if bool(name) == elsewhere:
+            found += [_command(part) for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]]
+    return found
+
+
+def _command(text: str) -> Command:
+    first, *lines = text.rstrip("\n").split("\n")
+    code = CODES.search(first)
+    words = tuple(shlex.split(CODES.sub("", first)))
+    return Command(words, int(code[1]) if code else 0, tuple(line.rstrip() for line in lines))
+
+
+def pattern(lines: tuple[str, ...]) -> re.Pattern[str]:
+    """``…`` in a line is any part of it, as a whole line any lines; blanks count once."""
+    parts = []
+    for line in lines:
+        if line.strip() == LEFT_OUT:
+            parts.append(r"(?:.*\n)*?")
+        elif line.strip():
+            words = line.split()
+            parts.append(r"[ \t]*" + r"[ \t]+".join(_word(word) for word in words) + r"[ \t]*\n")
+    return re.compile("".join(parts))
+
+
+def _word(word: str) -> str:
+    return ".*".join(re.escape(part) for part in word.split(LEFT_OUT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
+def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    for name in ("examples", "specs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for language in ("python", "yaml"):
+        for name, text in blocks(page, language):
+            (tmp_path / name).write_text(text)
+    for command in commands(page):
+        assert command.words[0] == "meshwright"
+        done = run(command.words[1:], tmp_path)
+        assert done.returncode == command.code, done.stdout + done.stderr
+        printed = done.stdout + done.stderr if command.code == 2 else done.stdout
+        text = re.sub(r"\n\s*\n", "\n", printed)
+        assert pattern(command.lines).search(text), f"{' '.join(command.words)}\n{printed}"
+
+
+def run(words: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "runtime", *words],
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p, elsewhere=True)], ids=lambda p: p.stem)
+def test_what_runs_elsewhere_is_spelled_right(page: Path) -> None:
+    for command in commands(page, elsewhere=True):
+        words = command.words
+        assert words[0] == "torchrun"
+        name, *arguments = words[words.index("runtime.cli") + 1 :]
+        get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+def test_python_blocks_that_are_files_compile() -> None:
+    texts = [(page.name, name, text) for page in PAGES for name, text in blocks(page, "python")]
+    assert len(texts) >= 4
+    for page, name, text in texts:
+        compile(text, f"{page}:{name}", "exec")
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(re.findall(r"\((\w+\.md)\)", (GUIDE / "README.md").read_text()))
+    assert listed == {page.name for page in PAGES} - {"README.md"}
+
+
+def test_a_line_that_is_not_printed_is_seen() -> None:
+    lines = ("a 1 …", "…", "c …3")
+    assert pattern(lines).search("x\na  1 2\nb\nc 33\n")
+    assert not pattern(lines).search("x\na  1 2\nb\nc 34\n")
+    assert not pattern(("a", "c")).search("a\nb\nc\n")
