@@ -63,12 +63,12 @@ def collective_key(c: CollectivePlan) -> Hashable:
     return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
 
 
-def kinds_of(plan: Tables) -> tuple[Kind, ...]:
+def kinds_of(blocks: Iterable[Block]) -> tuple[Kind, ...]:
     """In the order in which the first of each stands in the model."""
     of_kind: dict[Hashable, list[Block]] = {}
-    for block in blocks_of(plan).values():
+    for block in blocks:
         of_kind.setdefault(block.kind, []).append(block)
-    return tuple(_kind(blocks) for blocks in of_kind.values())
+    return tuple(map(_kind, of_kind.values()))
 
 
 def _kind(blocks: list[Block]) -> Kind:

@@ -71,10 +71,11 @@ def model_cards(plan: Tables, scopes: Mapping[str, str] | None = None) -> tuple[
     ``scopes``: dotted name of a parameter → the graph region that reads it, where that is known.
     """
     scopes = scopes or {}
-    front, back = outside(plan, blocks_of(plan))
+    blocks = blocks_of(plan)
+    front, back = outside(plan, blocks)
     aliases = [(alias, p) for p in plan.parameters for alias in p.aliases]
     cards = [Card("in front of the blocks", 1, _items(front, plan.mesh, scopes))]
-    for kind in kinds_of(plan):
+    for kind in kinds_of(blocks.values()):
         items = _items(kind.first, plan.mesh, scopes)
         cards.append(Card(kind.name, len(kind.blocks), items, _on_stages(kind.stages), tuple(kind.first.regions)))
     behind = "behind the blocks" if len(cards) > 1 else "the model"

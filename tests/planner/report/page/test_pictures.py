@@ -8,15 +8,19 @@ from itertools import pairwise
 
 import pytest
 
-from planner.frozen_plan import MemoryRow, ParameterPlan, Plan
+from planner.fold import LOOP
+from planner.fold import V as TURNED
+from planner.frozen_plan import MemoryRow, ParameterPlan, Plan, StagePlan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import planned
 from planner.placement.types import Placement, Segment, V
 from planner.report.page import timeline as charts
 from planner.report.page.bars import LENGTH, bars_of
 from planner.report.page.cuts import WIDTH, draw
 from planner.report.page.devices import MOST_DRAWN, devices
 from planner.report.page.machines import link_of
+from planner.report.page.plan_page import plan_page
 from planner.report.page.sizes import MEMORY_PARTS, memory_bars, traffic_bars
 from planner.report.page.timeline import timeline
 from planner.sharding.parts import Part
@@ -225,3 +229,15 @@ def test_categories_of_memory_are_all_that_a_row_sums(moe_plan: Plan):
     for row in moe_plan.memory:
         assert sum(getattr(row, part) for part in MEMORY_PARTS) == row.total
     assert {f.name for f in fields(MemoryRow)} == {*MEMORY_PARTS, "pp_rank", "total", "peak", "of_microbatch"}
+
+
+@pytest.mark.parametrize(("kind", "vpp", "fold"), [("zero_bubble", 1, LOOP), ("zero_bubble_v", 2, TURNED)])
+def test_gradients_of_weights_are_drawn_as_actions_of_their_own(moe_plan: Plan, kind: str, vpp: int, fold):
+    row = planned(build_schedule(kind, 2, 4, vpp=vpp))
+    mesh = Mesh(pp=2, vpp=vpp, fold=fold)
+    stages = tuple(StagePlan(i, mesh.pp_rank_of(i), mesh.chunk_of(i), (), 0) for i in range(2 * vpp))
+    whole = replace(moe_plan, mesh=mesh, schedule=row, stages=stages, parameters=(), memory=())
+    chart = timeline(whole)
+    assert chart is not None
+    assert chart.svg.count('class="action W"') >= 8 * vpp
+    assert 'id="schedule"' in plan_page(whole)
