@@ -176,6 +176,18 @@ def test_plan_prints_in_every_format(format, words):
     assert words in result.stdout
 
 
+def test_search_prints_a_page(tmp_path):
+    spec = tmp_path / "auto.yaml"
+    spec.write_text(
+        "mesh: auto\nbatch: {global: 8, micro: auto}\ncluster: dgx-h100\ndevices: 2\n"
+        "inputs: {input_ids: {shape: [16], dtype: int64, high: 256}, targets: {like: input_ids}}\n"
+    )
+    result = run("search", GPT, spec, "--format", "html", "--top", 2)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("<!doctype html>")
+    assert "Layouts of 2 devices of dgx-h100" in result.stdout
+
+
 def test_plan_shows_what_every_pass_changes_for_a_rank():
     result = run("plan", GPT, GPT_SPEC, "--passes", "--rank", 2)
     assert result.exit_code == 0, result.output

@@ -207,3 +207,20 @@ def test_templates_are_in_the_wheel():
     folder = ROOT / "planner" / "report" / "page"
     held = {path for pattern in listed["planner.report.page"] for path in folder.glob(pattern)}
     assert held == {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+
+
+def test_all_that_acts_is_reached_by_the_keyboard_and_has_a_name(moe_page: Element):
+    labelled = {id(e) for label in moe_page.all("label") for e in label.all()}
+    for element in (*moe_page.all("input"), *moe_page.all("select")):
+        assert id(element) in labelled
+    assert all(any(item.all("summary")) for item in moe_page.all("details"))
+    for element in (*moe_page.all(of_class="scroll"), moe_page.first("svg", id="grid")):
+        if list(element.all("table")) or element.tag == "svg":
+            assert element.attributes["tabindex"] == "0"
+            assert element.attributes["aria-label"]
+    for drawing in (svg for item in moe_page.all("details", "weight") for svg in item.all("svg")):
+        assert drawing.attributes["role"] == "img"
+        assert drawing.attributes["aria-label"]
+    levels = [int(e.tag[1]) for e in moe_page.all() if e.tag in ("h1", "h2", "h3")]
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
