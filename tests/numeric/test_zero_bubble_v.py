@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tools.laboratory import Case, Lab
 
@@ -27,6 +28,7 @@ CASES = {
     "with tp": Case("gpt2", {"tp": 2} | TWO, V),
     "with tp along the sequence": Case("llama", {"tp": 2} | TWO, V | SEQUENCE),
     "with dp": Case("gpt2", {"dp": 2} | TWO, V),
+    "with dp, tied, in small buckets": Case("llama-tied", {"dp": 2} | TWO, V | {"optimizer": {"bucket_size": 500}}),
     "blocks computed again": Case("gpt2", TWO, V | {"recompute": "full"}),
     "attention computed again": Case("llama", TWO, V | {"recompute": "selective"}),
     "graphs": Case("gpt2", TWO, V | GRAPHS, num_sequences=16),
@@ -38,3 +40,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_v_equals_one_process(lab: Lab, name: str) -> None:
     assert lab.check(CASES[name]).wrong == []
+
+
+@pytest.mark.parametrize("mesh", [TWO, {"dp": 2} | TWO, {"tp": 2} | TWO], ids=str)
+def test_it_trains_as_in_a_loop_to_the_last_digits(lab: Lab, mesh: dict[str, int]) -> None:
+    loop = lab.run(Case("llama-tied", mesh, {"pipeline": {"schedule": "interleaved_1f1b"}}))[0]
+    folded = lab.run(Case("llama-tied", mesh, V))[0]
+    torch.testing.assert_close(folded.losses, loop.losses, rtol=1e-12, atol=0)
+    for name, gradient in loop.gradients.items():
+        torch.testing.assert_close(folded.gradients[name], gradient, rtol=1e-11, atol=1e-12)
+    for name, value in loop.parameters.items():
+        torch.testing.assert_close(folded.parameters[name], value, rtol=0, atol=1e-9)
