@@ -1,0 +1,88 @@
+"""`compile: true`: losses, gradients and updates are those without it, on every layout, and the plan is what runs.
+
+Each case compiles functions of its own shapes, which takes a while where Inductor's cache on disk has none of them: a
+few cases stand for the rest, and `slow` are those that start several processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from planner import Plan
+from runtime import Engine
+from tests.tools.comparison import NUM_STEPS
+from tests.tools.laboratory import Case, Lab
+
+COMPILE = {"compile": True}
+SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
+LAYOUTS = {
+    "one": ({}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "pp2": ({"pp": 2}, {}),
+    "dp2": ({"dp": 2}, {}),
+    "tp2-pp2-sp": ({"tp": 2, "pp": 2}, SEQUENCE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"), [("gpt", "tp2-pp2-sp"), ("llama", "tp2"), ("bert", "one"), ("gpt2", "dp2")]
+)
+def test_a_compiled_layout_equals_one_process(lab: Lab, model: str, layout: str) -> None:
+    mesh, rest = LAYOUTS[layout]
+    assert lab.check(Case(model, mesh, COMPILE | rest)).wrong == []
+
+
+def trained(plan: Plan, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Figures of each step, gradients of the first, and how often pieces ran."""
+    with Engine(plan, timeout_seconds=120) as engine:
+        figures = [engine.forward_backward(batches[0])]
+        gradients = engine.gather_gradients()
+        reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]
+        figures += [r.grad_norm for r in reports] + [r.loss for r in reports[1:]]
+        evaluated = engine.evaluate(batches[0])
+        counts = None if engine.compiled is None else dict(engine.compiled.counts)
+        told = None if engine.compiled is None else str(engine.compiled.report)
+    own = [piece.index for piece in plan.pieces if piece.stage % plan.mesh.pp == engine.mesh.pp_rank]
+    return {"figures": figures, "gradients": gradients, "counts": counts, "own": own, "told": told, "also": evaluated}
+
+
+def test_a_compiled_step_in_float32_is_within_its_tolerance_and_runs_every_piece_of_the_plan(lab: Lab) -> None:
+    rest = {"precision": {"parameters": "float32"}}
+    (eager,) = lab.run(Case("gpt", {}, rest, job=trained))
+    (found,) = lab.run(Case("gpt", {}, COMPILE | rest, job=trained))
+    assert found["figures"] == pytest.approx(eager["figures"], rel=1e-5)
+    for name, expected in eager["gradients"].items():
+        assert (found["gradients"][name] - expected).norm() <= 1e-5 * expected.norm() + 1e-9, name
+    num_microbatches = 4
+    runs = {(piece, "compiled"): NUM_STEPS * num_microbatches for piece in found["own"]}
+    runs |= {(piece, "eager"): num_microbatches for piece in found["own"]}  # the evaluation
+    assert found["own"]
+    assert found["counts"] == runs
+    assert "runs op by op" not in found["told"]
+    assert eager["counts"] is None
+
+
+@pytest.mark.slow
+def test_ranks_of_a_pipeline_run_their_own_pieces(lab: Lab) -> None:
+    found = lab.run(Case("gpt", {"pp": 2}, COMPILE, job=trained))
+    assert all(rank["own"] and {piece for piece, _ in rank["counts"]} == set(rank["own"]) for rank in found)
+    assert not set(found[0]["own"]) & set(found[1]["own"])
+
+
+def test_dropout_draws_what_it_draws_without(lab: Lab) -> None:
+    (eager,) = lab.run(Case("gpt-dropout", {}, {"train": True}, job=trained))
+    (found,) = lab.run(Case("gpt-dropout", {}, COMPILE | {"train": True}, job=trained))
+    assert found["figures"] == pytest.approx(eager["figures"], rel=1e-10)
+    assert found["counts"]
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_blocks_that_are_computed_again_run_op_by_op_and_are_listed(lab: Lab, kind: str) -> None:
+    case = Case("gpt", {}, COMPILE | {"recompute": kind})
+    rows = lab.plan(case).compiled
+    assert any(row.reason == f"its block is computed again (recompute: {kind})" for row in rows)
+    assert lab.check(case).wrong == []
