@@ -19,12 +19,14 @@ from torch import fx
 from passes.base import LowerContext, StageGraph, text_of
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.units import in_order, module_of
+from planner.compiled.pieces import CompiledPiece
 from planner.graph.source_lines import where_of
 
 
 def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
     """One call a piece, as early as what it reads allows."""
-    owner = {name: piece.index for piece in context.pieces if piece.stage == stage.index for name in piece.nodes}
+    mine = {piece.index: piece for piece in context.pieces if piece.stage == stage.index}
+    owner = {name: piece.index for piece in mine.values() for name in piece.nodes}
     if not owner:
         return
     members: dict[int, list[fx.Node]] = {}
@@ -37,7 +39,7 @@ def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
         if isinstance(unit, fx.Node):
             env[unit] = graph.node_copy(unit, lambda n: env[n])
         else:
-            _call(stage, graph, unit, members[unit], env)
+            _call(stage, graph, mine[unit], members[unit], env)
     stage.env = {name: env[node] for name, node in stage.env.items() if node in env}
     stage.graph = graph
 
@@ -49,19 +51,23 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _call(
-    stage: StageGraph, graph: fx.Graph, index: int, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
+    stage: StageGraph, graph: fx.Graph, piece: CompiledPiece, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
 ) -> None:
     inside = set(members)
     read = list(dict.fromkeys(v for node in members for v in node.all_input_nodes if v not in inside))
-    left = [node for node in members if any(user not in inside for user in node.users)]
-    name = f"piece_{index}"
-    call = CompiledCall(index, module_of(members, read, left), structure_of(members, read, left), _where(members))
+    asked = {stage.env.get(name) for name in piece.leaves}
+    is_read = {node for node in members if any(user not in inside for user in node.users)}
+    left = [node for node in members if node in asked or node in is_read]
+    name = f"piece_{piece.index}"
+    structure = structure_of(members, read, left)
+    call = CompiledCall(piece.index, module_of(members, read, left), structure, str(where_of(members[0])))
     setattr(stage.root, name, call)
     handle = graph.create_node("get_attr", name)
     result = graph.call_function(run_piece, (handle, [env[v] for v in read]))
     for position, node in enumerate(left):
-        env[node] = graph.call_function(operator.getitem, (result, position))
-        env[node].meta = dict(node.meta)
+        if node in is_read:
+            env[node] = graph.call_function(operator.getitem, (result, position))
+            env[node].meta = dict(node.meta)
 
 
 def structure_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequence[fx.Node]) -> str:
@@ -69,7 +75,3 @@ def structure_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequ
     number = {node: f"%{i}" for i, node in enumerate([*read, *members])}
     calls = [text_of(node, lambda n: number[n]) for node in members]
     return "; ".join([*calls, f"return {', '.join(number[node] for node in left)}"])
-
-
-def _where(members: Sequence[fx.Node]) -> str:
-    return str(where_of(members[0]))

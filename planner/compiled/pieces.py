@@ -25,18 +25,24 @@ from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 
 FEWEST_OPS = 2
+FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
 _VIEWS = set(ops_named("reshape view _unsafe_view flatten.using_ints unflatten.int"))
 TOO_FEW = "a single op between borders"
+ALONE = f"fewer than {FEWEST_ALONE} ops, and no copies"
 
 
 @dataclass
 class CompiledPiece:
-    """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one."""
+    """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one.
+
+    ``leaves``: values that it gives, those that nobody reads too where others that share its function need them.
+    """
 
     index: int
     stage: int
     nodes: tuple[str, ...]
-    function: int = -1
+    function: int
+    leaves: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +61,51 @@ def decide_compiled(
         return Compiled()
     borders = Borders(decisions, dict(_of_others(regions, recomputed)))
     on_gradient = _on_gradient(decisions)
-    pieces, eager, functions = list[CompiledPiece](), list[tuple[int, str, str]](), dict[Any, int]()
+    found, eager = list[tuple[int, list[fx.Node]]](), list[tuple[int, str, str]]()
+    groups: dict[Any, _Group] = {}
     for stage in range(decisions.stages.num_stages):
         cut = _Cut(stage, decisions, shards, borders, on_gradient)
         for nodes in cut.runs():
-            if _num_ops(nodes) < FEWEST_OPS:
-                eager += [(stage, node.name, TOO_FEW) for node in nodes if not is_free(node)]
-                continue
-            number = functions.setdefault(cut.structure(nodes), len(functions))
-            pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number))
+            group = groups.setdefault(cut.structure(nodes), _Group(_num_ops(nodes)))
+            group.add(nodes, cut.leaves(nodes))
+            found.append((stage, nodes))
         eager += [(stage, node.name, why) for node, why in cut.left.items()]
+    group_of = {nodes[0]: group for group in groups.values() for nodes in group.runs}
+    return _numbered(found, group_of, eager)
+
+
+@dataclass
+class _Group:
+    """Runs that compute the same. ``left``: places of the values that any of them gives."""
+
+    num_ops: int
+    runs: list[Sequence[fx.Node]] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
+
+    def add(self, nodes: Sequence[fx.Node], leaves: set[int]) -> None:
+        self.runs.append(nodes)
+        self.left |= leaves
+
+    @property
+    def reason(self) -> str:
+        """Why it is not worth compiling; empty where it is."""
+        if self.num_ops < FEWEST_OPS:
+            return TOO_FEW
+        return ALONE if self.num_ops < FEWEST_ALONE and len(self.runs) == 1 else ""
+
+
+def _numbered(
+    found: Sequence[tuple[int, list[fx.Node]]], group_of: dict[fx.Node, _Group], eager: list[tuple[int, str, str]]
+) -> Compiled:
+    pieces, functions = list[CompiledPiece](), dict[int, int]()
+    for stage, nodes in found:
+        group = group_of[nodes[0]]
+        if group.reason:
+            eager += [(stage, node.name, group.reason) for node in nodes if not is_free(node)]
+            continue
+        leaves = frozenset(nodes[i].name for i in group.left)
+        number = functions.setdefault(id(group), len(functions))
+        pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number, leaves))
     return Compiled(tuple(pieces), tuple(eager))
 
 
@@ -174,9 +215,13 @@ class _Cut:
         calls = []
         for node in nodes:
             args = fx.map_arg((node.args, node.kwargs), lambda value, node=node: shown(value, node))
-            leaves = any(user not in number or self._is_changed(node, user) for user in node.users)
-            calls.append((str(node.target), str(args), self._seen(node), leaves))
+            calls.append((str(node.target), str(args), self._seen(node)))
         return tuple(calls)
+
+    def leaves(self, nodes: Sequence[fx.Node]) -> set[int]:
+        """Places of those that others read."""
+        inside = set(nodes)
+        return {i for i, node in enumerate(nodes) if any(user not in inside for user in node.users)}
 
     def _seen(self, node: fx.Node) -> str:
         shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]

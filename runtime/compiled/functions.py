@@ -27,7 +27,8 @@ from passes.stage_module import RankProgram
 
 Function = Callable[..., Sequence[Any]]
 Signature = tuple[Any, ...]
-_OPTIONS = {"compile_threads": 1, "fx_graph_cache": True}
+# Inductor would build and load a program for each set of vector instructions that the processor says it has.
+_OPTIONS = {"compile_threads": 1, "fx_graph_cache": True, "cpp.vec_isa_ok": True}
 _ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
 
 
