@@ -35,6 +35,7 @@ from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 
+_OF_EXPERTS = ("ep", "etp")  # axes
 Facts = tuple[tuple[str, str], ...]  # (what, its value) of an item, shown where one asks
 
 
@@ -190,6 +191,8 @@ def _place(item: Item, items: Sequence[Item]) -> int:
     module = item.module
     while module:
         at = [i for i, other in enumerate(items) if _is_in(other.module, module)]
+        if item.tag in _OF_EXPERTS:  # their module holds a router and shared experts too
+            at = [i for i in at if items[i].tag in ("expert", *_OF_EXPERTS)] or at
         if at:
             return at[0] if item.before else at[-1] + 1
         module = module.rpartition(".")[0]

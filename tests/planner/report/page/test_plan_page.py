@@ -72,6 +72,10 @@ def test_every_collective_is_in_the_picture_where_it_happens(moe_plan: Plan):
     block = next(card for card in model_cards(moe_plan) if card.times > 1)
     order = [(item.what, item.name if item.what == "weight" else item.text.split()[0]) for item in block.items]
     assert order.index(("weight", "attention.out.weight")) < order.index(("collective", "forward"))
+    names = [item.name for item in block.items]
+    exchanged = [i for i, item in enumerate(block.items) if item.tag == "ep"]
+    assert names.index("experts.experts.{0..7}.down.weight") < min(exchanged)
+    assert max(exchanged) < names.index("experts.shared.gate.weight")
     assert order.index(("collective", "backward")) < order.index(("weight", "attention.q.weight"))
 
 
