@@ -60,7 +60,7 @@ def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
     scale = _Scale.of(schedule, simulation.duration)
     line_height = _AXIS + schedule.pp * scale.row + _GAP
     starts = [i * scale.span for i in range(max(1, -int(-simulation.duration // scale.span)))]
-    width = max(_LEFT + round(scale.span * scale.unit) + _MARGIN, 760)
+    width = max(_LEFT + round(scale.span * scale.unit) + _MARGIN, 960 if schedule.has_weights else 760)
     height = _HEAD + len(starts) * line_height + _MARGIN
     title, cost = _words(schedule, simulation)
     parts = [
