@@ -30,6 +30,7 @@ from planner.spec.spec import Spec
 DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
 LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
 MOST_CHUNKS, MOST_MICRO = 8, 64
+MOST_WAITING = 16  # pp of a schedule whose W are put by running all ranks: that grows with its square
 MOST_NODES = 2  # of tp: what leaves a node only loses more with every further one
 BOUNDS = (
     f"tp: at most {MOST_NODES} times the devices of the innermost link",
@@ -39,6 +40,7 @@ BOUNDS = (
     "etp: tp, or 1",
     f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} where a pipeline may lie inside of what dp joins",
     "pipeline.schedule: 1f1b, or interleaved_1f1b where vpp is more than 1 (gpipe waits as long and holds more)",
+    f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, and without CUDA graphs",
 )
 
 
@@ -169,22 +171,27 @@ class Space:
             if rows % micro:
                 self.pruned[f"batch.micro = {micro} does not divide the {rows} sequences of a dp rank"] += 1
                 continue
-            schedule = self._schedule(mesh, rows // micro)
-            if schedule:
+            for schedule in self._schedules(mesh, rows // micro):
                 for recompute in self._recompute():
                     yield Point(
                         cut, Layout(mesh, micro, rows // micro, cut.sequence_parallel, recompute, schedule, sizes)
                     )
 
-    def _schedule(self, mesh: Mesh, num_microbatches: int) -> str | None:
+    def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
         given, group = self.spec.pipeline.schedule, self.spec.pipeline.group_size
-        schedule = given if given != AUTO else "interleaved_1f1b" if mesh.vpp > 1 else "1f1b"
-        try:
-            check_sizes(schedule, mesh.pp, num_microbatches, mesh.vpp, mesh.pp if group is None else group)
-        except PlanError as error:
-            self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1
-            return None
-        return schedule
+        for schedule in self._kinds(mesh) if given == AUTO else (given,):
+            try:
+                check_sizes(schedule, mesh.pp, num_microbatches, mesh.vpp, mesh.pp if group is None else group)
+                yield schedule
+            except PlanError as error:
+                self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1
+
+    def _kinds(self, mesh: Mesh) -> tuple[str, ...]:
+        """Within graphs of CUDA no gradient waits."""
+        if mesh.vpp > 1:
+            return ("interleaved_1f1b",)
+        waits = 1 < mesh.pp <= MOST_WAITING and self.spec.cuda_graphs.impl == "none"
+        return ("1f1b", "zero_bubble") if waits else ("1f1b",)
 
     def _recompute(self) -> Sequence[str]:
         given = self.spec.recompute

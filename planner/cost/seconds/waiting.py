@@ -10,11 +10,12 @@ middle of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from planner.cost.seconds.pipeline import Run
 from planner.fold import Fold, stage_of, stages_of
 from planner.pipeline.actions import Order
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import Schedule, build_schedule
 from planner.pipeline.zero_bubble import StageCosts
 
 _Event = tuple[str, int, int]  # kind, microbatch, stage
@@ -33,7 +34,7 @@ def run_waiting(
     """``placed_by``: seconds of each stage that decide where W stand; ``costs``: those of the run; ``sent``,
     ``returned``: of the messages across each cut."""
     few = min(num_microbatches, 4 * pp)
-    schedule = build_schedule(kind, pp, few, vpp, costs=placed_by)
+    schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
     none = [0.0] * (pp * vpp - 1)
     ends = _ends(schedule.orders, schedule.fold, costs, sent or none, returned or none)
     of_rank = [
@@ -47,6 +48,12 @@ def run_waiting(
         starts.append(ends[begun] - costs.forward[begun[2]])
         done.append(ends[ended] + more)
     return Run(max(done), tuple(starts), tuple(done))
+
+
+@lru_cache(maxsize=64)
+def _placed(kind: str, pp: int, num_microbatches: int, vpp: int, costs: StageCosts) -> Schedule:
+    """Run twice, with messages and without: made once."""
+    return build_schedule(kind, pp, num_microbatches, vpp, costs=costs)
 
 
 def _event(order: Order, at: int, rank: int, fold: Fold, pp: int) -> _Event:
