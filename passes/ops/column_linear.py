@@ -60,7 +60,7 @@ class _ColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # where it waits, its history would hold all of the graph that led to it
         rows, gradient, work = _as_matrices(grads), None, None
         if ctx.needs_input_grad[0]:
             gradient = of_input(x, ctx.weights, rows, ctx.transposed)
@@ -109,7 +109,7 @@ class _GatheredLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (kept,) = ctx.saved_tensors
+        kept = ctx.saved_tensors[0].detach()  # as above
         rows, summed, of_edges = _as_matrices(grads), None, ()
         begin = partial(start_all_gather, kept, ctx.axis, ctx.cut, "backward", ahead=True) if ctx.again else None
         waits = ctx.places is not None and ctx.handle.waits

@@ -57,7 +57,8 @@ class _Linear(torch.autograd.Function):
             grad = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
             gradient = torch.mm(grad, ctx.weight.t() if ctx.transposed else ctx.weight)
             gradient = gradient if len(ctx.shape) == 2 else aten._unsafe_view.default(gradient, ctx.shape)
-        x = ctx.saved_tensors[0] if places[0] is not None else None
+        # without its history: where it waits, that would hold all of the graph that led to it
+        x = ctx.saved_tensors[0].detach() if places[0] is not None else None
         if handle.waits:
             handle.keep(partial(_work, x, grad, places, ctx.transposed))
         else:
