@@ -31,6 +31,7 @@ from planner.tables.regather import regather_notes
 from planner.tables.rows import Diagnostic, StagePlan
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
+from planner.tables.weight_gradients import weight_gradient_notes
 
 
 def tables_of(
@@ -69,6 +70,7 @@ def tables_of(
             *cluster_warnings(cluster),
             *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
+            *weight_gradient_notes(decisions, regions, schedule),
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),

@@ -1,0 +1,35 @@
+"""Which gradients of weights a W of the schedule makes, and which come with their backward, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.decisions import Decisions
+from planner.graph.places import glob_of
+from planner.pipeline.schedule import SchedulePlan
+from planner.regions.regions import Region
+from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, WeightGradient, weight_gradients
+from planner.tables.rows import Diagnostic
+
+WHERE = "pipeline.schedule"
+
+
+def weight_gradient_notes(
+    decisions: Decisions, regions: Sequence[Region], schedule: SchedulePlan
+) -> Iterator[Diagnostic]:
+    """Where the schedule has W: one note of what waits, and one for each reason why others do not."""
+    if not schedule.has_weights:
+        return
+    rows = weight_gradients(decisions, regions)
+    waiting = {row.name for row in rows if row.how == CAN_WAIT}
+    yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of products", WHERE)
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row.how != CAN_WAIT:
+            others.setdefault(_reason(row), []).append(glob_of(row.name))
+    for reason, names in others.items():
+        yield Diagnostic("info", f"made with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
+
+
+def _reason(row: WeightGradient) -> str:
+    return f"as {row.reason}" if row.how == BY_AUTOGRAD else "in CUDA graphs"
