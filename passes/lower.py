@@ -44,7 +44,7 @@ from passes.ops.load import ExpertLoad
 from passes.ops.random_state import RandomState
 from passes.own_linears import own_linears
 from passes.own_tokens import keep_own_tokens
-from passes.peephole import drop_unread, fuse_bias, place, place_devices, sum_in_place
+from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place, place_devices, sum_in_place
 from passes.recompute import recompute
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
@@ -63,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
     Pass(fuse_bias),
     Pass(sum_in_place),
+    Pass(overwrite_logits),
     Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
     Pass(own_linears, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),

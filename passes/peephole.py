@@ -2,7 +2,8 @@
 
     linear(x, W) + b  → linear(x, W, b)         where no collective stands between them
     mm(x, W) + b      → addmm(b, x, W)
-g(linear(x, W))   → summed where it lies
+    g(linear(x, W))   → summed where it lies
+    cross_entropy(linear(x, W))   → its logits are overwritten, by what the backward reads and by its gradient
 
 and placing: what capture put on its own device goes to the rank's.
 
@@ -20,7 +21,9 @@ from torch.fx.node import map_aggregate
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
-from passes.ops.vocabulary import vocabulary_embedding
+from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
+from planner.graph.ops.aten import arguments
+from planner.saved.fused import loses_logits
 
 aten = torch.ops.aten
 
@@ -72,6 +75,18 @@ def sum_in_place(stage: StageGraph, context: LowerContext) -> None:
         value: Any = node.args[0]
         if value.target in OVERWRITTEN and len(value.users) == 1:
             node.args = (*node.args, True)
+
+
+def overwrite_logits(stage: StageGraph, context: LowerContext) -> None:
+    """A loss takes the memory of a head's logits, which nothing else reads: their product does not either."""
+    for node in stage.graph.find_nodes(op="call_function", target=vocabulary_cross_entropy):
+        if loses_logits(node):
+            node.kwargs = {**node.kwargs, "in_place": True}
+    for node in stage.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
+        if loses_logits(node):
+            given = arguments(node)
+            node.args, node.kwargs = (given.pop("self"), given.pop("target")), given
+            node.target = cross_entropy_in_place
 
 
 def place_devices(stage: StageGraph, context: LowerContext) -> None:

@@ -4,6 +4,7 @@ embedding   rows [start, start + v/tp): ids outside give zeros; the sum over ran
 loss        ℓ = log Σ exp(z) − z[target]: ranks exchange per token max z, then Σ exp(z − max) and z[target] − max,
             three scalars; with label smoothing also Σ z. Padding columns take no part. Gradient: softmax − one-hot
 weighted    w[target] · ℓ, and with label smoothing ε also ε/v · Σ w (log Σ exp(z) − z) over the classes
+in place    z, then exp(z − max), then the gradient of z lie in one memory: of a head, the largest that a rank has
 """
 
 from __future__ import annotations
@@ -37,25 +38,44 @@ def vocabulary_embedding(
     return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
+def cross_entropy_in_place(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """logits [n, v] over all classes: ``vocabulary_cross_entropy`` of one rank, which exchanges nothing.
+
+    torch's own makes three more tensors as large as the logits, one of them for the gradient that it then copies.
+    """
+    options = (reduction, ignore_index, label_smoothing, weight)
+    return vocabulary_cross_entropy(logits, target, None, logits.shape[1], *options, in_place=True)
+
+
 def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: AxisHandle,
+    axis: AxisHandle | None,
     vocabulary: int,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
 
-    ``weight`` [v] of each class is whole on every rank.
+    ``weight`` [v] of each class is whole on every rank. ``axis``: None where this rank has all classes.
     ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
+    ``in_place``: the logits, in float32 or more, may be overwritten: nobody reads them again.
     Raises RuntimeError for a target that is no class. Of half precision, losses are summed in float32.
     """
     known = (target == ignore_index) | ((target >= 0) & (target < vocabulary))
     torch._assert_async(known.all(), f"a target is not in [0, {vocabulary}), the classes, nor ignored ({ignore_index})")
-    losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, ignore_index, label_smoothing, weight)
+    options = (ignore_index, label_smoothing, weight, in_place)
+    losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, *options)
     if reduction == 0:
         return losses.to(logits.dtype)
     total = losses.sum()
@@ -70,34 +90,35 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        axis: AxisHandle,
+        axis: AxisHandle | None,
         vocabulary: int,
         ignore_index: int,
         smoothing: float,
         weight: Tensor | None,
+        in_place: bool,
     ) -> Tensor:
         columns = logits.shape[1]
-        start = axis.rank * columns
+        start = 0 if axis is None else axis.rank * columns
         true_columns = max(0, min(columns, vocabulary - start))
-        # the one float32 copy of the logits; what it becomes, step by step, is in place
-        probabilities = logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
-        z = logits[:, :true_columns]
+        # the one float32 copy of the logits, or they themselves; what it becomes, step by step, is in place
+        parts = logits.detach() if in_place else logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
+        z = logits.detach()[:, :true_columns]
         top = widened(z.amax(1) if true_columns else torch.full_like(logits[:, 0], -torch.inf))
-        top = all_reduce(top, axis, "forward", dist.ReduceOp.MAX, owned=True)
-        torch.sub(z, top.unsqueeze(1), out=probabilities[:, :true_columns])
-        probabilities[:, true_columns:] = -torch.inf
+        top = _over_ranks(top, axis, dist.ReduceOp.MAX)
+        torch.sub(z, top.unsqueeze(1), out=parts[:, :true_columns])
+        parts[:, true_columns:] = -torch.inf
         mine = (target >= start) & (target < start + true_columns)
         local = (target - start).clamp(0, columns - 1)
-        picked = probabilities.gather(1, local.unsqueeze(1)).squeeze(1)
+        picked = parts.gather(1, local.unsqueeze(1)).squeeze(1)
         scalars = [torch.where(mine, picked, 0.0)]
-        of_class = None if weight is None else weight.to(probabilities.dtype)
+        of_class = None if weight is None else weight.to(parts.dtype)
         of_column = None if of_class is None else of_class[start : start + true_columns]
         if smoothing:
-            parts = probabilities[:, :true_columns]
-            scalars.append(parts.sum(1) if of_column is None else (parts * of_column).sum(1))
-        probabilities.exp_()
-        scalars.append(probabilities.sum(1))
-        sums = all_reduce(torch.stack(scalars), axis, "forward", owned=True)
+            true = parts[:, :true_columns]
+            scalars.append(true.sum(1) if of_column is None else (true * of_column).sum(1))
+        parts.exp_()
+        scalars.append(parts.sum(1))
+        sums = _over_ranks(torch.stack(scalars), axis)
         log_total = sums[-1].log()
         loss = log_total - sums[0]
         valid = target != ignore_index
@@ -107,21 +128,26 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         if smoothing:
             loss = (1 - smoothing) * loss + smoothing / vocabulary * (of_all * log_total - sums[1])
         ctx.weights = (of_target, of_all, 1.0 if of_column is None else of_column)
-        ctx.save_for_backward(probabilities.div_(sums[-1].unsqueeze(1)), mine & valid, local, valid)
+        ctx.save_for_backward(parts, sums[-1].clone(), mine & valid, local, valid)  # without the other sums
         ctx.facts = (logits.dtype, vocabulary, true_columns, smoothing)
         return torch.where(valid, loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gradient, mine, local, valid = ctx.saved_tensors
+        gradient, total, mine, local, valid = ctx.saved_tensors
         dtype, vocabulary, true_columns, smoothing = ctx.facts
         of_target, of_all, of_column = ctx.weights
-        if isinstance(of_target, Tensor):
-            gradient.mul_(((1 - smoothing) * of_target + smoothing / vocabulary * of_all).unsqueeze(1))
-        one_hot = (mine.to(gradient.dtype) * (1 - smoothing) * of_target).unsqueeze(1).neg()
-        gradient.scatter_add_(1, local.unsqueeze(1), one_hot)  # in place: a stage's backward runs once
-        if smoothing:
-            gradient[:, :true_columns] -= smoothing / vocabulary * of_column
         # where, and no product: with every label ignored a mean has the gradient 1/0, and an ignored row still has none
-        gradient.mul_(torch.where(valid, grads[0].to(gradient.dtype), 0.0).unsqueeze(1))
-        return gradient.to(dtype), None, None, None, None, None, None
+        pulled = torch.where(valid, grads[0].to(gradient.dtype), 0.0)
+        of_row = (1 - smoothing) * of_target + smoothing / vocabulary * of_all
+        gradient.mul_((pulled * of_row / total).unsqueeze(1))  # in place: a stage's backward runs once
+        one_hot = mine.to(gradient.dtype) * (1 - smoothing) * of_target * pulled
+        gradient.scatter_add_(1, local.unsqueeze(1), one_hot.unsqueeze(1).neg())
+        if smoothing:
+            gradient[:, :true_columns] -= pulled.unsqueeze(1) * (smoothing / vocabulary * of_column)
+        return gradient.to(dtype), None, None, None, None, None, None, None
+
+
+def _over_ranks(x: Tensor, axis: AxisHandle | None, op: Any = None) -> Tensor:
+    """The sum (or ``op``) of what all ranks have; x is used up."""
+    return x if axis is None else all_reduce(x, axis, "forward", op, owned=True)

@@ -3,6 +3,7 @@
 linear(x, W) + b            → linear(x, W, b)
 g(linear(x, W))             → summed where it lies
 f(x), linear(f, W), …       → one op, which sums its gradient of x where it made it
+cross_entropy(linear(x, W)) → one memory for logits, what is kept of them, and their gradient
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ aten = torch.ops.aten
 
 PRODUCTS = {aten.linear.default, aten.mm.default}
 OVERWRITTEN = {*PRODUCTS, aten.bmm.default}
+VIEWS = {aten.reshape.default, aten.view.default}
+MAKERS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}  # of new memory, which their backward does not read
 
 
 def is_fused_bias(decisions: Decisions, node: fx.Node) -> bool:
@@ -62,3 +65,25 @@ def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
             return False
         targets.add(reader.target)
     return len(targets) == 1
+
+
+def loses_logits(node: fx.Node) -> bool:
+    """Whether a cross-entropy may overwrite its logits: of no half precision, and only it reads them.
+
+    What made them must have memory of its own for them, and not read them in its backward. The target [n] are classes:
+    probabilities of classes stay with torch.
+    """
+    logits, target = (*node.args, None, None)[:2]
+    if not (isinstance(logits, fx.Node) and isinstance(target, fx.Node)):
+        return False
+    value = logits.meta["val"]
+    if value.dim() != 2 or target.meta["val"].dim() != 1 or value.dtype not in (torch.float32, torch.float64):
+        return False
+    while logits.target in VIEWS and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
+        logits = logits.args[0]
+    is_own = logits.target in MAKERS or (logits.target is aten.to.dtype and _dtypes(logits) == 2)
+    return is_own and len(logits.users) == 1
+
+
+def _dtypes(cast: fx.Node) -> int:
+    return len({node.meta["val"].dtype for node in (cast, *cast.all_input_nodes)})

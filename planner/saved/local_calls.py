@@ -16,6 +16,7 @@ from planner.graph.ops.over_data import over_data
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
 from planner.saved import stand_ins
+from planner.saved.fused import loses_logits
 from planner.saved.of_sequence import OF_SEQUENCE
 
 aten = torch.ops.aten
@@ -56,6 +57,9 @@ def local_call(node: fx.Node, option: Option, tp: int, shape: Sequence[int]) -> 
     args, kwargs = tuple(node.args), dict(node.kwargs)
     if node.target in WITH_SIZES and (domain_of(node) is not None or option.form is Form.SIZES):
         return target, (args[0], list(shape), *args[2:]), kwargs
+    of_classes = node.target is aten.cross_entropy_loss.default and (tp == 1 or option.form is Form.CLASSES)
+    if of_classes and loses_logits(node):
+        return stand_ins.overwriting_cross_entropy, args, kwargs
     if tp == 1 or option.form not in REWRITTEN:
         return target, args, kwargs
     return REWRITTEN[option.form](node, option, tp)

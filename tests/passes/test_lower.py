@@ -27,6 +27,7 @@ keep_own_tokens collectives_are_those_of_the_plan
 name_streams no_op_draws_from_the_default_generator
 fuse_bias
 sum_in_place
+overwrite_logits
 overlap_f collectives_are_those_of_the_plan
 own_linears collectives_are_those_of_the_plan
 place_devices no_op_names_another_device
@@ -80,7 +81,7 @@ add_2 = aten.add.Tensor(add_1, f)
 linear_8 = linear.linear(add_2, p_head_weight, None, False, weight_gradients)
 flatten = aten.reshape(linear_8, [8, 8])
 flatten_1 = aten.reshape(labels, [8])
-vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2)
+vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2, in_place=True)
 to_dtype = aten.to.dtype(denominator_0, torch.float32)
 div_tensor = aten.div.Tensor(vocabulary_cross_entropy, to_dtype)
 return (div_tensor)

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from passes.base import StageGraph
 from passes.ops import collectives
-from passes.peephole import drop_unread, fuse_bias, place_devices
+from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place_devices
 from planner.placement.types import I, Placement, V
 from tests.models.tiny import planned
 from tests.tools.graphs import bare_context, shown, stage_after
@@ -81,3 +81,39 @@ def test_what_nobody_reads_goes_but_arguments_stay():
     drop_unread(stage, bare_context())
     assert unread not in stage.graph.nodes
     assert "unread_argument = argument" in shown(stage)
+
+
+def head_and_loss(*, read_twice: bool = False, dtype: torch.dtype = torch.float32, classes: bool = True) -> StageGraph:
+    """cross_entropy(reshape(x W), targets)."""
+    stage = StageGraph(0, fx.Graph(), nn.Module())
+    graph = stage.graph
+
+    def typed(node: fx.Node, dtype: torch.dtype, *shape: int) -> fx.Node:
+        node.meta = {"val": torch.empty(shape, dtype=dtype, device="meta"), "placement": I, "origin": node.name}
+        return node
+
+    x, w = typed(graph.placeholder("x"), dtype, 2, 3, 4), typed(graph.create_node("get_attr", "w"), dtype, 5, 4)
+    target = (
+        typed(graph.placeholder("target"), torch.int64, 6) if classes else typed(graph.placeholder("p"), dtype, 6, 5)
+    )
+    logits = typed(graph.call_function(aten.linear.default, (x, w)), dtype, 2, 3, 5)
+    rows = typed(graph.call_function(aten.reshape.default, (logits, [6, 5])), dtype, 6, 5)
+    loss = typed(graph.call_function(aten.cross_entropy_loss.default, (rows, target, None, 2)), dtype)
+    graph.output((loss, logits) if read_twice else (loss,))
+    return stage
+
+
+def with_loss(**changes: object) -> str:
+    stage = head_and_loss(**changes)  # pyright: ignore[reportArgumentType]
+    overwrite_logits(stage, bare_context())
+    stage.graph.lint()
+    return shown(stage).splitlines()[-2]
+
+
+def test_a_loss_takes_the_memory_of_logits_that_only_it_reads():
+    assert "cross_entropy_in_place(reshape_default, target" in with_loss()
+
+
+@pytest.mark.parametrize("changes", [{"read_twice": True}, {"dtype": torch.bfloat16}, {"classes": False}])
+def test_logits_stay_where_others_read_them_or_the_loss_needs_another_memory(changes):
+    assert "aten.cross_entropy_loss(" in with_loss(**changes)

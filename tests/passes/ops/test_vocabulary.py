@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
 from tests.tools.paths import ORACLES
 from tests.tools.simulated_ranks import on_threads
 
@@ -146,3 +146,27 @@ def test_with_every_label_ignored_a_mean_has_no_value_and_no_gradient_as_in_torc
         )
         assert torch.equal(torch.cat([g for _, g, _ in ran], 1), gradient)
         assert all(loss.isnan() or options["reduction"] == 2 for loss, _, _ in ran)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])
+def test_the_loss_in_the_memory_of_its_logits_is_torch_s(reduction, smoothing, weighted):
+    torch.manual_seed(0)
+    x, head = torch.randn(6, 4), torch.randn(13, 4)
+    target, weight = torch.tensor([0, 12, 5, -100, 11, 12]), torch.rand(13) if weighted else None
+
+    def both(loss_of) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        logits = F.linear(leaf, head)
+        loss = loss_of(logits)
+        (gradient,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
+        return logits.detach(), loss.detach(), gradient
+
+    torchs = {"weight": weight, "label_smoothing": smoothing, "reduction": ("none", "mean", "sum")[reduction]}
+    options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+    before, expected, expected_gradient = both(lambda z: F.cross_entropy(z, target, **torchs))
+    after, loss, gradient = both(lambda z: cross_entropy_in_place(z, target, **options))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert not torch.equal(before, after), "the logits' memory was taken"
