@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -163,8 +164,8 @@ def test_the_loss_in_the_memory_of_its_logits_is_torch_s(reduction, smoothing, w
         (gradient,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
         return logits.detach(), loss.detach(), gradient
 
-    torchs = {"weight": weight, "label_smoothing": smoothing, "reduction": ("none", "mean", "sum")[reduction]}
-    options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+    torchs: Any = {"weight": weight, "label_smoothing": smoothing, "reduction": ("none", "mean", "sum")[reduction]}
+    options: Any = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
     before, expected, expected_gradient = both(lambda z: F.cross_entropy(z, target, **torchs))
     after, loss, gradient = both(lambda z: cross_entropy_in_place(z, target, **options))
     torch.testing.assert_close(loss, expected)
