@@ -1,7 +1,7 @@
 """Where a run of ops that are compiled together ends: the ops that stay as they are, each with its reason.
 
 products             one kernel already, and their backward is ours
-attention, lookups   likewise
+attention, lookups   likewise; a loss that overwrites its logits
 forms of their own   ops in which ranks meet, once they are cut
 random draws         so that masks are what they are without compiling
 experts' domain      the number of rows follows the routing
@@ -25,6 +25,7 @@ from planner.graph.ops.host_stops import reads_on_host
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import PRODUCTS
 from planner.placement.rules.forms import Form
+from planner.saved.fused import loses_logits
 
 KERNELS = PRODUCTS | set(ops_named("addmm baddbmm embedding convolution conv1d conv2d conv3d bilinear"))
 _ATTENTION = aten.scaled_dot_product_attention
@@ -50,6 +51,8 @@ class Borders:
             return "an autograd.Function of its own, which may do anything in Python"
         if domain_of(node) is not None:
             return "how many rows experts get follows the routing"
+        if target is aten.cross_entropy_loss.default and loses_logits(node):
+            return PRODUCT
         if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or packet_of(target) is _ATTENTION:
             return "a random draw" if is_random(node) else PRODUCT
         return self._of_op(node, target) or self._again.get(node.name, "")
