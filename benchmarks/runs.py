@@ -40,9 +40,20 @@ def torch_one_process(rank: int, size: int) -> Step:
 
 
 def torch_tp2_by_hand(rank: int, size: int) -> Step:
+    return _by_hand(rank, size)
+
+
+def torch_tp2_by_hand_compiled(rank: int, size: int) -> Step:
+    """Each layer through torch.compile, which breaks its graph at the exchanges."""
+    return _by_hand(rank, size, compiled=True)
+
+
+def _by_hand(rank: int, size: int, *, compiled: bool = False) -> Step:
     from benchmarks import tensor_parallel_by_hand as by_hand
 
     model = by_hand.parallelize(build(), rank, size)
+    for layer in model.layers if compiled else ():
+        layer.compile()
     return plain_step(lambda i: by_hand.loss(model, *batch(i), rank, size), optimizer_of(model.parameters()))
 
 
@@ -107,13 +118,14 @@ def _data_parallel(whole: nn.Module, rank: int, size: int) -> Step:
     return step
 
 
-def torch_pp2_1f1b(rank: int, size: int) -> Step:
+def torch_1f1b(rank: int, size: int) -> Step:
+    """The layers cut evenly by hand."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    model, half = build(), LAYERS // size
-    layers = list(model.layers)[rank * half : (rank + 1) * half]
-    ends = ([model.embedding], []) if rank == 0 else ([], [model.head])
-    module = nn.Sequential(*ends[0], *layers, *ends[1])
+    model, each = build(), LAYERS // size
+    layers = list(model.layers)[rank * each : (rank + 1) * each]
+    first, last = [model.embedding] * (rank == 0), [model.head] * (rank == size - 1)
+    module = nn.Sequential(*first, *layers, *last)
     stage = PipelineStage(module, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
     optimizer = optimizer_of(module.parameters())
@@ -123,6 +135,8 @@ def torch_pp2_1f1b(rank: int, size: int) -> Step:
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens)
+        elif rank < size - 1:
+            schedule.step()
         else:
             schedule.step(target=targets, losses=losses)
         optimizer.step()
@@ -132,12 +146,16 @@ def torch_pp2_1f1b(rank: int, size: int) -> Step:
     return step
 
 
-def ours(mesh: dict[str, int], micro: int, model: Callable[[], nn.Module] = build) -> Callable[[int, int], Step]:
+def ours(
+    mesh: dict[str, int], micro: int, model: Callable[[], nn.Module] = build, **more: Any
+) -> Callable[[int, int], Step]:
+    """``more``: of the spec."""
+
     def make(rank: int, size: int) -> Step:
         from planner import plan
         from runtime import Engine
 
-        engine = Engine(plan(model(), spec(mesh, micro)))
+        engine = Engine(plan(model(), {**spec(mesh, micro), **more}))
 
         def step(i: int) -> float:
             tokens, targets = batch(i)
@@ -168,11 +186,17 @@ RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
     "ours_one_process": (1, ours({}, BATCH)),
     "torch_tp2_by_hand": (2, torch_tp2_by_hand),
     "ours_tp2": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH)),
+    "torch_tp2_by_hand_compiled": (2, torch_tp2_by_hand_compiled),
+    "ours_tp2_compiled": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH, compile=True)),
     "torch_tp2_dtensor": (2, torch_tp2_dtensor),
     "torch_dp2_zero": (2, torch_dp2_zero),
     "ours_dp2_zero1": (2, ours({"tp": 1, "pp": 1, "dp": 2}, BATCH // 2)),
-    "torch_pp2_1f1b": (2, torch_pp2_1f1b),
+    "torch_pp2_1f1b": (2, torch_1f1b),
     "ours_pp2": (2, ours({"tp": 1, "pp": 2, "dp": 1}, BATCH // MICROBATCHES)),
+    "ours_pp2_zero_bubble": (2, ours({"pp": 2}, BATCH // MICROBATCHES, pipeline={"schedule": "zero_bubble"})),
+    "torch_pp4_1f1b": (4, torch_1f1b),
+    "ours_pp4": (4, ours({"pp": 4}, BATCH // MICROBATCHES)),
+    "ours_pp4_zero_bubble": (4, ours({"pp": 4}, BATCH // MICROBATCHES, pipeline={"schedule": "zero_bubble"})),
     "torch_experts_dp2_zero": (2, torch_experts_dp2_zero),
     "ours_experts_dp2": (2, ours({"dp": 2}, BATCH // 2, build_experts)),
     "ours_experts_ep2": (2, ours({"dp": 2, "ep": 2}, BATCH // 2, build_experts)),
