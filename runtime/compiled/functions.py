@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.stage_module import RankProgram
+from planner.slow_steps import shown_if_slow
 
 Function = Callable[..., Sequence[Any]]
 Signature = tuple[Any, ...]
@@ -59,6 +60,7 @@ class CompiledPieces:
     def __init__(self, program: RankProgram) -> None:
         calls = calls_of(program)
         self.report = CompileReport(len(calls))
+        self._num_expected = len({call.structure for call in calls})
         self.counts: Counter[tuple[int, str]] = Counter()
         self._functions: dict[tuple[str, Signature], Function | None] = {}
         for call in calls:
@@ -83,7 +85,8 @@ class CompiledPieces:
     def _compiled(self, call: CompiledCall, key: tuple[str, Signature]) -> Function | None:
         start, before = time.perf_counter(), _found_and_made()
         try:
-            with _alone(key):
+            number = f"{len(self._functions) + 1} of {max(self._num_expected, len(self._functions) + 1)}"
+            with shown_if_slow(f"compiling function {number}"), _alone(key):
                 function = compile_graph(call.module, key[1])
             self.report.num_functions += 1
         except Exception as error:
