@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -91,6 +92,29 @@ def test_an_estimate_from_one_stage_is_that_of_the_full_plan(family: str, layout
         assert ours.of_microbatch == row.of_microbatch == theirs.of_microbatch
         assert (ours.parameters, ours.gradients, ours.optimizer) == (row.parameters, row.gradients, row.optimizer)
     assert at_least(work_of(family, layout, 1), where, CLUSTER, spec) <= whole.cost.step_seconds
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "sequence", "full"])
+def test_gradients_of_weights_that_wait_are_priced_and_held(layout: str) -> None:
+    made, spec = planned("llama", layout, 2)
+    work, where = work_of("llama", layout, 2), replace(layout_of(made, spec), num_microbatches=8)
+    one, zero = (estimate(work, replace(where, schedule=kind), CLUSTER, spec) for kind in ("1f1b", "zero_bubble"))
+    assert zero.cost.pp_bubble < one.cost.pp_bubble
+    assert (zero.cost.flops, zero.cost.optimizer) == (one.cost.flops, one.cost.optimizer)
+    assert zero.cost.tp_comm >= one.cost.tp_comm  # its sums have nothing beside them
+    assert zero.memory[-1].total > one.memory[-1].total
+    assert at_least(work, replace(where, schedule="zero_bubble"), CLUSTER, spec) <= zero.cost.step_seconds
+
+
+def test_a_plan_holds_no_more_than_is_estimated_where_gradients_wait() -> None:
+    batch = hugging_face.batch("gpt2")
+    inputs = {n: {"shape": list(v.shape[1:]), "dtype": str(v.dtype).removeprefix("torch.")} for n, v in batch.items()}
+    asked = {"mesh": {"pp": 2}, "batch": {"global": 10, "micro": 2}, "inputs": inputs}
+    made = plan(hugging_face.build("gpt2"), {**asked, "pipeline": {"schedule": "zero_bubble"}})
+    spec = Spec.load(made.spec)
+    found = estimate(cut_work(*made.to_run(), spec, {"none"}), layout_of(made, spec), CLUSTER, spec)
+    for row, ours in zip(made.memory, found.memory, strict=True):
+        assert 0.995 * row.total <= ours.total <= 1.2 * row.total
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "selective"])
