@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 from planner.cost.layout import Layout
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from planner.pipeline.schedule import check_sizes
+from planner.pipeline.schedule import check_sizes, fold_of
 from planner.pipeline.split import layout_of
 from planner.placement.divisibility import divisors
 from planner.ranks import DEFAULT_ORDER
@@ -31,6 +31,7 @@ DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
 LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
 MOST_CHUNKS, MOST_MICRO = 8, 64
 MOST_WAITING = 16  # pp of a schedule whose W are put by running all ranks: that grows with its square
+MOST_FOLDED = 8  # pp of a v, for which many ways are run
 MOST_NODES = 2  # of tp: what leaves a node only loses more with every further one
 BOUNDS = (
     f"tp: at most {MOST_NODES} times the devices of the innermost link",
@@ -40,7 +41,7 @@ BOUNDS = (
     "etp: tp, or 1",
     f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} where a pipeline may lie inside of what dp joins",
     "pipeline.schedule: 1f1b, or interleaved_1f1b where vpp is more than 1 (gpipe waits as long and holds more)",
-    f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, and without CUDA graphs",
+    f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, zero_bubble_v to pp {MOST_FOLDED}, without CUDA graphs",
 )
 
 
@@ -146,7 +147,7 @@ class Space:
         if split == AUTO:
             return sizes_of(pp * vpp)
         try:
-            return layout_of(split, pp, vpp, self.facts.num_blocks).sizes
+            return layout_of(split, pp, vpp, self.facts.num_blocks, fold_of(self.spec.pipeline.schedule)).sizes
         except PlanError as error:
             self.pruned[error.what] += 1
             return None
@@ -172,9 +173,10 @@ class Space:
                 self.pruned[f"batch.micro = {micro} does not divide the {rows} sequences of a dp rank"] += 1
                 continue
             for schedule in self._schedules(mesh, rows // micro):
+                laid = replace(mesh, fold=fold_of(schedule))
                 for recompute in self._recompute():
                     yield Point(
-                        cut, Layout(mesh, micro, rows // micro, cut.sequence_parallel, recompute, schedule, sizes)
+                        cut, Layout(laid, micro, rows // micro, cut.sequence_parallel, recompute, schedule, sizes)
                     )
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
@@ -188,9 +190,10 @@ class Space:
 
     def _kinds(self, mesh: Mesh) -> tuple[str, ...]:
         """Within graphs of CUDA no gradient waits."""
-        if mesh.vpp > 1:
-            return ("interleaved_1f1b",)
         waits = 1 < mesh.pp <= MOST_WAITING and self.spec.cuda_graphs.impl == "none"
+        if mesh.vpp > 1:
+            folds = waits and mesh.vpp == 2 and mesh.pp <= MOST_FOLDED
+            return ("interleaved_1f1b", "zero_bubble_v") if folds else ("interleaved_1f1b",)
         return ("1f1b", "zero_bubble") if waits else ("1f1b",)
 
     def _recompute(self) -> Sequence[str]:

@@ -126,3 +126,19 @@ def test_cases_have_layouts_that_fit_and_layouts_that_do_not():
     assert any(fitting)
     assert any(number < len(case.points) for case, number in zip(cases, fitting, strict=True))
     assert any(case.spec.mesh.tp == AUTO for case in cases)
+
+
+def test_two_chunks_a_rank_may_be_folded():
+    """A layout is laid onto ranks as its schedule has it, and none is estimated below what it must take."""
+    pins = {"mesh": {"tp": 1, "pp": "auto", "vpp": 2}, "pipeline": {"schedule": "auto"}}
+    spec, where = spec_of("gpt2", **{"batch": {"global": 16, "micro": 2}, **pins}), cluster(3)
+    space = Space(spec, 8, 8, cuts_of("gpt2").facts)
+    cut = next(iter(space.cuts()))
+    points = list(space.points(cut, lambda stages: cuts_of("gpt2").stages(cut, stages)))
+    folds = {(point.layout.schedule, point.layout.mesh.fold) for point in points}
+    assert folds == {("interleaved_1f1b", "loop"), ("zero_bubble_v", "v")}
+    works = works_of("gpt2", cut)
+    assert works is not None
+    for point in points:
+        work, layout = works[point.layout.recompute], point.layout
+        assert at_least(work, layout, where, spec) <= estimate(work, layout, where, spec).cost.step_seconds

@@ -8,6 +8,7 @@ import pytest
 
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
+from planner.pipeline.schedule import fold_of
 from planner.search.choice import Cut, Point
 from planner.search.winner import planned_spec, winner_text
 from planner.spec.spec import Spec
@@ -21,14 +22,18 @@ cluster: dgx-a100
 """
 
 
-def point(recompute: str = "full", order: str = "tp-cp-ep-dp-pp", vpp: int = 1) -> Point:
-    mesh = Mesh(tp=2, pp=2, dp=2, vpp=vpp, order=order)
-    schedule = "interleaved_1f1b" if vpp > 1 else "1f1b"
+def point(recompute: str = "full", order: str = "tp-cp-ep-dp-pp", vpp: int = 1, kind: str = "") -> Point:
+    schedule = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
+    mesh = Mesh(tp=2, pp=2, dp=2, vpp=vpp, order=order, fold=fold_of(schedule))
     return Point(Cut(2, True, etp=2), Layout(mesh, 2, 4, True, recompute, schedule, (3,) * 2 * vpp))
 
 
 @pytest.mark.parametrize("mesh", ["auto", "{tp: auto, pp: 2}"])
-@pytest.mark.parametrize("chosen", [point(), point("none", "tp-cp-ep-pp-dp", 2)], ids=["plain", "interleaved"])
+@pytest.mark.parametrize(
+    "chosen",
+    [point(), point("none", "tp-cp-ep-pp-dp", 2), point(vpp=2, kind="zero_bubble_v")],
+    ids=["plain", "interleaved", "a v"],
+)
 def test_the_written_spec_is_the_planned_one(tmp_path: Path, mesh: str, chosen: Point):
     given, written = tmp_path / "given.yaml", tmp_path / "written.yaml"
     given.write_text(TEXT.format(mesh=mesh))
@@ -38,7 +43,7 @@ def test_the_written_spec_is_the_planned_one(tmp_path: Path, mesh: str, chosen: 
     spec = Spec.load(written)
     assert spec == planned_spec(asked, chosen)
     assert not spec.mesh.has_auto
-    assert spec.mesh.to_mesh() == chosen.layout.mesh
+    assert spec.mesh.to_mesh(fold_of(spec.pipeline.schedule)) == chosen.layout.mesh
     assert (spec.batch.micro, spec.recompute, spec.num_microbatches) == (2, chosen.layout.recompute, 4)
     assert spec.tensor_parallel.sequence_parallel is True
     assert (spec.optimizer.lr, spec.cluster) == (1e-3, "dgx-a100")
