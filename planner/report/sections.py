@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from planner.fold import V
 from planner.regions.regions import GraphRegion
 from planner.report.compiled import compiled_section
 from planner.report.experts import experts_section
@@ -42,8 +43,9 @@ def _header(plan: Tables) -> Section:
     mesh, batch, schedule = plan.mesh, plan.spec.get("batch", {}), plan.schedule
     axes = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "pp", "dp", "vpp", "cp", "ep", "etp", "edp"))
     bubble = f", bubble {schedule.bubble_fraction:.1%}" if schedule.bubble_fraction else ""
+    folded = "; stages run down the pp ranks and back" if mesh.fold == V else ""
     lines = [
-        f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}",
+        f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}{folded}",
         f"batch     {batch.get('global', '?')} sequences a step, {batch.get('micro', '?')} a microbatch",
         f"schedule  {schedule.kind}, {schedule.num_microbatches} microbatches{bubble}",
     ]
