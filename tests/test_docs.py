@@ -16,15 +16,8 @@ import pytest
 from passes.lower import PASSES
 from tests.tools.paths import ROOT
 
-DOCUMENTS = sorted(
-    p
-    for p in (
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("docs/guide/*.md"),
-        *ROOT.glob("benchmarks/README.md"),
-    )
-)
+PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "benchmarks/README.md")
+DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 HOUSES = ("planner", "passes", "runtime")
 TOPS = (*HOUSES, "specs", "examples", "benchmarks", "tests")

@@ -1,0 +1,105 @@
+"""Lines over steps as plain SVG: axes at round numbers, a dash of its own for each run, gaps where a value is no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, isfinite, log10
+
+from runtime.report.runs.figures import Figure, Line
+
+WIDTH, HEIGHT = 640, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
+_TICKS = 5
+NUM_COLOURS = 6
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # colour is not all that tells runs apart
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What is shown of steps and values, and where it lies on the picture."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, lines: Sequence[Line]) -> Axes:
+        steps = [float(step) for line in lines for step, _ in line.points]
+        values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
+        low, high = min(values), max(values)
+        room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
+        floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
+        return cls(min(steps), max(max(steps), min(steps) + 1), floor_, high + room)
+
+    def x(self, step: float) -> float:
+        return _LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return _TOP + (self.high - value) / (self.high - self.low) * (HEIGHT - _TOP - _BOTTOM)
+
+
+def chart(figure: Figure, lines: Sequence[Line]) -> str:
+    """One SVG element; its colours come from the page (``var(--run-0)`` and so on)."""
+    axes = Axes.around(lines)
+    words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">',
+        *_grid(figure, axes),
+        *(_path(line, axes) for line in lines),
+        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>',
+    ]
+    return "".join(parts)
+
+
+def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
+    right, foot = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+    for value in round_ticks(axes.low, axes.high):
+        y = axes.y(value)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
+    for step in round_ticks(axes.first, axes.last, whole=True):
+        x = axes.x(step)
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
+        yield f'<text class="tick middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
+    yield f'<text class="tick end" x="{_LEFT - 6}" y="{foot + 17}">step</text>'
+
+
+def _path(line: Line, axes: Axes) -> str:
+    dash = DASHES[line.run % len(DASHES)]
+    style = f"stroke:var(--run-{line.run % NUM_COLOURS})" + (f";stroke-dasharray:{dash}" if dash else "")
+    kind = "line beside" if line.is_beside else "line"
+    stretches = _stretches(line, axes)
+    drawn = f'<path class="{kind}" style="{style}" d="{" ".join(map(_moves, stretches))}"/>'
+    dots = "".join(
+        f'<circle class="dot" style="fill:var(--run-{line.run % NUM_COLOURS})" cx="{x}" cy="{y}" r="2.5"/>'
+        for ((x, y),) in (s for s in stretches if len(s) == 1)
+    )
+    return drawn + dots
+
+
+def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
+    """The points on the picture, cut where a value is not finite."""
+    found: list[list[tuple[str, str]]] = [[]]
+    for step, value in line.points:
+        if isfinite(value):
+            found[-1].append((f"{axes.x(step):.1f}", f"{axes.y(value):.1f}"))
+        elif found[-1]:
+            found.append([])
+    return [stretch for stretch in found if stretch]
+
+
+def _moves(stretch: list[tuple[str, str]]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in stretch)
+
+
+def round_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Three to six round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / _TICKS
+    power = 10.0 ** floor(log10(rough)) if rough > 0 else 1.0
+    step = next(power * by for by in (1, 2, 5, 10) if power * by >= rough * 0.999)
+    step = max(step, 1.0) if whole else step
+    first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]

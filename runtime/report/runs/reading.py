@@ -1,0 +1,127 @@
+"""Runs as they were logged: a log or a directory of logs becomes rows, or one error that says what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from planner.errors import PlanError
+from planner.files.text import MIB, read_text, shorten
+from runtime.report.step_row import StepRow
+
+LOG = ".jsonl"
+FIX = "write one with `meshwright train … --log FILE.jsonl`"
+_MOST_BYTES = 1024 * MIB
+_KEYS = {field.name for field in dataclasses.fields(StepRow)}
+_NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default is dataclasses.MISSING}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run logged. ``trace``: the events of a trace that lies beside its log, if one does."""
+
+    name: str
+    rows: tuple[StepRow, ...]
+    trace: tuple[dict[str, Any], ...] = ()
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Every log that ``paths`` are, or that directories among them hold. Raises PlanError for what is none."""
+    logs = [log for path in paths for log in _logs_at(path)]
+    return [Run(name, read_rows(log), _trace_beside(log)) for log, name in zip(logs, names_of(logs), strict=True)]
+
+
+def names_of(logs: Sequence[Path]) -> list[str]:
+    """As short as tells them apart: the stem of the file, with as many of the folders above as that takes."""
+    parts = [[*log.resolve().parts[1:-1], log.stem] for log in logs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-depth:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{part[-1]} ({i})" for i, part in enumerate(parts)]
+
+
+def _logs_at(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob(f"*{LOG}"))
+    if not found:
+        raise PlanError("the directory holds no log of steps (*.jsonl)", where=shorten(path), fix=FIX)
+    return found
+
+
+def read_rows(log: Path) -> tuple[StepRow, ...]:
+    """The steps of a log; a last line that a kill cut short is left out. Raises PlanError, naming the line."""
+    text = read_text(log, "log", most_bytes=_MOST_BYTES, fix=FIX)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    rows = tuple(_rows(log, lines, is_whole=text.endswith("\n")))
+    if not rows:
+        raise PlanError("the log holds no step", where=shorten(log), fix=FIX)
+    return rows
+
+
+def _rows(log: Path, lines: Sequence[tuple[int, str]], *, is_whole: bool) -> Iterator[StepRow]:
+    for position, (number, line) in enumerate(lines):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            if position == len(lines) - 1 and not is_whole:
+                return
+            raise _damaged(log, number, f"this is no JSON: {shorten(line, 60)}") from None
+        yield _row(log, number, values)
+
+
+def _row(log: Path, number: int, values: Any) -> StepRow:
+    if not isinstance(values, dict):
+        raise _damaged(log, number, "this is no object of JSON")
+    missing, foreign = sorted(_NEEDED - values.keys()), sorted(values.keys() - _KEYS)
+    if missing or foreign:
+        told = [*_told("misses", missing), *_told("has the unknown", foreign)]
+        words = f"the steps were logged by another version, or by another program: a step {', and '.join(told)}"
+        raise PlanError(words, where=_at(log, number), fix="report it with the version that wrote it")
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise _damaged(log, number, words) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[StepRow]:
+    return TypeAdapter(StepRow)
+
+
+def _told(verb: str, names: Iterable[str]) -> list[str]:
+    listed = ", ".join(shorten(name, 40) for name in names)
+    return [f"{verb} {shorten(listed, 200)}"] if listed else []
+
+
+def _damaged(log: Path, number: int, words: str) -> PlanError:
+    return PlanError(f"the log is damaged: {words}", where=_at(log, number), fix="give the log as it was written")
+
+
+def _at(log: Path, number: int) -> str:
+    return f"{shorten(log)}, line {number}"
+
+
+def _trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
+    """The events of NAME.json beside NAME.jsonl, or of trace.json where one log alone lies beside it; else none."""
+    is_alone = len(list(log.parent.glob(f"*{LOG}"))) == 1
+    for path in (log.with_suffix(".json"), *([log.with_name("trace.json")] if is_alone else [])):
+        if path.is_file() and path.stat().st_size < _MOST_BYTES:
+            try:
+                values = json.loads(path.read_text())
+            except (ValueError, OSError):
+                continue
+            events = values.get("traceEvents") if isinstance(values, dict) else None
+            if isinstance(events, list):
+                return tuple(event for event in events if isinstance(event, dict))
+    return ()

@@ -1,0 +1,137 @@
+"""What a page and a table of runs show: every figure of every run, spikes and gaps too, and text as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from math import inf, nan
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from runtime.cli import app
+from runtime.profiling.trace import MEASURED, PLANNED
+from runtime.report.runs.actions import action_times
+from runtime.report.runs.chart import Axes, chart, round_ticks
+from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary, thinned
+from runtime.report.runs.page import page
+from runtime.report.runs.reading import Run
+from runtime.report.step_row import StepRow
+
+ROWS = tuple(
+    StepRow(i, 6.0 - i / 10, 1.0, 1e-3, 1000.0 + i, validation_loss=5.0 if i == 20 else None, memory_bytes=1 << 30)
+    for i in range(1, 31)
+)
+OTHER = tuple(replace(row, loss=row.loss + 0.5, bubble=0.25, planned_bubble=0.2) for row in ROWS)
+
+
+def event(track: int, stage: int, kind: str, milliseconds: float, **more: int) -> dict:
+    args = {"stage": stage, "microbatch": 0, **more}
+    return {"ph": "X", "tid": track, "cat": kind, "dur": milliseconds * 1000, "args": args}
+
+
+class Texts(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.found.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def read(html: str) -> Texts:
+    texts = Texts()
+    texts.feed(html)
+    return texts
+
+
+def test_every_figure_of_a_run_is_a_chart_and_no_other_is():
+    html = page([Run("one", ROWS), Run("two", OTHER)])
+    charts = re.findall(r"<figcaption>(.*?)(?: <small>|</figcaption>)", html)
+    present = {"loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "bubble"}
+    assert charts == [figure.title for figure in FIGURES if figure.field in present]
+    cells = {text.strip() for text in read(html).found}
+    assert {*summary(Run("one", ROWS)), *summary(Run("two", OTHER)), *COLUMNS} <= cells
+
+
+def test_the_page_needs_nothing_else_and_shows_text_as_text():
+    html = page([Run("<script>alert(1)</script>", ROWS)])
+    assert "<script>alert" not in html
+    assert read(html).links == []
+    assert not re.search(r"https?://(?!www\.w3\.org)", html)
+
+
+def test_a_value_that_is_no_number_is_a_gap_and_is_told():
+    rows = [replace(row, loss=nan if row.step == 10 else inf if row.step == 11 else row.loss) for row in ROWS]
+    (line,) = lines_of(FIGURES[0], [Run("one", tuple(rows))])
+    picture = ElementTree.fromstring(chart(FIGURES[0], [line]))
+    (path,) = [p for p in picture.iter("path") if p.get("class") == "line"]
+    assert path.get("d", "").count("M") == 2
+    assert "nan" not in path.get("d", "")
+    assert '"nan"' in page([Run("one", tuple(rows))]).replace("&#34;", '"')
+
+
+@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=3000), st.integers(10, 200))
+def test_thinning_keeps_both_ends_the_lowest_and_the_highest(values, most):
+    points = list(enumerate(values))
+    kept = thinned(points, most)
+    assert len(kept) <= max(most + 4, 4)
+    assert kept[0] == points[0]
+    assert kept[-1] == points[-1]
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert min(v for _, v in kept) == min(values)
+    assert max(v for _, v in kept) == max(values)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_round_few_and_inside(low, length):
+    high = low + length
+    ticks = round_ticks(low, high)
+    assert 1 <= len(ticks) <= 11
+    assert all(low - 1e-6 * length <= tick <= high + 1e-6 * length for tick in ticks)
+
+
+def test_points_lie_where_their_values_are():
+    axes = Axes.around([Line(0, "one", ((1, 0.0), (11, 4.0)))])
+    assert axes.x(1) < axes.x(6) == (axes.x(1) + axes.x(11)) / 2
+    assert axes.y(4.0) < axes.y(2.0) == pytest.approx((axes.y(0.0) + axes.y(4.0)) / 2)
+
+
+def test_times_of_actions_stand_beside_those_planned():
+    events = [event(MEASURED, 0, "forward", ms) for ms in (3.0, 4.0, 9.0)] + [event(PLANNED, 0, "forward", 2.0)]
+    events += [event(MEASURED, 1, "backward", 8.0), event(MEASURED, 1, "wait", 99.0, from_stage=0)]
+    first, second = action_times(Run("one", ROWS, tuple(events)))
+    assert (first.stage, first.kind, first.count, first.measured, first.planned, first.ratio) == (
+        0, "forward", 3, 4.0, 2.0, 2.0,
+    )  # fmt: skip
+    assert (second.stage, second.kind, second.planned, second.ratio) == (1, "backward", None, None)
+    assert "Time of actions" in page([Run("one", ROWS, tuple(events))])
+
+
+def test_the_command_shows_each_format(tmp_path: Path):
+    from dataclasses import asdict
+
+    log = tmp_path / "run.jsonl"
+    log.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ROWS))
+    table = CliRunner().invoke(app, ["report", str(log)])
+    assert table.exit_code == 0
+    assert "1 to 30" in table.output
+    (told,) = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--format", "json"]).output)
+    assert (told["name"], len(told["steps"])) == ("run", 30)
+    done = CliRunner().invoke(app, ["report", str(log), "--format", "html", "-o", str(tmp_path / "runs.html")])
+    assert done.exit_code == 0
+    assert (tmp_path / "runs.html").read_text() == page([Run("run", ROWS)]).rstrip("\n") + "\n"
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "none.jsonl")])
+    assert refused.exit_code == 2
+    assert "Traceback" not in refused.output

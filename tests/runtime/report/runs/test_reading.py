@@ -1,0 +1,85 @@
+"""Logs of runs are read whole or refused by line; a line that a kill cut short is no error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlanError
+from runtime.report.runs.reading import names_of, read_rows, read_runs
+from runtime.report.step_row import StepRow
+
+
+def rows(count: int = 3) -> list[StepRow]:
+    return [StepRow(i, 5.0 / i, 1.0, 1e-3, 100.0 * i) for i in range(1, count + 1)]
+
+
+def write(path: Path, values: list[StepRow] | list[dict], tail: str = "") -> Path:
+    dicts = [asdict(row) if isinstance(row, StepRow) else row for row in values]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in dicts) + tail)
+    return path
+
+
+def test_a_log_is_what_was_logged(tmp_path):
+    assert read_rows(write(tmp_path / "run.jsonl", rows())) == tuple(rows())
+
+
+def test_a_last_line_cut_short_is_left_out_but_none_before_it(tmp_path):
+    log = write(tmp_path / "run.jsonl", rows(), tail='{"step": 4, "lo')
+    assert len(read_rows(log)) == 3
+    log.write_text(log.read_text() + "\n" + json.dumps(asdict(rows()[0])) + "\n")
+    with pytest.raises(PlanError, match="this is no JSON") as error:
+        read_rows(log)
+    assert "line 4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda row: row.pop("loss"), "another version.*misses loss"),
+        (lambda row: row.update(entropy=1.0), "another version.*unknown entropy"),
+        (lambda row: row.update(loss="low"), "damaged: loss: "),
+    ],
+)
+def test_metrics_that_are_not_ours_are_one_error_by_line(tmp_path, change, words):
+    values = [asdict(row) for row in rows()]
+    change(values[1])
+    with pytest.raises(PlanError, match=words) as error:
+        read_rows(write(tmp_path / "run.jsonl", values))
+    assert "line 2" in str(error.value)
+    assert error.value.fix
+
+
+def test_what_holds_no_step_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(PlanError, match="holds no step"):
+        read_runs([tmp_path / "empty.jsonl"])
+    (tmp_path / "run").mkdir()
+    with pytest.raises(PlanError, match="holds no log"):
+        read_runs([tmp_path / "run"])
+    with pytest.raises(PlanError, match="there is no log file"):
+        read_runs([tmp_path / "nothing.jsonl"])
+
+
+def test_a_directory_gives_every_log_in_it_and_names_tell_them_apart(tmp_path):
+    for name in ("one/run", "two/run", "two/more"):
+        write(tmp_path / f"{name}.jsonl", rows())
+    found = read_runs([tmp_path / "one", tmp_path / "two"])
+    assert [run.name for run in found] == ["one/run", "two/more", "two/run"]
+    assert names_of([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]) == ["a", "b"]
+    assert len(set(names_of([tmp_path / "a.jsonl"] * 2))) == 2
+
+
+def test_a_trace_belongs_to_the_log_that_it_lies_beside(tmp_path):
+    write(tmp_path / "a.jsonl", rows())
+    events = [{"ph": "X", "name": "F0.0"}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert read_runs([tmp_path])[0].trace == tuple(events)
+    write(tmp_path / "b.jsonl", rows())  # now nothing says whose it is
+    assert [run.trace for run in read_runs([tmp_path])] == [(), ()]
+    (tmp_path / "b.json").write_text(json.dumps({"traceEvents": events}))
+    assert [run.trace for run in read_runs([tmp_path])] == [(), tuple(events)]
