@@ -14,7 +14,7 @@ from runtime.report.runs.reading import Run
 
 @dataclass(frozen=True, slots=True)
 class ActionTime:
-    """Medians over all actions of one kind on one stage, in milliseconds. ``planned`` is None where no plan was traced."""
+    """Medians over all actions of one kind on one stage, in milliseconds. ``planned``: None without a plan."""
 
     run: str
     stage: int
@@ -46,7 +46,8 @@ def _milliseconds(events: Sequence[dict[str, Any]], track: int) -> dict[tuple[in
     found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for event in events:
         args = event.get("args") or {}
-        if event.get("ph") == "X" and event.get("tid") == track and isinstance(args.get("stage"), int):
-            if "microbatch" in args and "from_stage" not in args and isinstance(event.get("dur"), (int, float)):
-                found[args["stage"], str(event.get("cat"))].append(event["dur"] / 1000)
+        is_action = isinstance(args.get("stage"), int) and "microbatch" in args and "from_stage" not in args
+        is_timed = event.get("ph") == "X" and isinstance(event.get("dur"), (int, float))
+        if is_action and is_timed and event.get("tid") == track:
+            found[args["stage"], str(event.get("cat"))].append(event["dur"] / 1000)
     return found

@@ -1,4 +1,4 @@
-"""Lines over steps as plain SVG: axes at round numbers, a dash of its own for each run, gaps where a value is no number."""
+"""Lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps where a value is no number."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from runtime.report.runs.reading import Run
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page as HTML. Charts are of every figure that some run has; repeated runs are told apart by dash and colour."""
+    """The page as HTML, with a chart of every figure that some run has; dash and colour tell runs apart."""
     drawn = [(figure, lines) for figure in FIGURES if (lines := lines_of(figure, runs))]
     times = [time for run in runs for time in action_times(run)]
     return _template().render(
@@ -48,7 +48,7 @@ def _chart(figure: Figure, lines: Sequence[Line]) -> dict[str, Any]:
         "title": figure.title,
         "unit": figure.unit,
         "last": last,
-        "svg": Markup(chart(figure, lines)),  # noqa: S704 - our own picture; its texts are escaped where they are put in
+        "svg": Markup(chart(figure, lines)),  # our own picture, its texts are escaped
         "points": json.dumps(told, ensure_ascii=True),
     }
 
