@@ -33,7 +33,13 @@ OTHER = tuple(replace(row, loss=row.loss + 0.5, bubble=0.25, planned_bubble=0.2)
 
 def event(track: int, stage: int, kind: str, milliseconds: float, **more: int) -> dict:
     args = {"stage": stage, "microbatch": 0, **more}
-    return {"ph": "X", "tid": track, "cat": kind, "dur": milliseconds * 1000, "args": args}
+    return {"ph": "X", "pid": 0, "tid": track, "cat": kind, "dur": milliseconds * 1000, "args": args}
+
+
+TRACKS = [
+    {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}}
+    for track, name in ((MEASURED, "measured"), (PLANNED, "planned"))
+]
 
 
 class Texts(HTMLParser):
@@ -109,7 +115,9 @@ def test_points_lie_where_their_values_are():
 
 
 def test_times_of_actions_stand_beside_those_planned():
-    events = [event(MEASURED, 0, "forward", ms) for ms in (3.0, 4.0, 9.0)] + [event(PLANNED, 0, "forward", 2.0)]
+    events = (
+        TRACKS + [event(MEASURED, 0, "forward", ms) for ms in (3.0, 4.0, 9.0)] + [event(PLANNED, 0, "forward", 2.0)]
+    )
     events += [event(MEASURED, 1, "backward", 8.0), event(MEASURED, 1, "wait", 99.0, from_stage=0)]
     first, second = action_times(Run("one", ROWS, tuple(events)))
     assert (first.stage, first.kind, first.count, first.measured, first.planned, first.ratio) == (
