@@ -53,12 +53,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, gradient, handle, places = grads[0], None, ctx.handle, ctx.places
+        # first of all, as it may have to be computed again, beside nothing that is made here; and without its history:
+        # where it waits, that would hold all of the graph that led to it
+        x = ctx.saved_tensors[0].detach() if places[0] is not None else None
         if grad is not None:
             grad = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
             gradient = torch.mm(grad, ctx.weight.t() if ctx.transposed else ctx.weight)
             gradient = gradient if len(ctx.shape) == 2 else aten._unsafe_view.default(gradient, ctx.shape)
-        # without its history: where it waits, that would hold all of the graph that led to it
-        x = ctx.saved_tensors[0].detach() if places[0] is not None else None
         if handle.waits:
             handle.keep(partial(_work, x, grad, places, ctx.transposed))
         else:

@@ -181,9 +181,13 @@ class _Backward:
             self._put_aside(call, given)
         first = next((g for g in given if g is not None), None)
         most = self.live
+        gradients = self._gradients(call)
+        overwrites = first is not None and any(g is not None and g.is_kept for g in gradients)
+        if overwrites:  # what it has kept lives on as a gradient
+            self._release(call)
         if first is not None:
             most += call.seen.backward_peak
-            for number, gradient in zip(call.operands, self._gradients(call), strict=True):
+            for number, gradient in zip(call.operands, gradients, strict=True):
                 if gradient is not None:
                     self._give(number, first if gradient.is_given else self._new(gradient.bytes))
         most = max(most, self.live)
@@ -192,7 +196,8 @@ class _Backward:
         for number in call.operands:  # a parameter's gradient goes into its buffer once all its readers are done
             if self.trace.values[number].memory in self.trace.outside and self.first_reader[number] == at:
                 self._drop(number)
-        self._release(call)
+        if not overwrites:
+            self._release(call)
         return most
 
     @property

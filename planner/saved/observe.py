@@ -65,10 +65,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; else in ``bytes`` of its own."""
+    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; ``is_kept``: in that of an operand that
+    the call has kept; else in ``bytes`` of its own."""
 
     is_given: bool
     bytes: int
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +159,16 @@ def _gradients(
         found = torch.autograd.grad(results, leaves, given, allow_unused=True) if results and leaves else ()
     except Exception:  # a backward of a user's own may do what it likes
         return None
-    of_given = {_memory(tensor): number for number, tensor in enumerate(given)}
+    of_given, of_operands = {_memory(tensor) for tensor in given}, {_memory(tensor) for tensor in operands}
     rest = iter(found)
-    return tuple(_gradient(next(rest, None), of_given) if x.requires_grad else None for x in operands)
+    return tuple(_gradient(next(rest, None), of_given, of_operands) if x.requires_grad else None for x in operands)
 
 
-def _gradient(tensor: Tensor | None, of_given: dict[int, int]) -> Gradient | None:
+def _gradient(tensor: Tensor | None, of_given: set[int], of_operands: set[int]) -> Gradient | None:
     if tensor is None:
         return None
-    return Gradient(_memory(tensor) in of_given, tensor.untyped_storage().nbytes())
+    memory = _memory(tensor)
+    return Gradient(memory in of_given, tensor.untyped_storage().nbytes(), memory in of_operands)
 
 
 @cache

@@ -150,8 +150,9 @@ class _Classes(torch.autograd.Function):
         ctx.dtype = logits.dtype
         mine, valid = (torch.empty_like(target, dtype=torch.bool) for _ in range(2))
         more = () if weight is None else (weight.to(probabilities.dtype)[target],)
-        ctx.save_for_backward(probabilities, mine, torch.empty_like(target), valid, *more)
-        return probabilities.sum(1)
+        total = probabilities.sum(1)
+        ctx.save_for_backward(probabilities, mine, torch.empty_like(target), valid, total, *more)
+        return torch.empty_like(total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

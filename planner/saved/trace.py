@@ -21,7 +21,7 @@ from planner.decisions import Decisions
 from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
 from planner.placement.types import Placement
 from planner.saved import stand_ins
-from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
+from planner.saved.fused import PRODUCTS, is_fused_bias, is_overlapped, is_summed_in_place
 from planner.saved.local_calls import local_call
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
@@ -237,12 +237,23 @@ class _Tracer:
         if any(value.memory in self.parts for value in operands):  # it is gathered once more in the backward
             whole = sum(self.trace.bytes_of[v.memory] for v in operands if v.memory in self.parts)
             seen = replace(seen, backward_peak=seen.backward_peak + 2 * whole)
+        if change is None and self._adds_in_place(node, operands):
+            seen = _without_gradient(seen, 1)
         reads = tuple(dict.fromkeys(v.memory for v in operands))
         makes = tuple(dict.fromkeys(v.memory for v in made))
         numbers = tuple(v.number for v in operands), tuple(v.number for v in made)
         kept = tuple(dict.fromkeys(keeps))
         self.trace.calls.append(Call(node.name, reads, makes, kept, seen.hidden, *numbers, seen, change, in_place))
         return made
+
+    def _adds_in_place(self, node: fx.Node, operands: list[Value]) -> bool:
+        """Whether the gradient of the second operand is added into its buffer as it is made (passes.own_linears)."""
+        if node.target not in PRODUCTS or len(operands) != 2 or node.kwargs:
+            return False
+        x, weight = operands
+        is_alike = weight.like.dtype not in (torch.bfloat16, torch.float16)  # the buffer's may be wider
+        is_held = weight.memory in self.trace.outside and x.memory not in self.trace.outside
+        return is_alike and is_held and x.like.requires_grad and weight.like.requires_grad
 
     def _memory(self, result: Made, operands: list[Value], made: list[Value]) -> int:
         if result.shares is None:
@@ -270,6 +281,14 @@ class _Tracer:
         if domain.rows >= 0:
             local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, self.mesh))
         return tuple(local)
+
+
+def _without_gradient(seen: Seen, number: int) -> Seen:
+    """The same call where no memory is taken for the gradient of an operand."""
+    if number >= len(seen.gradients) or (gradient := seen.gradients[number]) is None:
+        return seen
+    gradients = tuple(None if n == number else of for n, of in enumerate(seen.gradients))
+    return replace(seen, gradients=gradients, backward_peak=seen.backward_peak - gradient.bytes)
 
 
 def _observed(target: Any, args: Any, kwargs: dict[str, Any], operands: list[Like]) -> Seen | None:

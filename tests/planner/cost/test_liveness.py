@@ -14,6 +14,8 @@ from planner import plan
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.saved.allocations import Allocations
 from planner.saved.trace import trace_stage
+from runtime.build import parameters_of
+from runtime.optimizer.buffers import DataParallel, GradientBuffers
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.models import hugging_face
@@ -29,9 +31,10 @@ def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, i
     (stage,) = program.stages
     totals = totals_of(program, {n: (x,) for n, x in batch.items()}, 1)
     given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
-    for parameter in stage.module.parameters():  # as buffers take gradients over
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with Allocations([*held_by(stage), *given]) as allocations:
+    buffers = GradientBuffers(parameters_of(program), made.shards.buffers_of_rank(0, 0), {"dp": DataParallel()})
+    program.weight_gradients.bind(buffers)
+    held = [t for buffer in buffers.buffers for t in (buffer.parameters, buffer.gradients)]
+    with Allocations([*held_by(stage), *given, *held]) as allocations:
         *_, loss = stage.module(*given)
         root, seed = get_gradient_edge(loss), torch.ones_like(loss)
         del loss, _
