@@ -65,8 +65,8 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; ``is_kept``: in that of an operand that
-    the call has kept; else in ``bytes`` of its own."""
+    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; ``is_kept``: of an operand that the call
+    has kept; else in ``bytes`` of its own."""
 
     is_given: bool
     bytes: int
