@@ -65,7 +65,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Of an operand: ``is_given``: it lies in the memory of a result's gradient; ``is_kept``: of an operand that the call
+    """Of an operand. ``is_given``: it lies in the memory of a result's gradient; ``is_kept``: in that of an operand,
     has kept; else in ``bytes`` of its own."""
 
     is_given: bool
