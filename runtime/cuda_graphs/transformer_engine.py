@@ -10,10 +10,11 @@ overwritten by the next backward, while autograd may keep one for a sum until th
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class TransformerEngineGraphs(Graphs):
         with self._no_gradient_hooks(), uncounted(axes):
             for module in self._modules:
                 find_draws(module, given.sample_args[places[module.call.index, 0]], self.device)
-            with registered(self._modules):
+            with registered(self._modules), _collector_as_found():
                 made = make(given.modules, given.sample_args, **given.named)
         self._static = given.sample_args
         self._callables = {key: made[place] for key, place in places.items()}
@@ -161,6 +162,17 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0].clone()
+
+
+@contextmanager
+def _collector_as_found() -> Iterator[None]:
+    """Transformer Engine turns the garbage collector off for its captures, and where one fails it stays off (2.20)."""
+    was_on = gc.isenabled()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:

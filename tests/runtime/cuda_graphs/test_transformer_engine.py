@@ -5,6 +5,7 @@ Its code runs on a CPU, with graphs that are recorded op by op (tests.tools.reco
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ from runtime.distributed.faults.failure import StepError
 from runtime.distributed.launch import launch
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
-from tests.tools.graphed_runs import Trained, differences, engine_of, spec_of, train
+from tests.tools.graphed_runs import Trained, engine_of, spec_of, train
 from tests.tools.paths import ORACLES
 from tests.tools.recorded_graphs import Device, on_a_cpu
 from tests.tools.region_stages import Kind, Walked, program_of, same, walk
@@ -176,7 +177,8 @@ def graphed(device: Device, name: str, scope: list[str], **sections: Any) -> tup
 
 
 def close(a: Trained, b: Trained) -> bool:
-    """To the last few bits: addends of an input's gradient meet in another order."""
+    """To the last few bits: addends of an input's gradient meet in another order, and the gradient of a weight is made
+    by autograd before it is added, not added within its product."""
     pairs = [(x[1][n], y[1][n]) for x, y in zip(a[0], b[0], strict=True) for n in x[1]]
     pairs += [(a[1][n], b[1][n]) for n in a[1]]
     losses = all(abs(x[0] - y[0]) < 1e-12 for x, y in zip(a[0], b[0], strict=True))
@@ -213,8 +215,6 @@ def test_regions_give_what_they_give_eagerly(name, scope, sections, te_device):
     with (made := graphed(te_device, name, scope, **sections))[0] as engine:
         found = train(engine, made[1], 2)
         assert close(before, found)
-        goes_on = any(module.call.through for module in engine.graphs._modules)
-        assert goes_on or differences(before, found) == []
         assert_counts(engine, 2)
 
 
@@ -229,7 +229,7 @@ def test_a_capture_leaves_no_gradient_and_can_be_made_again_and_an_evaluation_ru
         trained = [p for stage in engine.program.stages for p in stage.module.parameters()]
         assert all(p.grad is None for p in trained)
         engine.capture_graphs()
-        assert differences(before, train(engine, entry, 1)) == []
+        assert close(before, train(engine, entry, 1))
 
 
 def graphed_ranks(source: Source, folder: str, sections: dict[str, Any]) -> tuple[bool, bool]:
@@ -311,6 +311,7 @@ def test_a_generator_that_its_tracker_does_not_hold_draws_in_no_graph(te_device,
     engine, entry = graphed(te_device, "gpt2-dropout", ["attn"])
     with pytest.raises(StepError, match="not registered"), engine:
         engine.train_step(entry.batch(8, 0))
+    assert gc.isenabled()  # which the real code had switched off
 
 
 # ---- the hooks of the buffers, other versions, and a GPU
