@@ -106,7 +106,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         top = widened(z.amax(1) if true_columns else torch.full_like(logits[:, 0], -torch.inf))
         top = _over_ranks(top, axis, dist.ReduceOp.MAX)
         torch.sub(z, top.unsqueeze(1), out=parts[:, :true_columns])
-        parts[:, true_columns:] = -torch.inf
+        parts[:, true_columns:].fill_(-torch.inf)
         mine = (target >= start) & (target < start + true_columns)
         local = (target - start).clamp(0, columns - 1)
         picked = parts.gather(1, local.unsqueeze(1)).squeeze(1)

@@ -38,6 +38,7 @@ def test_the_reference_spec_names_every_key_with_its_default():
         "inputs",
         "loss",
         "recompute",
+        "compile",
         "dropout",
         "initial_weights",
         "seed",
