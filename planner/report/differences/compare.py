@@ -26,6 +26,7 @@ READERS: tuple[tuple[tuple[str, ...], Compare], ...] = (
     (("graph_regions",), run_tables.region_changes),
     (("graph_slots",), run_tables.slot_changes),
     (("recompute",), run_tables.recompute_changes),
+    (("compiled",), run_tables.compiled_changes),
     (("optimizer",), layout_tables.optimizer_changes),
     (("memory",), run_tables.memory_changes),
     (("cost",), run_tables.cost_changes),

@@ -68,6 +68,20 @@ def recompute_changes(before: Tables, after: Tables) -> list[Change]:
     return found + changes_of(table, before.recompute, after.recompute)
 
 
+def compiled_changes(before: Tables, after: Tables) -> list[Change]:
+    """Pieces that are compiled, and what runs op by op and why."""
+    table = Table(
+        "Compiled",
+        name=lambda r: r.where,
+        key=lambda r: (r.block, r.where, r.ops),
+        tell=lambda r: f"{r.ops}: {r.reason or f'function {r.function}'}",
+        units={},
+        block=lambda r: r.block,
+        moves=("stage",),
+    )
+    return changes_of(table, before.compiled, after.compiled)
+
+
 _TOLD = {"bytes": "let go", "flops": "FLOPs again", "moved": "moved again"}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from planner.compiled.rows import CompiledRow
 from planner.errors import PlanError
 from planner.frozen_plan import CollectivePlan, CostPlan, Plan
 from planner.mesh import Mesh
@@ -31,7 +32,13 @@ AGAIN = ("h.0", 0, "full", "h.0.attn   (gpt.py:9, `x`)", "linear, add", 512, 409
 def whole_plan(small_plan: Plan) -> Plan:
     """The small plan, and a row of each table that it has none of."""
     again = (RecomputeRow(*AGAIN), replace(RecomputeRow(*AGAIN), block="h.1", where="h.1.attn   (gpt.py:9, `x`)"))
-    return replace(small_plan, recompute=again, experts=(ExpertsPlan("h.0.moe", 8, 2, "slots", 0, ((0,), (1,)), 64),))
+    pieces = (CompiledRow("h.0", 0, "h.0.mlp   (gpt.py:5, `x`)", "gelu, mul", 0),)
+    return replace(
+        small_plan,
+        recompute=again,
+        compiled=pieces,
+        experts=(ExpertsPlan("h.0.moe", 8, 2, "slots", 0, ((0,), (1,)), 64),),
+    )
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
