@@ -54,6 +54,9 @@ stage 1 of rank 3
   sum_in_place         37 → 37 nodes: 2 changed
        2 ×  - g = collectives.g(linear_10, tp)
        2 ×  + g = collectives.g(linear_10, tp, True)
+  overwrite_logits     37 → 37 nodes: 1 changed
+            - vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2)
+            + vocabulary_cross_entropy = vocabulary.vocabulary_cross_entropy(flatten, flatten_1, tp, 16, reduction=2, in_place=True)
   overlap_f            37 → 37 nodes: nothing changed
   own_linears          37 → 38 nodes: + 1 self.weight_gradients, + 5 linear.linear, − 5 aten.linear; 5 changed
             + weight_gradients = self.weight_gradients
@@ -69,9 +72,10 @@ stage 1 of rank 3
   drop_unread          38 → 38 nodes: nothing changed
   note_choices         38 → 38 nodes: nothing changed
   cut_regions          38 → 38 nodes: nothing changed
+  compile_pieces       38 → 38 nodes: nothing changed
   recompute            38 → 38 nodes: nothing changed
   await_parameters     38 → 38 nodes: nothing changed
-""",
+""",  # noqa: E501
     )
 
 
