@@ -10,19 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.runs import RUNS, Step
+from benchmarks.worker import own_step
 
 PRODUCTS, ATTENTION, OTHER, EXCHANGE, OPTIMIZER, PYTHON = (
     "products", "attention", "other ops", "collectives", "optimizer", "Python",
@@ -38,20 +36,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    size, make = RUNS[arguments.name]
-    rank = int(os.environ.get("RANK", 0))
-    if size > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    step = make(rank, size)
-    for i in range(3):
-        step(i)
-    row = {**cpu_of(step, arguments.steps), **wall_by_category(step, arguments.steps)}
-    with open(f"{arguments.output}.{rank}", "w") as file:
-        json.dump(row, file)
-    if size > 1:
-        dist.barrier()  # gloo aborts when one rank leaves while another still talks
-        dist.destroy_process_group()
+    with own_step(arguments.name) as (rank, step):
+        for i in range(3):
+            step(i)
+        row = {**cpu_of(step, arguments.steps), **wall_by_category(step, arguments.steps)}
+        with open(f"{arguments.output}.{rank}", "w") as file:
+            json.dump(row, file)
 
 
 def cpu_of(step: Step, num_steps: int) -> dict[str, float]:

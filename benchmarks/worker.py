@@ -11,6 +11,8 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -27,14 +29,21 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
+    with own_step(arguments.name) as (rank, step):
+        row = {"name": arguments.name, "rank": rank, **measure(step, arguments.steps, arguments.warmup)}
+        with open(f"{arguments.output}.{rank}", "w") as file:
+            json.dump(row, file)
+
+
+@contextmanager
+def own_step(name: str) -> Iterator[tuple[int, Step]]:
+    """The rank of this process, and its step of the run ``name``; behind it all ranks end together."""
     torch.set_num_threads(1)
-    size, make = RUNS[arguments.name]
+    size, make = RUNS[name]
     rank = int(os.environ.get("RANK", 0))
     if size > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    row = {"name": arguments.name, "rank": rank, **measure(make(rank, size), arguments.steps, arguments.warmup)}
-    with open(f"{arguments.output}.{rank}", "w") as file:
-        json.dump(row, file)
+    yield rank, make(rank, size)
     if size > 1:
         dist.barrier()  # gloo aborts when one rank leaves while another still talks
         dist.destroy_process_group()

@@ -46,7 +46,7 @@ def trained(plan: Plan, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
         evaluated = engine.evaluate(batches[0])
         counts = None if engine.compiled is None else dict(engine.compiled.counts)
         told = None if engine.compiled is None else str(engine.compiled.report)
-    own = [piece.index for piece in plan.pieces if piece.stage % plan.mesh.pp == engine.mesh.pp_rank]
+    own = [piece.index for piece in plan.pieces if plan.mesh.pp_rank_of(piece.stage) == engine.mesh.pp_rank]
     return {"figures": figures, "gradients": gradients, "counts": counts, "own": own, "told": told, "also": evaluated}
 
 

@@ -20,12 +20,13 @@ def page(runs: Sequence[Run]) -> str:
     """The page as HTML, with a chart of every figure that some run has; dash and colour tell runs apart."""
     drawn = [(figure, lines) for figure in FIGURES if (lines := lines_of(figure, runs))]
     times = [time for run in runs for time in action_times(run)]
+    longest = max((max(t.measured, t.planned or 0.0) for t in times), default=0.0) or 1.0
     return _template().render(
         runs=[_legend(index, run.name) for index, run in enumerate(runs)],
         columns=COLUMNS,
         rows=[summary(run) for run in runs],
         charts=[_chart(figure, lines) for figure, lines in drawn],
-        actions=[_action(time, times) for time in times],
+        actions=[_action(time, longest) for time in times],
         num_colours=NUM_COLOURS,
     )
 
@@ -58,8 +59,7 @@ def _told(figure: Figure, point: tuple[int, float]) -> tuple[int, str]:
     return step, figure.format(value) if isfinite(value) else str(value)
 
 
-def _action(time: ActionTime, times: Sequence[ActionTime]) -> dict[str, Any]:
-    longest = max(max(t.measured, t.planned or 0.0) for t in times) or 1.0
+def _action(time: ActionTime, longest: float) -> dict[str, Any]:
     return {
         "run": time.run,
         "stage": time.stage,
