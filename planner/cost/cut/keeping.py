@@ -14,7 +14,7 @@ from planner.cost.cut.ops import NOTHING, OpsOf, Size
 from planner.cost.cut.units import Loose
 from planner.cost.let_go import LetGo
 from planner.cost.liveness import backward_live, forward_live, held_between
-from planner.saved.observe import Gradient, Like
+from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
 Live = tuple[int, int]  # the number of a call, and bytes
@@ -139,21 +139,29 @@ class Keeping:
             setattr(self._of(unit), name, envelope(sizes))
 
     def _tied_gradients(self) -> dict[int, int]:
-        """Call → bytes of gradients of weights that a later unit reads too, and an earlier one has still to add to."""
+        """Call → bytes of gradients of weights that a later unit made, and an earlier one has still to add to."""
         found: dict[int, int] = {}
         reading: dict[int, list[int]] = {}
+        making: dict[int, int] = {}  # the last that does: a gradient that is summed in place is none
         for at, call in enumerate(self.trace.calls):
-            for memory in call.reads:
-                if memory in self.trace.outside and any(
-                    self.trace.values[n].like.requires_grad and self.trace.values[n].memory == memory
-                    for n in call.operands
-                ):
-                    reading.setdefault(memory, []).append(at)
-        for memory, calls in reading.items():
-            if self.of_call[calls[0]][0] != self.of_call[calls[-1]][0]:
-                for at in range(calls[0] + 1, calls[-1]):
-                    found[at] = found.get(at, 0) + self.trace.bytes_of[memory]
+            for number, makes in self._weights_of(call):
+                reading.setdefault(number, []).append(at)
+                if makes:
+                    making[number] = at
+        for number, last in making.items():
+            calls = reading[number]
+            if self.of_call[calls[0]][0] != self.of_call[last][0]:
+                for at in range(calls[0] + 1, last):
+                    found[at] = found.get(at, 0) + self.trace.values[number].like.bytes
         return found
+
+    def _weights_of(self, call: Call) -> Iterator[tuple[int, bool]]:
+        """Values of weights that a call reads, and whether its backward makes their gradient."""
+        gradients = call.seen.gradients or (None,) * len(call.operands)
+        for number, gradient in zip(call.operands, gradients, strict=True):
+            value = self.trace.values[number]
+            if value.memory in self.trace.outside and value.like.requires_grad:
+                yield number, gradient is not None or not call.seen.gradients
 
     def _before(self, unit: int) -> Size:
         """What the stage keeps of its units before this one, and what it received: as the stage's sums have it."""
@@ -200,7 +208,7 @@ def _scaled_call(call: Call, trace: StageTrace, ops: OpsOf, cache: dict[object, 
     if not follows and not any(ops.size_follows(n) for n in call.operands):
         return call
     gradients = tuple(
-        Gradient(g.is_given, g.bytes * (2 if ops.size_follows(n) else 1)) if g is not None else None
+        replace(g, bytes=g.bytes * (2 if ops.size_follows(n) else 1)) if g is not None else None
         for g, n in zip(seen.gradients, call.operands, strict=False)
     )
     own = [(g, n) for g, n in zip(seen.gradients, call.operands, strict=False) if g is not None and not g.is_given]
