@@ -34,6 +34,7 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
+from runtime.weights.freed import give_back_freed
 from runtime.weights.initial_weights import Fresh, differing, identity_of, take_constants, take_weights
 from runtime.weights.shards import Kept, fill, keep
 from runtime.weights.sources import WeightSource
@@ -84,6 +85,7 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
     decisions.release()
+    give_back_freed()
     optimizer = _optimizer(plan, spec, groups, program)
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket

@@ -30,7 +30,7 @@ _SOURCE, _SINK = -1, -2
 
 def kept_memories(memories: Memories, insides: list[Call]) -> set[int]:
     """Memories made in the piece, and given to it, that are kept. ``insides``: calls that run again in any case."""
-    import networkx as nx  # here, not above: a rank that recomputes nothing does without its 10 MiB
+    import networkx as nx  # here, not above: only this needs it
 
     graph = _graph(memories, insides)
     if not graph.has_node(_SOURCE) or not graph.has_node(_SINK):
