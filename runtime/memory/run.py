@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,62 +20,23 @@ from planner.capture.model.reference import load_model
 from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from planner.tables.sizes import format_bytes
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.memory.watch import MemoryWatch, Moment
+from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
 from runtime.verify.run import random_batch
 
 TIMEOUT_SECONDS = 1800.0
 ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03}
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Bytes of one category on one rank. ``allowed``: by how much of the measured bytes they may differ; None: told
-    alone."""
+class OfRank(NamedTuple):
+    """What one rank held: by category, and by action of its schedule."""
 
-    rank: int
-    category: str
-    predicted: int
-    measured: int
-    allowed: float | None = None
-
-    @property
-    def difference(self) -> float:
-        """Of the measured bytes."""
-        return (self.predicted - self.measured) / max(self.measured, 1)
-
-    @property
-    def passed(self) -> bool:
-        return self.allowed is None or abs(self.difference) <= self.allowed
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """``rows`` of every rank. ``notes``: what a reader must know."""
-
-    rows: tuple[Compared, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.rows) and all(row.passed for row in self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        rows = [asdict(row) | {"difference": row.difference, "passed": row.passed} for row in self.rows]
-        return {"passed": self.passed, "rows": rows, "notes": list(self.notes)}
-
-    def __str__(self) -> str:
-        lines = [f"{'rank':>4}  {'category':<12}{'predicted':>12}{'measured':>12}{'difference':>12}  allowed"]
-        for row in self.rows:
-            allowed = "" if row.allowed is None else f"{row.allowed:.0%}" + ("" if row.passed else "  EXCEEDED")
-            sizes = f"{format_bytes(row.predicted):>12}{format_bytes(row.measured):>12}{row.difference:>12.2%}"
-            lines.append(f"{row.rank:>4}  {row.category:<12}{sizes}  {allowed}".rstrip())
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, "AS PREDICTED" if self.passed else "NOT AS PREDICTED"])
+    rows: list[Compared]
+    actions: list[ActionMemory]
 
 
 def compare_memory(model_ref: str, spec_path: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> MemoryReport:
@@ -93,10 +53,11 @@ def compare_memory(model_ref: str, spec_path: str, *, timeout_seconds: float = T
     else:
         found = launch(memory_of_rank, decided.mesh.world_size, model_ref, spec_path, timeout_seconds=timeout_seconds)
     peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in decided.memory)
-    return MemoryReport(tuple(row for rows in found for row in rows), (f"peak: {peaks}",))
+    rows = tuple(row for rank in found for row in rank.rows)
+    return MemoryReport(rows, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
 
 
-def memory_of_rank(model_ref: str, spec_path: str) -> list[Compared]:
+def memory_of_rank(model_ref: str, spec_path: str) -> OfRank:
     """This rank's part, on the CPU or the device that the launcher gave it."""
     spec = Spec.load(spec_path)
     model = load_model(model_ref, materialize=True, seed=spec.seed)
@@ -104,7 +65,7 @@ def memory_of_rank(model_ref: str, spec_path: str) -> list[Compared]:
     return measured(decided, model, [random_batch(spec, decided, seed) for seed in range(2)])
 
 
-def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> list[Compared]:
+def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> OfRank:
     """What this rank holds in the second step; the first makes what is made once, as the optimizer's moments."""
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided) as engine:
@@ -115,7 +76,9 @@ def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor
         engine.train_step(batches[1])
         row = decided.memory[engine.mesh.pp_rank]
         buffers = engine.optimizer.measured_bytes()
-        return [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, watch.moments)]
+        rows = [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, watch.moments)]
+        order = decided.schedule.actions[row.pp_rank]
+        return OfRank(rows, _by_action(rank, row, predicted_by_action(row.of_microbatch, order), watch.moments))
 
 
 def held_tensors(engine: Engine) -> list[Tensor]:
@@ -152,3 +115,7 @@ def _activations(rank: int, row: MemoryRow, moments: Sequence[Moment]) -> list[C
         Compared(rank, "activations", kept, there.kept, ALLOWED["activations"]),
         Compared(rank, "at the peak", kept + row.working + row.communication, live),
     ]
+
+
+def _by_action(rank: int, row: MemoryRow, kept: dict[str, int], moments: Sequence[Moment]) -> list[ActionMemory]:
+    return [ActionMemory(rank, row.pp_rank, m.action, kept.get(m.action), m.kept, m.live) for m in moments]

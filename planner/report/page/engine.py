@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from planner.report.page.palette import css
 
+_SHARED = "planner.report.page"  # the frame of a page, its styles and its macros
 
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
+
+@lru_cache
+def _environment(package: str) -> Environment:
     return Environment(
-        loader=PackageLoader("planner.report.page", "templates"),
+        loader=ChoiceLoader([PackageLoader(name, "templates") for name in dict.fromkeys((package, _SHARED))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -21,6 +23,7 @@ def _environment() -> Environment:
     )
 
 
-def render(template: str, root: str = ":root", **values: Any) -> str:
-    """A file of templates/, filled. ``values``: all that it names; ``root``: what has the colours."""
-    return _environment().get_template(template).render(palette=css(root), **values)
+def render(template: str, root: str = ":root", package: str = _SHARED, **values: Any) -> str:
+    """A file of templates/, filled. ``values``: all that it names; ``root``: what has the colours; ``package``: whose
+    templates/ come before those of this one."""
+    return _environment(package).get_template(template).render(palette=css(root), **values)

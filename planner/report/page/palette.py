@@ -12,14 +12,17 @@ LIGHT = {
     "page": "#ffffff", "card": "#f6f8fa", "band": "#e9edf1",
     "ink": "#1f2328", "muted": "#525b65", "link": "#0550ae", "warning": "#7a4a00", "error": "#a40e26",
     "edge": "#6a737d", "line": "#d0d7de",
+    "l0": "#0550ae", "l1": "#b35900", "l2": "#116329", "l3": "#a40e26", "l4": "#6639ba", "l5": "#4d5560",
 }  # fmt: skip
 DARK = {
     "page": "#0d1117", "card": "#161b22", "band": "#21262d",
     "ink": "#e6edf3", "muted": "#a3adb8", "link": "#79c0ff", "warning": "#e3b341", "error": "#ff9a94",
     "edge": "#8b949e", "line": "#30363d",
+    "l0": "#79c0ff", "l1": "#ffa657", "l2": "#7ee787", "l3": "#ff8e86", "l4": "#d2a8ff", "l5": "#b7bdc8",
 }  # fmt: skip
 SURFACES = ("page", "card", "band")
 TEXTS = ("ink", "muted", "link", "warning", "error")
+LINES = ("l0", "l1", "l2", "l3", "l4", "l5")  # of a chart
 
 ON_FILL = "#10202f"
 FILLS = (

@@ -1,18 +1,20 @@
-"""Lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps where a value is no number."""
+"""Lines over steps, or over the actions of one, as plain SVG: axes at round numbers, a dash for each run, gaps where a
+value is no number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, isfinite, log, log10
 
+from planner.report.page.palette import LINES
 from runtime.report.runs.figures import Figure, Line
 
 WIDTH, HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
+LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
 _TICKS = 5
-NUM_COLOURS = 6
+NUM_COLOURS = len(LINES)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # colour is not all that tells runs apart
 
 
@@ -26,25 +28,25 @@ class Axes:
     high: float
 
     @classmethod
-    def around(cls, lines: Sequence[Line]) -> Axes:
+    def around(cls, lines: Sequence[Line], *, from_zero: bool = False) -> Axes:
         steps = [float(step) for line in lines for step, _ in line.points]
         values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
         low, high = min(values), max(values)
         room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
-        floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
+        floor_ = 0.0 if low >= 0 and (from_zero or low - room < 0) else low - room
         return cls(min(steps), max(max(steps), min(steps) + 1), floor_, high + room)
 
     def x(self, step: float) -> float:
-        return _LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - _LEFT - _RIGHT)
+        return LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         return _TOP + (self.high - value) / (self.high - self.low) * (HEIGHT - _TOP - _BOTTOM)
 
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
-    """One SVG element; its colours come from the page (``var(--run-0)`` and so on)."""
-    axes = Axes.around(lines)
-    words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
+    """One SVG element; its colours come from the page (``planner.report.page.palette``)."""
+    axes = Axes.around(lines, from_zero=figure.from_zero)
+    words = f"{figure.title} over {figure.along}s: {', '.join(line.name for line in lines)}"
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">',
         *_grid(figure, axes),
@@ -55,26 +57,27 @@ def chart(figure: Figure, lines: Sequence[Line]) -> str:
 
 
 def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
-    right, foot = WIDTH - _RIGHT, HEIGHT - _BOTTOM
-    for value in round_ticks(axes.low, axes.high):
+    right, foot = WIDTH - RIGHT, HEIGHT - _BOTTOM
+    unit = 1024.0 ** floor(log(max(axes.high, 1.0), 1024)) if figure.is_bytes else 1.0
+    for value in (unit * tick for tick in round_ticks(axes.low / unit, axes.high / unit)):
         y = axes.y(value)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
+        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="quiet end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
     for step in round_ticks(axes.first, axes.last, whole=True):
         x = axes.x(step)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
-        yield f'<text class="tick middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
-    yield f'<text class="tick end" x="{_LEFT - 6}" y="{foot + 17}">step</text>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
+    yield f'<text class="quiet" x="0" y="{foot + 17}">{figure.along}</text>'
 
 
 def _path(line: Line, axes: Axes) -> str:
     dash = DASHES[line.run % len(DASHES)]
-    style = f"stroke:var(--run-{line.run % NUM_COLOURS})" + (f";stroke-dasharray:{dash}" if dash else "")
+    style = f"stroke:var(--{LINES[line.run % NUM_COLOURS]})" + (f";stroke-dasharray:{dash}" if dash else "")
     kind = "line beside" if line.is_beside else "line"
     stretches = _stretches(line, axes)
     drawn = f'<path class="{kind}" style="{style}" d="{" ".join(map(_moves, stretches))}"/>'
     dots = "".join(
-        f'<circle class="dot" style="fill:var(--run-{line.run % NUM_COLOURS})" cx="{x}" cy="{y}" r="2.5"/>'
+        f'<circle class="dot" style="fill:var(--{LINES[line.run % NUM_COLOURS]})" cx="{x}" cy="{y}" r="2.5"/>'
         for ((x, y),) in (s for s in stretches if len(s) == 1)
     )
     return drawn + dots

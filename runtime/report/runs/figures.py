@@ -32,7 +32,11 @@ def size(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over steps: its field in the log, and what a reader calls it. ``beside``: a second field, drawn thin."""
+    """A figure over steps: its field in the log, and what a reader calls it. ``beside``: a second field, drawn thin.
+
+    ``along``: what it is over, if not steps. ``is_bytes``: its ticks are round in KiB, MiB and so on. ``from_zero``: so
+    that heights compare.
+    """
 
     field: str
     title: str
@@ -40,6 +44,9 @@ class Figure:
     format: Format = plain
     beside: str = ""
     beside_title: str = ""
+    along: str = "step"
+    is_bytes: bool = False
+    from_zero: bool = False
 
 
 FIGURES = (
@@ -48,10 +55,10 @@ FIGURES = (
     Figure("grad_norm", "Norm of the gradient"),
     Figure("lr", "Learning rate"),
     Figure("tokens_per_s", "Tokens a second"),
-    Figure("step_seconds", "Seconds a step", "s"),
+    Figure("step_seconds", "Seconds a step"),
     Figure("data_share", "Time spent on data", "share of a step", share),
     Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
-    Figure("memory_bytes", "Memory", "most that a rank has held", size),
+    Figure("memory_bytes", "Memory", "most that a rank has held", size, is_bytes=True),
     Figure("peak_share", "FLOP/s of a device", "share of its peak", share),
     Figure("loss_scale", "Loss scale"),
     Figure("imbalance", "Imbalance of experts", "most tokens over the mean"),

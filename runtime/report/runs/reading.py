@@ -14,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from planner.errors import PlanError
 from planner.files.text import MIB, read_text, shorten
+from runtime.report.memory_rows import MemoryReport
+from runtime.report.runs.beside import LOG, memory_beside, trace_beside
 from runtime.report.step_row import StepRow
 
-LOG = ".jsonl"
 FIX = "write one with `meshwright train … --log FILE.jsonl`"
 _MOST_BYTES = 1024 * MIB
 _KEYS = {field.name for field in dataclasses.fields(StepRow)}
@@ -25,17 +26,22 @@ _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run logged. ``trace``: the events of a trace that lies beside its log, if one does."""
+    """What one run logged. ``trace``: the events of a trace that lies beside its log, if one does; ``memory``: what its
+    ranks held, if that does."""
 
     name: str
     rows: tuple[StepRow, ...]
     trace: tuple[dict[str, Any], ...] = ()
+    memory: MemoryReport | None = None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Every log that ``paths`` are, or that directories among them hold. Raises PlanError for what is none."""
     logs = [log for path in paths for log in _logs_at(path)]
-    return [Run(name, read_rows(log), _trace_beside(log)) for log, name in zip(logs, names_of(logs), strict=True)]
+    names = names_of(logs)
+    return [
+        Run(name, read_rows(log), trace_beside(log), memory_beside(log)) for log, name in zip(logs, names, strict=True)
+    ]
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:
@@ -110,18 +116,3 @@ def _damaged(log: Path, number: int, words: str) -> PlanError:
 
 def _at(log: Path, number: int) -> str:
     return f"{shorten(log)}, line {number}"
-
-
-def _trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
-    """The events of NAME.json beside NAME.jsonl, or of trace.json where one log alone lies beside it; else none."""
-    is_alone = len(list(log.parent.glob(f"*{LOG}"))) == 1
-    for path in (log.with_suffix(".json"), *([log.with_name("trace.json")] if is_alone else [])):
-        if path.is_file() and path.stat().st_size < _MOST_BYTES:
-            try:
-                values = json.loads(path.read_text())
-            except (ValueError, OSError):
-                continue
-            events = values.get("traceEvents") if isinstance(values, dict) else None
-            if isinstance(events, list):
-                return tuple(event for event in events if isinstance(event, dict))
-    return ()

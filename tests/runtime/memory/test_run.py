@@ -11,7 +11,8 @@ from planner import plan
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.memory.run import Compared, MemoryReport, compare_memory, measured
+from runtime.memory.run import compare_memory, measured
+from runtime.report.memory_rows import Compared, MemoryReport
 from runtime.verify.run import random_batch
 from tests.tools.paths import ROOT
 
@@ -62,6 +63,10 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     peaks = [row for row in report.rows if row.category == "at the peak"]
     # what is gathered again in a backward is counted too low (docs/memory.md): 3.1 % here
     assert all(abs(row.difference) < 0.04 for row in peaks), str(report)
+    assert {action.rank for action in report.actions} == {0, 1, 2, 3}
+    told = [action for action in report.actions if action.predicted is not None]
+    assert bool(told) == (more != WAITING)
+    assert all(abs(action.predicted - action.measured) <= 0.03 * action.measured for action in told), told
 
 
 def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
@@ -71,7 +76,9 @@ def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
     (row,) = made.memory
     for part in ("gradients", "activations"):
         less = replace(row, **{part: int(getattr(row, part) * 0.95)}, total=-1)
-        report = MemoryReport(tuple(measured(replace(made, memory=(less,)), load_model(model_ref), two(spec, made))))
+        report = MemoryReport(
+            tuple(measured(replace(made, memory=(less,)), load_model(model_ref), two(spec, made)).rows)
+        )
         assert [row.category for row in report.rows if not row.passed] == [part]
         assert "NOT AS PREDICTED" in str(report)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import planner.report.page
-from planner.report.page.palette import DARK, FILLS, LIGHT, ON_FILL, SURFACES, TEXTS, css
+import runtime.report.runs
+from planner.report.page.palette import DARK, FILLS, LIGHT, LINES, ON_FILL, SURFACES, TEXTS, css
 
-TEMPLATES = Path(planner.report.page.__file__).parent / "templates"
+TEMPLATES = [Path(package.__path__[0]) / "templates" for package in (planner.report.page, runtime.report.runs)]
 
 
 def luminance(colour: str) -> float:
@@ -32,9 +33,9 @@ def test_every_text_stands_out_from_every_surface(theme: dict[str, str]):
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_shapes_have_an_edge_that_stands_out(theme: dict[str, str]):
-    for surface in SURFACES:
-        assert contrast(theme["edge"], theme[surface]) >= 3, surface
+def test_shapes_have_an_edge_that_stands_out_and_so_does_each_line_of_a_chart(theme: dict[str, str]):
+    for shape, surface in itertools.product(("edge", *LINES), SURFACES):
+        assert contrast(theme[shape], theme[surface]) >= 3, (shape, surface)
 
 
 def test_what_is_written_on_a_fill_can_be_read_and_fills_differ():
@@ -47,7 +48,7 @@ def test_both_themes_have_the_same_names():
     assert css().count("--ink:") == 2
 
 
-@pytest.mark.parametrize("file", sorted(TEMPLATES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("file", sorted(f for d in TEMPLATES for f in d.iterdir()), ids=lambda path: path.name)
 def test_templates_name_no_colour_of_their_own(file: Path):
     text = file.read_text()
     assert not re.search(r"#[0-9a-fA-F]{6}\b|#[0-9a-fA-F]{3}\b(?![\w-])|rgba?\(|hsl\(", text)

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from math import inf, nan
+from math import inf, nan, ulp
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,14 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from planner.files.text import MIB
+from planner.pipeline.schedule import Action
 from runtime.cli import app
 from runtime.profiling.trace import MEASURED, PLANNED
+from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
 from runtime.report.runs.actions import action_times
 from runtime.report.runs.chart import Axes, chart, round_ticks
 from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary, thinned
+from runtime.report.runs.memory import PARTS, category_bars, fullest, over_actions
 from runtime.report.runs.page import page
 from runtime.report.runs.reading import Run
+from runtime.report.runs.table import sections_of
 from runtime.report.step_row import StepRow
+from tests.planner.report.page.test_browser import CONTRAST, LAYOUT
+from tests.tools.browser import ask, needs_browser
 
 ROWS = tuple(
     StepRow(i, 6.0 - i / 10, 1.0, 1e-3, 1000.0 + i, validation_loss=5.0 if i == 20 else None, memory_bytes=1 << 30)
@@ -64,7 +71,7 @@ def read(html: str) -> Texts:
 
 def test_every_figure_of_a_run_is_a_chart_and_no_other_is():
     html = page([Run("one", ROWS), Run("two", OTHER)])
-    charts = re.findall(r"<figcaption>(.*?)(?: <small>|</figcaption>)", html)
+    charts = re.findall(r"<figcaption>(.*?)(?: <small|</figcaption>)", html)
     present = {"loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "bubble"}
     assert charts == [figure.title for figure in FIGURES if figure.field in present]
     cells = {text.strip() for text in read(html).found}
@@ -74,7 +81,8 @@ def test_every_figure_of_a_run_is_a_chart_and_no_other_is():
 def test_the_page_needs_nothing_else_and_shows_text_as_text():
     html = page([Run("<script>alert(1)</script>", ROWS)])
     assert "<script>alert" not in html
-    assert read(html).links == []
+    assert all(link.startswith("#") or link == "data:," for link in read(html).links)
+    assert "default-src 'none'" in html
     assert not re.search(r"https?://(?!www\.w3\.org)", html)
 
 
@@ -105,7 +113,8 @@ def test_ticks_are_round_few_and_inside(low, length):
     high = low + length
     ticks = round_ticks(low, high)
     assert 1 <= len(ticks) <= 11
-    assert all(low - 1e-6 * length <= tick <= high + 1e-6 * length for tick in ticks)
+    room = 1e-6 * length + 4 * ulp(abs(low) + length)
+    assert all(low - room <= tick <= high + room for tick in ticks)
 
 
 def test_points_lie_where_their_values_are():
@@ -143,3 +152,63 @@ def test_the_command_shows_each_format(tmp_path: Path):
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "Traceback" not in refused.output
+
+
+def held(rank: int, pp_rank: int, size: int) -> tuple[list[Compared], list[ActionMemory]]:
+    rows = [Compared(rank, part, size, size + rank, 0.01) for part in (*PARTS, "at the peak")]
+    return rows, [
+        ActionMemory(rank, pp_rank, name, size * n, size * n, size * 3) for n, name in ((1, "F0.0"), (2, "F1.0"))
+    ]
+
+
+def with_memory() -> Run:
+    """Two pp ranks of two ranks each, of which the second holds more."""
+    ranks = [held(rank, rank // 2, (1 + rank // 2) << 20) for rank in range(4)]
+    rows = tuple(row for of_rank, _ in ranks for row in of_rank)
+    return Run("one", ROWS, memory=MemoryReport(rows, (), tuple(one for _, actions in ranks for one in actions)))
+
+
+def test_memory_measured_stands_beside_that_planned_by_category_and_by_action():
+    run = with_memory()
+    bars = category_bars([run])
+    assert bars is not None
+    assert run.memory is not None
+    assert fullest(run.memory) == {0: 1, 1: 3}
+    words = [f"{word}, pp rank {pp}" for pp in (0, 1) for word in ("measured", "planned")]
+    assert [bar.name.split(", ", 1)[1] for bar in bars.bars] == [", ".join(reversed(w.split(", "))) for w in words]
+    lengths = [sum(segment.width for segment in bar.segments) for bar in bars.bars]
+    assert lengths[2] == pytest.approx(2 * lengths[0], rel=0.01)
+    first, second = over_actions([run])
+    assert [line.points for line in second.lines] == [((1, 2.0 * MIB), (2, 4.0 * MIB))] * 2
+    assert first.names == ("F0.0", "F1.0")
+    html = page([run])
+    assert html.count('class="chart"') == 2 + len(re.findall(r'data-along="step"', html))
+    assert [s.title for s in sections_of([run])] == ["Runs (1)", "Memory of ranks", "Memory by action"]
+
+
+def test_what_a_rank_keeps_follows_from_its_order():
+    order = [Action("F", 0, 0), Action("F", 0, 1), Action("F", 1, 0), Action("B", 0, 1), Action("B", 0, 0)]
+    assert list(predicted_by_action((10, 3), order).values()) == [10, 13, 23, 23, 20]
+    assert predicted_by_action((10, 3), [*order, Action("W", 0, 0)]) == {}
+
+
+@needs_browser
+def test_a_page_of_runs_can_be_read_and_answers_to_the_keyboard(tmp_path: Path):
+    events = [*TRACKS, event(MEASURED, 0, "forward", 3.0), event(PLANNED, 0, "forward", 2.0)]
+    html = page([replace(with_memory(), trace=tuple(events)), Run("two", OTHER)])
+    keys = """
+      const found = [];
+      for (const svg of document.querySelectorAll(".chart")) {
+        const reading = svg.parentElement.querySelector(".reading"), before = reading.textContent;
+        svg.focus();
+        if (document.activeElement !== svg) found.push("cannot be reached");
+        svg.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+        if (!/^(step|action) /.test(reading.textContent)) found.push(reading.textContent);
+        svg.blur();
+        if (reading.textContent !== before) found.push("stays");
+      }
+      return found;
+    """
+    looked = f"return [(() => {{ {CONTRAST} }})(), (() => {{ {LAYOUT} }})(), (() => {{ {keys} }})()].flat();"
+    for dark in (False, True):
+        assert ask(html, tmp_path, looked, dark=dark) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlanError
+from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
 from runtime.report.runs.reading import names_of, read_rows, read_runs
 from runtime.report.step_row import StepRow
 
@@ -83,3 +84,22 @@ def test_a_trace_belongs_to_the_log_that_it_lies_beside(tmp_path):
     assert [run.trace for run in read_runs([tmp_path])] == [(), ()]
     (tmp_path / "b.json").write_text(json.dumps({"traceEvents": events}))
     assert [run.trace for run in read_runs([tmp_path])] == [(), tuple(events)]
+
+
+def test_what_lies_beside_a_log_is_read_or_is_one_error(tmp_path):
+    write(tmp_path / "a.jsonl", rows())
+    report = MemoryReport((Compared(0, "gradients", 8, 8, 0.01),), ("a note",), (ActionMemory(0, 0, "F0.0", 4, 4, 6),))
+    beside = tmp_path / "memory.json"
+    beside.write_text(json.dumps(report.to_dict()))
+    assert read_runs([tmp_path])[0].memory == report
+    older = {name: value for name, value in report.to_dict().items() if name != "actions"}
+    for name, text, words in (
+        ("memory.json", json.dumps(older), "no report of memory of this version: actions"),
+        ("memory.json", "", "memory is damaged: this is no JSON"),
+        ("trace.json", '{"traceEvents": [', "trace is damaged: this is no JSON"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(PlanError, match=words) as error:
+            read_runs([tmp_path])
+        assert name in str(error.value)
+        beside.unlink(missing_ok=True)
