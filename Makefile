@@ -1,11 +1,22 @@
-# Two commands set up everything: `make demo` runs the main job, `make test` passes every check.
+# Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 BIN := .venv/bin
+PLANS := .venv/plans
 READY := .venv/ready
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test quick lint types bench clean
+SHOWN := gpt2.html
+
+.PHONY: report demo test quick lint types bench clean
+
+# Where there is a screen the page opens in the browser.
+report: $(PLANS)
+	$(BIN)/meshwright plan hf:examples/gpt2_small.json specs/tp2_pp2.yaml --format html -o $(SHOWN)
+	@echo "open $(SHOWN) in a browser"
+	@if [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] || [ "$$(uname)" = Darwin ]; then \
+		$(BIN)/python -m webbrowser "file://$(CURDIR)/$(SHOWN)" >/dev/null; fi
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt2.py
@@ -29,11 +40,15 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/planning.py
 
-$(READY): pyproject.toml constraints.txt
+$(PLANS): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(READY)
+	$(INSTALL) -e '.[hf]'
+	@touch $@
+
+$(READY): $(PLANS)
+	$(INSTALL) -e '.[dev]'
+	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv $(SHOWN) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

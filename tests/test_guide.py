@@ -7,8 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,21 +71,47 @@ def _word(word: str) -> str:
     return ".*".join(re.escape(part) for part in word.split(LEFT_OUT))
 
 
+class Page:
+    """A page of the guide in a folder of its own, with the files that it shows. Its commands run in their order."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.folder, self.commands = folder, commands(path)
+        self.done: list[subprocess.CompletedProcess[str]] = []
+        for name in ("examples", "specs"):
+            (folder / name).symlink_to(ROOT / name)
+        for language in ("python", "yaml"):
+            for name, text in blocks(path, language):
+                (folder / name).write_text(text)
+
+    def reach(self, place: int) -> subprocess.CompletedProcess[str]:
+        """What the command at ``place`` did; those before it have run."""
+        for command in self.commands[len(self.done) : place + 1]:
+            self.done.append(run(command.words[1:], self.folder))
+        return self.done[place]
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Page]:
+    return cache(lambda path: Page(path, tmp_path_factory.mktemp(path.stem)))
+
+
+CASES = [
+    pytest.param(page, place, id=f"{page.stem}: {' '.join(command.words)}")
+    for page in PAGES
+    for place, command in enumerate(commands(page))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
-def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
-    for name in ("examples", "specs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for language in ("python", "yaml"):
-        for name, text in blocks(page, language):
-            (tmp_path / name).write_text(text)
-    for command in commands(page):
-        assert command.words[0] == "meshwright"
-        done = run(command.words[1:], tmp_path)
-        assert done.returncode == command.code, done.stdout + done.stderr
-        printed = done.stdout + done.stderr if command.code == 2 else done.stdout
-        text = re.sub(r"\n\s*\n", "\n", printed)
-        assert pattern(command.lines).search(text), f"{' '.join(command.words)}\n{printed}"
+@pytest.mark.parametrize(("path", "place"), CASES)
+def test_a_command_prints_what_stands_there(path: Path, place: int, page_of: Callable[[Path], Page]) -> None:
+    page = page_of(path)
+    command, done = page.commands[place], page.reach(place)
+    assert command.words[0] == "meshwright"
+    assert done.returncode == command.code, done.stdout + done.stderr
+    printed = done.stdout + done.stderr if command.code == 2 else done.stdout
+    text = re.sub(r"\n\s*\n", "\n", printed)
+    assert pattern(command.lines).search(text), f"{' '.join(command.words)}\n{printed}"
 
 
 def run(words: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:

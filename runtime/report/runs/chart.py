@@ -32,8 +32,9 @@ class Axes:
         steps = [float(step) for line in lines for step, _ in line.points]
         values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
         low, high = min(values), max(values)
+        low = min(low, 0.0) if from_zero else low
         room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
-        floor_ = 0.0 if low >= 0 and (from_zero or low - room < 0) else low - room
+        floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
         return cls(min(steps), max(max(steps), min(steps) + 1), floor_, high + room)
 
     def x(self, step: float) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.frozen_plan import Plan
 from planner.report.page.plan_page import plan_page
-from tests.tools.browser import ask, chromium, needs_browser
+from tests.tools.browser import ask, needs_browser, printed
 
 pytestmark = needs_browser
 
@@ -151,8 +151,7 @@ def test_the_grid_tells_coordinates_and_groups_of_a_rank_as_the_mesh_has_them(
 def test_it_prints(moe_text: str, tmp_path: Path):
     page = tmp_path / "page.html"
     page.write_text(moe_text, encoding="utf-8")
-    chromium(page, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'page.pdf'}")
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    assert printed(page).startswith(b"%PDF")
 
 
 def test_a_notebook_shows_a_plan_in_light_and_dark(small_plan: Plan, tmp_path: Path):
