@@ -117,10 +117,12 @@ class _GatheredLinears(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gradient = of_input(_whole_like(kept, ctx), ctx.weights, rows, ctx.transposed)
             summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", ahead=True)
+            del gradient  # what is summed is held there, as a copy where the parts had to be laid behind each other
         if waits:
             ctx.handle.keep(partial(_add, kept, rows, ctx.places, ctx.transposed), begin)
         else:
             whole = _as_matrix(kept if gathered is None else gathered())
+            del gathered  # and with it the parts as they came
             if ctx.places is None:
                 of_edges = of_held(whole, rows, ctx.needs_input_grad[2:], ctx.transposed)
             else:

@@ -117,6 +117,7 @@ class _Tracer:
         self.values: dict[str, Any] = {}
         self.changed: dict[tuple[str, Placement], Any] = {}
         self.parts: dict[int, int] = {}  # memory of a whole that is gathered again in the backward → of what is kept
+        self.copies: dict[int, int] = {}  # such memory → bytes that gathering it, and summing its gradient, take beside
         self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
         self.changes: dict[str, list[TypeChange]] = {}
         for change in shards.changes[index]:
@@ -180,7 +181,7 @@ class _Tracer:
         in_place = change.how.name == "g" and is_summed_in_place(self.decisions, node, change, self.index)
         (made,) = self._record(node, seen, [value], change, in_place)
         if change.again:
-            self.parts[made.memory] = value.memory
+            self.parts[made.memory], self.copies[made.memory] = value.memory, _copies(change.before, value, made)
         return made
 
     def _way(self, node: fx.Node, change: TypeChange) -> str:
@@ -235,8 +236,9 @@ class _Tracer:
         keeps = [self.parts.get(operands[n].memory, operands[n].memory) for n in seen.operands]
         keeps += [made[n].memory for n in seen.results]
         if any(value.memory in self.parts for value in operands):  # it is gathered once more in the backward
-            whole = sum(self.trace.bytes_of[v.memory] for v in operands if v.memory in self.parts)
-            seen = replace(seen, backward_peak=seen.backward_peak + 2 * whole)
+            again = dict.fromkeys(v.memory for v in operands if v.memory in self.parts)
+            copies = sum(self.copies.get(memory, 2 * self.trace.bytes_of[memory]) for memory in again)
+            seen = replace(seen, backward_peak=seen.backward_peak + copies)
         if change is None and self._adds_in_place(node, operands):
             seen = _without_gradient(seen, 1)
         reads = tuple(dict.fromkeys(v.memory for v in operands))
@@ -281,6 +283,14 @@ class _Tracer:
         if domain.rows >= 0:
             local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, self.mesh))
         return tuple(local)
+
+
+def _copies(cut: Placement, part: Value, whole: Value) -> int:
+    """Bytes that live at once beside the gradient of ``whole``, in the backward of products that gather it again
+    (passes.ops.column_linear): what is gathered, that gradient with each rank's part behind the others', and the sum.
+    Along dim 0 parts lie behind each other anyway."""
+    lies_so = cut.dim == 0 and len(cut.segments) == 1
+    return (1 if lies_so else 2) * whole.like.bytes + part.like.bytes
 
 
 def _without_gradient(seen: Seen, number: int) -> Seen:

@@ -61,8 +61,7 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     assert report.passed, str(report)
     assert len({row.rank for row in report.rows}) == 4
     peaks = [row for row in report.rows if row.category == "at the peak"]
-    # what is gathered again in a backward is counted too low (docs/memory.md): 3.1 % here
-    assert all(abs(row.difference) < 0.04 for row in peaks), str(report)
+    assert all(abs(row.difference) < 0.03 for row in peaks), str(report)
     assert {action.rank for action in report.actions} == {0, 1, 2, 3}
     told = [action for action in report.actions if action.predicted is not None]
     assert bool(told) == (more != WAITING)
