@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from planner.pipeline.schedule import Action, Order, SchedulePlan
+from runtime import Engine
 from tests.tools.laboratory import Case, Lab
 
 FAMILIES = ["gpt", "gpt2", "llama", "t5", "bert"]
@@ -70,3 +74,35 @@ def test_it_trains_as_1f1b_to_the_last_digits(lab: Lab, mesh: dict[str, int]) ->
         torch.testing.assert_close(zero.gradients[name], gradient, rtol=1e-11, atol=1e-12)
     for name, value in one.parameters.items():
         torch.testing.assert_close(zero.parameters[name], value, rtol=0, atol=1e-9)
+
+
+ONE_RANK = tuple(Action(kind, microbatch, 0) for kind, microbatch in zip("FBFBWW", (0, 0, 1, 1, 0, 1), strict=True))
+MUTANTS = {
+    "a W left out": (ONE_RANK[:-2] + ONE_RANK[-1:], "gradients of weights that no W has made"),
+    "a W run twice": (ONE_RANK + ONE_RANK[-1:], "no backward has put work aside"),
+    "a W behind the last": (ONE_RANK[:-2] + ONE_RANK[:-3:-1], "came after the reduction of its bucket"),
+}
+
+
+def ordered(decided: Any, batches: list[dict[str, Tensor]], orders: dict[str, Order]) -> dict[str, Any]:
+    """Gradients of one step of a rank that knows the plan's order, and runs another; or what it says of it."""
+    schedule, found = SchedulePlan("custom", 2, (ONE_RANK,)), dict[str, Any]()
+    for name, order in orders.items():
+        with Engine(replace(decided, schedule=schedule), timeout_seconds=60) as engine:
+            engine.executor.order = order
+            try:
+                engine.forward_backward(batches[0])
+                found[name] = engine.gather_gradients()
+            except Exception as error:
+                found[name] = str(error)
+    return found
+
+
+def test_an_engine_sees_a_w_that_is_left_out_or_comes_twice_or_too_late(lab: Lab) -> None:
+    orders = {"as planned": ONE_RANK} | {name: order for name, (order, _) in MUTANTS.items()}
+    (found,) = lab.run(Case("gpt", {}, {}, 4, job=ordered, job_arguments=(orders,)))
+    at_once = lab.run(Case("gpt", {}, {}, 4))[0].gradients
+    for name, gradient in found["as planned"].items():
+        torch.testing.assert_close(gradient, at_once[name], rtol=1e-11, atol=1e-12)
+    for name, (_, words) in MUTANTS.items():
+        assert words in str(found[name]), name
