@@ -24,6 +24,7 @@ from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.run import random_batch
+from tests.tools.captures import plan_again
 
 VOCABULARY, LENGTH = 97, 8
 BASE: dict[str, Any] = {
@@ -136,7 +137,7 @@ def build(num_layers: int = 4) -> GPT:
 def facts(keys: str) -> dict[str, Any]:
     """All of the plan of BASE with ``keys`` (as JSON) but the words of the spec; of one that is refused, why."""
     try:
-        return {**plan(build(), with_keys(json.loads(keys))).to_dict(), "spec": None}
+        return {**plan_again("gpt", build(), with_keys(json.loads(keys))).to_dict(), "spec": None}
     except PlanError as error:
         return {"refused": error.what}
 
@@ -148,7 +149,7 @@ def training(keys: str) -> str:
     with torch.device("meta"):
         model = build(1)
     ids = torch.arange(8 * LENGTH).view(8, LENGTH) * 7 % VOCABULARY
-    with Engine(plan(model, spec)) as engine:
+    with Engine(plan_again("meta", model, spec)) as engine:
         reports = [engine.train_step({"input_ids": ids, "targets": ids.roll(-1, 1)}) for _ in range(3)]
         weights = {name: value.double().sum().item() for name, value in engine.gather_parameters().items()}
         return str(([(r.loss, r.grad_norm, r.lr) for r in reports], weights, engine.loss_scale.value))
@@ -177,7 +178,7 @@ def test_another_value_changes_the_training(key):
 def test_what_is_not_there_yet_is_refused_at_its_key(key):
     value, needs = REFUSED[key]
     with pytest.raises(PlanError) as error:
-        plan(build(), with_keys({**needs, key: value}))
+        plan_again("gpt", build(), with_keys({**needs, key: value}))
     assert str(error.value.where) in (place(key), *needs)
     assert error.value.fix
 
@@ -196,7 +197,7 @@ def test_what_is_not_there_yet_is_refused_at_its_key(key):
     ids=str,
 )
 def test_every_way_to_write_a_split_decides_the_stages(split, blocks):
-    decided = plan(build(), with_keys({"pipeline.split": split}))
+    decided = plan_again("gpt", build(), with_keys({"pipeline.split": split}))
     assert [len(stage.blocks) for stage in decided.stages] == blocks
 
 

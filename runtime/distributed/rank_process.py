@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import os
 import pickle
@@ -32,6 +33,7 @@ def run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # a fork: looking for garbage would touch, and so copy, every page of what was imported before it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
     os.environ.update(environment)

@@ -69,7 +69,8 @@ def check(
     make: Callable[[], Routed], batch: Batch, mesh: Mapping[str, int], loss: float = 1e-10, gradient: float = 1e-10
 ) -> Ran:
     """Loss, every gradient as a part of the norm of all, and what was exchanged, against one process and the plan."""
-    ran, model = run_mesh(make, batch, mesh), make()
+    model = make()
+    ran = run_mesh(make, batch, mesh, name=f"{model.way.__name__}, {model.top_k} of {model.num_experts}: {model}")
     alone = model(**batch)
     alone.backward()
     torch.testing.assert_close(ran.loss, alone.detach(), rtol=loss, atol=loss, check_dtype=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from tests.models.families import FAMILIES
@@ -9,11 +11,12 @@ from tests.models.own import MODELS
 from tests.tools.laboratory import Case, Lab
 
 ALWAYS = {"tp": 2, "pp": 2}
-# The finest cuts of each axis alone, and all axes at once; what lies between them is in test_layouts, for four models.
+# The finest cuts of each axis alone, and all axes at once, by turns; what lies between is in test_layouts.
 OTHERS = [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 2}]
 IN_LAYOUT_TESTS = {"gpt", "gpt2", "llama", "bert", "gpt-5-layers"}
+OF_LOSSES = [{"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}]  # counted over dp, beside what cuts a loss
 LOSSES = sorted(name for name in MODELS if "loss" in name or "class-weights" in name)
-# What these add is in the graph and not in the mesh: two layouts each.
+# What these add is in the graph and not in the mesh: one layout each.
 UNUSUAL_GRAPHS = [
     "diffllama",
     "experts",
@@ -31,23 +34,26 @@ ELSEWHERE = {*IN_LAYOUT_TESTS, *IN_PIPELINE_TESTS, *IN_BERT_TESTS, *IN_EXPERT_TE
 NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE and "dropout" not in name)
 
 
-def name_of(layout: dict[str, int]) -> str:
-    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+def name_of(value: str | dict[str, int]) -> str:
+    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
-@pytest.mark.parametrize("layout", [ALWAYS, *(pytest.param(m, marks=pytest.mark.slow) for m in OTHERS)], ids=name_of)
 @pytest.mark.parametrize("model", NAMES)
-def test_family_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+def test_family_equals_one_process(lab: Lab, model: str) -> None:
+    assert lab.check(Case(model, ALWAYS)).wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), zip(NAMES, cycle(OTHERS), strict=False), ids=name_of)
+def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
 
 
-@pytest.mark.parametrize("layout", [ALWAYS, {"tp": 2, "pp": 2, "dp": 2}], ids=name_of)
 @pytest.mark.parametrize("model", UNUSUAL_GRAPHS)
-def test_unusual_graph_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
-    assert lab.check(Case(model, layout)).wrong == []
+def test_unusual_graph_equals_one_process(lab: Lab, model: str) -> None:
+    assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 
-@pytest.mark.parametrize("layout", [ALWAYS, {"dp": 2}], ids=name_of)
-@pytest.mark.parametrize("model", LOSSES)
+@pytest.mark.parametrize(("model", "layout"), zip(LOSSES, cycle(OF_LOSSES), strict=False), ids=name_of)
 def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []

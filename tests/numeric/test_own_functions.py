@@ -10,13 +10,11 @@ from tests.tools.laboratory import Case, Lab
 
 LAYOUTS = {
     "tp2-pp2": ({"tp": 2, "pp": 2}, {}),
-    "sequence": ({"tp": 2}, SEQUENCE_PARALLEL),
-    "dp2": ({"dp": 2}, {}),
+    "sequence": ({"tp": 2, "dp": 2}, SEQUENCE_PARALLEL),
 }
-ALWAYS = ["tp2-pp2", "sequence", pytest.param("dp2", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("layout", ALWAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", FUNCTIONS)
 def test_own_backward_equals_one_process(lab: Lab, model: str, layout: str) -> None:
     mesh, rest = LAYOUTS[layout]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from planner import PlanError
@@ -14,7 +16,7 @@ OTHERS = ["gpt2", "bert", "qwen3", "gemma2", "gpt_neox", "falcon-7b", "bloom", "
 FINEST = [{"tp": 4}, {"tp": 2, "pp": 2}]
 LAYOUTS = [*FINEST, {"tp": 2}, {"tp": 2, "dp": 2}]
 CASES = [(model, layout) for model in ALWAYS for layout in LAYOUTS]
-CASES += [pytest.param(model, layout, marks=pytest.mark.slow) for model in OTHERS for layout in FINEST]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in zip(OTHERS, cycle(FINEST), strict=False)]
 
 
 def name_of(layout: dict[str, int]) -> str:

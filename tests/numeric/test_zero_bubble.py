@@ -21,14 +21,15 @@ def rest(**more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": "zero_bubble"}, **more}
 
 
-def name_of(layout: dict[str, int]) -> str:
-    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+def name_of(value: str | dict[str, int]) -> str:
+    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
-@pytest.mark.parametrize(
-    "layout", [{"pp": 2}, {"tp": 2, "pp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=name_of
-)
-@pytest.mark.parametrize("model", FAMILIES)
+CASES = [(model, {"tp": 2, "pp": 2}) for model in FAMILIES]
+CASES += [(model, {"pp": 4}) for model in ("gpt", "gpt2", "t5")]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     case = Case(model, layout, rest(), *SIZES)
     assert lab.plan(case).schedule.has_weights

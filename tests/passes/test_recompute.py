@@ -18,12 +18,13 @@ from passes.ops import recompute
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import BlockCall
 from passes.stage_module import RankProgram
-from planner import Plan, plan
+from planner import Plan
 from planner.saved.trace import trace_stage
 from runtime.verify import mutants
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.live_memory import Made
 from tests.tools.simulated_mesh import Ran, counted, run_mesh, spec_of, totals_of
 
@@ -102,7 +103,7 @@ def planned(name: str, kind: str, **mesh: int) -> Plan:
     batch = families.build(name).batch(8, 0)
     schedule = {"pipeline": {"schedule": "interleaved_1f1b"}} if mesh.get("vpp", 1) > 1 else {}
     sections = {"batch": {"global": 8, "micro": 2}, "recompute": kind, **schedule}
-    return plan(model_of(name), spec_of(batch, mesh) | sections)
+    return plan_again(name, model_of(name), spec_of(batch, mesh) | sections)
 
 
 def programs_of(made: Plan, name: str) -> list[RankProgram]:

@@ -6,6 +6,7 @@ process group and has none of autograd's threads (they do not survive a fork); r
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -44,6 +45,7 @@ class Child:
             self._content = bytearray()  # bytes would be copied whole at each piece that comes
             return
         os.close(self._read)
+        gc.freeze()  # a collection would touch, and so copy, every page that parent and child share
         # torch replaces a forked copy of its thread pool at the first use, which two threads must not make at once. A
         # backward may start several at once: after an export, a torch built for CUDA does so even without a GPU.
         torch.set_num_threads(torch.get_num_threads())

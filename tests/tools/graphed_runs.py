@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner import plan
 from runtime import Engine
 from tests.models import families
+from tests.tools.captures import plan_again
 
 SCOPES = [["attn"], ["mlp"], ["attn", "mlp"], [], ["full_iteration"]]
 Trained = tuple[list[tuple[float, dict[str, Tensor], float]], dict[str, Tensor]]
@@ -32,7 +32,7 @@ def engine_of(
     entry = families.build(name)
     if "dropout" in name:
         entry.model.train()
-    engine = Engine(plan(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
+    engine = Engine(plan_again(name, entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
     if engine.graphs is not None and captures:
         engine.capture_graphs()
     return engine, entry

@@ -8,6 +8,7 @@ The truth is written out here in plain torch: the unmodified model, the whole gl
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -146,6 +147,7 @@ def _serve(connection: Connection) -> None:
     for name in PRELOADED:
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.set_threshold(20_000, 20, 20)
     benches = Benches()
     while True:
         try:

@@ -24,6 +24,7 @@ from runtime.optimizer.norm import whole_elements
 from runtime.weights.gather import assemble, senders_of
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
+from tests.tools.captures import plan_again
 from tests.tools.simulated_ranks import on_threads
 
 Batch = dict[str, Tensor]
@@ -64,12 +65,14 @@ def run_mesh(
     batch: Batch,
     mesh: Mapping[str, int],
     *,
+    name: str = "",
     change: Callable[[RankProgram], None] = lambda _: None,
     **more: Any,
 ) -> Ran:
-    """``change``: what is done to each rank's program before it runs."""
-    model = make()
-    made = plan(model, spec_of(batch, mesh, **more))
+    """``name``: of the model, if it is met again: see plan_again. ``change``: what is done to each rank's program
+    before it runs."""
+    model, spec = make(), spec_of(batch, mesh, **more)
+    made = plan_again(name, model, spec) if name else plan(model, spec)
     ranks = range(made.mesh.world_size)
     programs = [lower(made, rank, thorough=True) for rank in ranks]
     for rank, program in enumerate(programs):

@@ -16,6 +16,7 @@ from planner.cost.layout import Layout
 from planner.cost.work import cut_work
 from planner.spec.spec import Spec
 from tests.models import hugging_face
+from tests.tools.captures import plan_again
 
 CLUSTER = Cluster.model_validate(
     {
@@ -61,7 +62,7 @@ def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
         "tensor_parallel": {"vocabulary_multiple": 8, **parallel},
         "recompute": recompute,
     }
-    made = plan(hugging_face.build(family), spec)
+    made = plan_again(family, hugging_face.build(family), spec)
     return made, Spec.load(made.spec)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import Plan, plan
+from planner import Plan
 from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import Estimate, at_least, estimate
@@ -18,6 +18,7 @@ from planner.cost.work import cut_work
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
 from tests.models import hugging_face
+from tests.tools.captures import plan_again
 
 KINDS = ("none", "full", "selective")
 
@@ -53,7 +54,7 @@ def planned(
         "tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": sequence_parallel},
     }
     model = hugging_face.build(family) if layers == 2 else deeper(layers)
-    made = plan(model, spec)
+    made = plan_again(f"{family} of {layers}", model, spec)
     return made, Spec.load(made.spec)
 
 

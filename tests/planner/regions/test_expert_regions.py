@@ -15,6 +15,7 @@ from planner.experts import exchange
 from planner.experts.domain import domain_of
 from planner.regions.regions import Region
 from tests.models import experts, hugging_face, selected_rows
+from tests.tools.captures import plan_again
 
 SCOPE = ("attn", "moe_router", "moe_preprocess")
 ONE: dict[str, int] = {}
@@ -36,7 +37,7 @@ def planned(name: str | Callable[..., Any], mesh: tuple[tuple[str, int], ...], *
     inputs = {key: {"shape": [length], "dtype": "int64", "high": high} for key in ("input_ids", "labels")}
     spec = {"mesh": dict(mesh), "batch": {"global": 8, "micro": 2}, "inputs": inputs}
     spec["tensor_parallel"] = {"vocabulary_multiple": 8}
-    return plan(model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
+    return plan_again(str(name), model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
 
 
 def made(name: str | Callable[..., Any], mesh: dict[str, int], *scope: str) -> Plan:

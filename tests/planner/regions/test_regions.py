@@ -13,6 +13,7 @@ from planner.pipeline.schedule import build_schedule
 from planner.regions.regions import Region
 from planner.regions.static_memory import num_slots, slots_of
 from tests.models import families
+from tests.tools.captures import plan_again
 
 aten = torch.ops.aten
 MODELS = ["gpt2", "llama", "bert", "t5", "falcon-new", "gptj", "relative-bias", "matmul", "parallel", "torch-encoder"]
@@ -26,7 +27,7 @@ def planned(name: str, *scope: str, mesh: dict[str, int] | None = None) -> Plan:
         for key, (shape, dtype, _) in entry.inputs.items()
     }
     spec = {"mesh": mesh or {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs}
-    return plan(entry.model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
+    return plan_again(name, entry.model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
 
 
 def calls(made: Plan, region: Region) -> list[fx.Node]:

@@ -16,6 +16,7 @@ from planner.placement.types import I, Placement, Segment
 from planner.sharding.parameters import LocalParameter, ParameterPlan, parameters_of_rank
 from planner.sharding.parts import Part
 from tests.models.plannable import build, spec_of
+from tests.tools.captures import plan_again
 
 ROW = {"name": "w", "dtype": "float32", "style": "column", "stages": (0,), "reason": "", "origin": "solver"}
 
@@ -58,7 +59,7 @@ def test_whole_elements_are_those_of_a_mask(given_cut, data):
 
 @cache
 def planned(model: str, **mesh: int) -> Plan:
-    return plan(build(model), spec_of(model, mesh=mesh))
+    return plan_again(model, build(model), spec_of(model, mesh=mesh))
 
 
 def held_by(made: Plan, pp_rank: int, tp_rank: int = 0) -> list[LocalParameter]:

@@ -23,16 +23,16 @@ def test_regions_give_what_they_give_eagerly(name):
             assert figures(engine) == planned(engine, steps=3)
 
 
-@pytest.mark.parametrize("microbatches", [16, 64, 256])
+@pytest.mark.parametrize("microbatches", [16, 256])
 def test_the_number_of_graphs_does_not_follow_the_number_of_microbatches(microbatches):
-    """The plan says so of any number; that a run counts what the plan says is seen up to 64."""
+    """The plan says so of any number; that a run counts what the plan says is seen of 16."""
     entry = families.build("gpt2")
     found = []
     for scope in (["attn"], ["full_iteration"]):
         decided = plan(entry.model, spec_of(entry, scope, batch={"global": microbatches, "micro": 1}))
         (row,) = decided.graph_slots
         found.append((row.num_graphs, row.num_replays))
-        if microbatches <= 64:
+        if microbatches == 16:
             with Engine(decided) as engine:
                 engine.capture_graphs()
                 engine.train_step(entry.batch(microbatches, 0))

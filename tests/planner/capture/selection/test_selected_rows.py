@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -20,6 +21,11 @@ from tests.tools.captured import capture
 def made(way: Way) -> Net:
     torch.manual_seed(3)
     return Net(Selecting(way)).double()
+
+
+@cache
+def program_of(way: Way) -> Program:
+    return capture(made(way), batch())
 
 
 def in_a_forward(way: Way) -> Selecting:
@@ -55,8 +61,7 @@ def check(model: Net, program: Program, given: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
-    model = made(way)
-    program = capture(model, batch())
+    model, program = made(way), program_of(way)
     for seed in range(3):
         check(model, program, batch(seed))
 
@@ -68,7 +73,7 @@ def test_so_they_are_where_experts_get_no_token_and_others_all(way: Way, favoure
     with torch.no_grad():
         model.get_parameter("layer.gate.weight").mul_(0.1)
         model.get_parameter("layer.gate.bias")[favoured] += torch.tensor([9.0, 8.0], dtype=torch.double)
-    check(model, capture(model, batch()), batch(1))
+    check(model, program_of(way), batch(1))
 
 
 @pytest.mark.parametrize("way", [selected_rows.index_add, selected_rows.masks], ids=lambda way: way.__name__)
@@ -107,7 +112,7 @@ def test_all_shapes_are_known_and_the_rewrite_is_told() -> None:
 
 def test_an_expert_reads_the_tokens_themselves() -> None:
     """No copy of the tokens for each expert, no dim of choices beside the width."""
-    program = capture(made(selected_rows.index_add), batch())
+    program = program_of(selected_rows.index_add)
     first = [n for n in program.graph.graph.nodes if n.target is torch.ops.aten.linear.default]
     read = {n.args[0] for n in first if str(n.args[1]).endswith("_gate_weight") and "experts" in str(n.args[1])}
     assert len(read) == 1
