@@ -49,6 +49,10 @@ def layer_of(way: Callable[..., Tensor]) -> nn.Module:
     return stacked_experts.Stacks(way) if is_stacked else experts.Layer(way)
 
 
+def name_of(way: Callable[..., Tensor]) -> str:
+    return f"{way.__module__}.{way.__name__}"
+
+
 def batch_of(rows: int, length: int = experts.LENGTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = (rows, length)
@@ -90,13 +94,13 @@ def check(
 def test_a_loop_over_experts_under_every_folding(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=way.__name__)
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
     mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
-    check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10, name=way.__name__)
+    check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
 @pytest.mark.parametrize("folding", ["tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2", "tp2·ep2, etp 1"])
@@ -129,7 +133,7 @@ FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=way.__name__)
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
 @pytest.mark.parametrize("folding", FEW)
@@ -137,7 +141,7 @@ def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=way.__name__)
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
 def test_experts_that_overwrite_what_others_made_are_told():
@@ -162,8 +166,8 @@ def test_one_token_and_all_tokens_to_one_expert(way, length):
             model.get_parameter("layer.gate.bias").copy_(torch.tensor([0.0, 9.0, -9.0, 40.0]))
         return model
 
-    check(make, batch_of(2, length), FOLDINGS["ep2·dp2"], 1e-10, 1e-10, name=way.__name__)
-    check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10, name=way.__name__)
+    check(make, batch_of(2, length), FOLDINGS["ep2·dp2"], 1e-10, 1e-10, name=name_of(way))
+    check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10, name=name_of(way))
 
 
 @pytest.mark.parametrize("way", [stacked_experts.of_pairs, experts.copied], ids=lambda w: w.__name__)

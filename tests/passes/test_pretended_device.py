@@ -1,9 +1,8 @@
 """Every rank's engine on a device that this machine does not have: nothing lies elsewhere, the host waits for nothing.
 
 A case is a model and a layout. On a rank of each pipeline rank, by turns another of tp and dp, the engine is built on
-the pretended device and takes two steps;
-between the first forward of the second one and the end of its update no value is asked for, nothing comes up from the
-host, and no op computes there. A mix of devices raises by itself.
+the pretended device and takes two steps; between the first forward of the second one and the end of its update no value
+is asked for, nothing comes up from the host, and no op computes there. A mix of devices raises by itself.
 """
 
 from __future__ import annotations

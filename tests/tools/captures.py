@@ -21,13 +21,15 @@ _made: dict[str, Program] = {}
 def plan_again(name: str, model: nn.Module, spec: Mapping[str, Any]) -> Plan:
     """``plan(model, spec)``, from the capture of an earlier call if there was one.
 
-    ``name``: of the model, the same where it runs the same; how large it is, and what is trained of it, is seen.
+    ``name``: of what the model computes where its modules, their options and its weights' sizes do not tell.
     """
 
     def once(model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Program:
         sizes = {key: (tuple(value.shape), value.dtype) for key, value in inputs.items()}
         weights = [(fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()]
-        key = str((name, model.training, weights, sizes, options["loss"], options["dtype"]))
+        training = [module.training for module in model.modules()]
+        config = getattr(model, "config", None)
+        key = str((name, model, config, training, weights, sizes, options["loss"], options["dtype"]))
         if key not in _made:
             _made[key] = capture(model, inputs, **options)
         return copied(_made[key])
