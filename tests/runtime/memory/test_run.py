@@ -47,6 +47,7 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
 
 
 INTERLEAVED = "pipeline: {schedule: interleaved_1f1b}\ntensor_parallel: {sequence_parallel: true}\n"
+MESSAGES = 16384  # bytes of two between stages, of four where tp cuts them
 WAITING = "pipeline: {schedule: zero_bubble}\n"  # what a backward puts aside for its W is held too
 
 
@@ -63,9 +64,10 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     peaks = [row for row in report.rows if row.category == "at the peak"]
     assert all(abs(row.difference) < 0.03 for row in peaks), str(report)
     assert {action.rank for action in report.actions} == {0, 1, 2, 3}
-    told = [action for action in report.actions if action.predicted is not None]
+    told = [(a.measured, a.predicted) for a in report.actions if a.predicted is not None]
     assert bool(told) == (more != WAITING)
-    assert all(abs(action.predicted - action.measured) <= 0.03 * action.measured for action in told), told
+    # messages that another rank has not taken over yet may be held at the end of an action, or not
+    assert all(-1024 <= measured - predicted <= MESSAGES for measured, predicted in told), told
 
 
 def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
