@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from typer.main import get_command
 
 from runtime.cli import app
+from tests.tools.forks import StoreHost
+from tests.tools.laboratory import session_lab
 from tests.tools.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guide"
@@ -23,7 +26,6 @@ PAGES = sorted(GUIDE.glob("*.md"))
 BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LEFT_OUT = "…"
 CODES = re.compile(r"\s+# exit code (\d)$")
-SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,30 @@ def test_a_command_prints_what_stands_there(path: Path, place: int, page_of: Cal
 
 
 def run(words: tuple[str, ...], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "runtime", *words],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+    """In a fork of a process that has imported all: the import would take most of the time of most commands."""
+    return session_lab().call(_run, words, str(directory))
+
+
+def _run(_: StoreHost, words: tuple[str, ...], directory: str) -> subprocess.CompletedProcess[str]:
+    os.chdir(directory)
+    os.environ["COLUMNS"] = "200"
+    printed = [open(f".{name}", "a+") for name in ("out", "err")]  # noqa: SIM115  the process ends after them
+    for descriptor, file in zip((1, 2), printed, strict=True):
+        os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = printed
+    try:
+        app(words)
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = (_text(file) for file in printed)
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def _text(file: TextIO) -> str:
+    """All that this process and those that it began have printed."""
+    file.flush()
+    return Path(file.name).read_text()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p, elsewhere=True)], ids=lambda p: p.stem)
