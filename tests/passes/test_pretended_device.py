@@ -61,20 +61,13 @@ CASES = [
     Case("penalty-loss", {}, BF16),
 ]
 SLOW_CASES = [
-    Case("gpt2", {"tp": 2, "pp": 2, "dp": 2}, BF16 | SEQUENCE),
-    Case("gpt2-untied", {"pp": 4}, FP16),
     Case("gpt-dropout", {"tp": 2, "pp": 2, "vpp": 2, "dp": 2}, BF16 | SEQUENCE | INTERLEAVED),
     Case("llama-one-key-head", {"tp": 4}, BF16),
-    Case("gemma2", {"tp": 2, "pp": 2}, BF16),
     Case("falcon-alibi", {"tp": 2, "pp": 2}, FP32),
-    Case("qwen3", {"tp": 2, "pp": 2}, BF16 | SEQUENCE),
-    Case("vit", {"tp": 2, "pp": 2}, FP32),
     Case("einsum", {"tp": 2, "pp": 2}, FP32 | SEQUENCE),
     Case("state-space", {"tp": 2, "pp": 2}, FP32),
-    Case("memory", {"tp": 2, "pp": 2}, FP32),
     Case("torch-encoder", {"tp": 2, "pp": 2}, FP32),
     Case("several-losses", {"tp": 2, "pp": 2, "dp": 2}, FP32),
-    Case("own-ternary", {"tp": 2, "pp": 2}, FP32),
     Case("falcon-7b", {"tp": 2, "dp": 2}, BF16),
 ]
 
