@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from tests.tools.laboratory import Case, Lab
+from tests.tools.laboratory import Case, Lab, name_of
 
 FOLDINGS = [
     {"dp": 2, "ep": 2},
@@ -31,10 +31,6 @@ OF_EIGHT = [
 
 SLOTS = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}]
 MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  # grouped products have no float64
-
-
-def name_of(value: str | dict[str, int]) -> str:
-    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
 # The stacks of a family are on half of them: what is cut there is the same (test_expert_layouts).

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.families import FAMILIES
 from tests.models.own import MODELS
-from tests.tools.laboratory import Case, Lab
+from tests.tools.laboratory import Case, Lab, name_of
 
 ALWAYS = {"tp": 2, "pp": 2}
 # The finest cuts of each axis alone, and all axes at once, by turns; what lies between is in test_layouts.
@@ -32,10 +32,6 @@ IN_BERT_TESTS = {"bert-post", "bert-pre"}
 IN_EXPERT_TESTS = {"mixtral"}  # in float32: grouped products have no float64
 ELSEWHERE = {*IN_LAYOUT_TESTS, *IN_PIPELINE_TESTS, *IN_BERT_TESTS, *IN_EXPERT_TESTS, *LOSSES, *UNUSUAL_GRAPHS}
 NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE and "dropout" not in name)
-
-
-def name_of(value: str | dict[str, int]) -> str:
-    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
 FINER = list(zip(NAMES, cycle(OTHERS), strict=False))

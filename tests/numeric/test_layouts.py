@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.pipeline.split import layout_of
-from tests.tools.laboratory import Case, Lab
+from tests.tools.laboratory import Case, Lab, name_of
 
 LAYOUTS = [
     {"tp": 2},
@@ -19,10 +19,6 @@ LAYOUTS = [
     {"pp": 2, "dp": 2},
     {"tp": 2, "pp": 2, "dp": 2},
 ]
-
-
-def name_of(value: str | dict[str, int]) -> str:
-    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
 # A plain model and a tied one on each; another family on every second of them.

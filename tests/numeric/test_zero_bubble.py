@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.pipeline.schedule import Action, Order, SchedulePlan
 from runtime import Engine
-from tests.tools.laboratory import Case, Lab
+from tests.tools.laboratory import Case, Lab, name_of
 
 FAMILIES = ["gpt", "gpt2", "llama", "t5", "bert"]
 SIZES = (8, 1)  # sequences of a step, of a microbatch
@@ -19,10 +19,6 @@ SIZES = (8, 1)  # sequences of a step, of a microbatch
 
 def rest(**more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": "zero_bubble"}, **more}
-
-
-def name_of(value: str | dict[str, int]) -> str:
-    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
 CASES = [(model, {"tp": 2, "pp": 2}) for model in FAMILIES]

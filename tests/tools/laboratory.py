@@ -57,6 +57,11 @@ class Case:
         return "-".join([self.model, *(f"{k}{v}" for k, v in self.mesh.items() if k in axes)])
 
 
+def name_of(value: str | dict[str, int]) -> str:
+    """The id of a parameter of a test: a layout as tp2-pp2, a name as it is."""
+    return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
+
+
 class Lab:
     """The client: one server process for a pytest session."""
 
