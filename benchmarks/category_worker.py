@@ -78,7 +78,7 @@ def category(name: str, inside: list[str]) -> str:
     >>> category("aten::addmm", ["aten::addmm", "aten::linear", STEP])
     'products'
     """
-    if WAIT in inside or name.startswith(("c10d::", "gloo:")):
+    if WAIT in inside or any(around.startswith(("c10d::", "gloo:")) for around in inside):
         return EXCHANGE
     if UPDATE in inside or any(around.startswith("Optimizer.step#") for around in inside):
         return OPTIMIZER

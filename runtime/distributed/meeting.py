@@ -30,7 +30,7 @@ class Seat:
     """What one rank brings. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave this very device.
 
     ``identity``: by name, what must be equal on all ranks. ``tied``: stages that share a parameter. ``error``: why this
-    rank cannot take part (what, where, fix).
+    rank cannot take part (what, where, fix). ``memory``: the same for ranks that can share memory, empty for none.
     """
 
     host: str = ""
@@ -40,6 +40,7 @@ class Seat:
     identity: dict[str, str] = field(default_factory=dict)
     tied: tuple[StageSet, ...] = ()
     error: tuple[str, str, str] | None = None
+    memory: str = ""
 
     @property
     def device_type(self) -> str:
@@ -48,10 +49,14 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
+    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets.
+
+    ``memories``: by rank, a number that ranks share whose tensors lie in memory that they can share; -1 for none.
+    """
 
     backend: str
     tied: tuple[StageSet, ...] = ()
+    memories: tuple[int, ...] = ()
 
 
 def meet(store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout: timedelta) -> Verdict:
@@ -67,7 +72,7 @@ def meet(store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout:
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)
-    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
+    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]), tuple(told["memories"]))
 
 
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
@@ -82,7 +87,8 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
     shared = _on_one_gpu(seats)
     if shared:
         _check_sharing(seats, shared, pp)
-    return Verdict("nccl" if types.keys() == {"cuda"} and not shared else "gloo", tied)
+    backend = "nccl" if types.keys() == {"cuda"} and not shared else "gloo"
+    return Verdict(backend, tied, _memories(seats))
 
 
 # ---- in the store
@@ -96,7 +102,7 @@ def _lead(store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta
         verdict = judge([seat, *(_seat(content) for content in store.multi_get(keys))], pp)
     except PlanError as error:
         return {"error": (error.what, str(error.where or ""), error.fix)}
-    return {"error": None, "backend": verdict.backend, "tied": verdict.tied}
+    return {"error": None, **asdict(verdict)}
 
 
 def _came(store: Store, keys: list[str], timeout: timedelta) -> bool:
@@ -169,6 +175,14 @@ def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
         if seat.gpu:
             ranks[seat.gpu].append(rank)
     return [members for members in ranks.values() if len(members) > 1]
+
+
+def _memories(seats: Sequence[Seat]) -> tuple[int, ...]:
+    numbers: dict[str, int] = {}
+    return tuple(
+        numbers.setdefault(seat.memory, len(numbers)) if seat.memory and seat.device_type == "cpu" else -1
+        for seat in seats
+    )
 
 
 def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:

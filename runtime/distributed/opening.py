@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ from runtime.distributed.first_use import use_each_once
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.links import make_links
 from runtime.distributed.meeting import Seat, meet
+from runtime.distributed.shared_memory.group import register
+from runtime.distributed.shared_memory.neighbours import shared_host
 
 
 def open_groups(
@@ -35,11 +38,13 @@ def open_groups(
     *,
     device: torch.device | str | None = None,
     timeout_seconds: float = 600.0,
+    share_memory: bool = True,
 ) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
     ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on
-    several stages. Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
+    several stages. ``share_memory``: ranks of one host sum and gather tensors of the CPU there, where they can.
+    Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
     ranks' devices do not go together.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -53,6 +58,7 @@ def open_groups(
     store = next_store(rank, mesh.world_size, timeout)
     faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
+    seat = replace(seat, memory=shared_host() if share_memory else "")
     try:
         verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
         own = _begin_on(torch.device(seat.device))
@@ -63,6 +69,7 @@ def open_groups(
     given = (world.owns_default, world.device, world.host, verdict.backend)
     groups = Groups(mesh, rank, own, timeout, *given, made=world.made, faults=faults)
     try:
+        groups.memories = verdict.memories
         _fill(groups, verdict.tied)
     except BaseException as error:
         groups.faults.publish(error)
@@ -73,6 +80,7 @@ def open_groups(
 
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
     """The groups of a part of the ranks, each used once where a first use would block."""
+    register()
     on_nccl = groups.backend == "nccl"
     no_groups = ("pp",) if on_nccl else ()  # there links take its place
     _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
@@ -129,7 +137,8 @@ def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
     for axis in axes:
         if groups.mesh.size(axis) > 1:
-            setattr(groups, axis.replace("-", "_"), _make(groups, groups.mesh.groups(axis)))
+            made = _make(groups, groups.mesh.groups(axis), sums=axis != "pp")
+            setattr(groups, axis.replace("-", "_"), made)
 
 
 def _make_expert_groups(groups: Groups) -> None:
@@ -146,11 +155,12 @@ def _make_expert_groups(groups: Groups) -> None:
             setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members))
 
 
-def _make(groups: Groups, members: Iterable[Sequence[int]]) -> ProcessGroup | None:
-    """The group with this rank, of the device's backend alone. All ranks make one for each list, in one order."""
+def _make(groups: Groups, members: Iterable[Sequence[int]], *, sums: bool = True) -> ProcessGroup | None:
+    """The group with this rank, for tensors of the device alone. All ranks make one for each list, in one order."""
     own = None
     for ranks in members:
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=groups.backend)
+        backend = groups.backend_over(ranks) if sums else groups.backend
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
         if groups.rank in ranks:
             own = group
             groups.made.append(group)

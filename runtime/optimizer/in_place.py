@@ -1,6 +1,6 @@
 """Reduce-scatter and all-gather between a buffer and the part of it that this rank owns.
 
-On the CPU both stay inside the buffer. gloo's own ones copy the whole buffer in a thread of theirs, and its heap
+Over gloo both stay inside the buffer. Its own ones copy the whole buffer in a thread of theirs, and its heap
 keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
 
     reduce-scatter      all-reduce of the buffer (which is what gloo does with its copy); only the own part is read
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import all_reduce, broadcast
 
 from passes.ops.collectives import all_gather_single, reduce_scatter_single
+from runtime.distributed.shared_memory.group import SharedMemoryGroup
 
 
 class Works:
@@ -31,14 +32,14 @@ class Works:
 
 def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
     """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
-    if whole.device.type == "cpu":
+    if _copies_all(whole, group):
         return all_reduce(whole, group=group, async_op=async_op)
     return reduce_scatter_single(own, whole, group=group, async_op=async_op)
 
 
 def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
     """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
-    if whole.device.type != "cpu":
+    if not _copies_all(whole, group):
         return all_gather_single(whole, own, group=group, async_op=async_op)
     num_ranks = dist.get_world_size(group)
     parts = whole.view(num_ranks, -1).unbind(0)
@@ -48,3 +49,7 @@ def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False
     owners = [dist.get_global_rank(group, index) for index in range(len(parts))]
     works = Works([broadcast(p, owner, group=group, async_op=True) for p, owner in zip(parts, owners, strict=True)])
     return works if async_op else works.wait()
+
+
+def _copies_all(whole: Tensor, group: Any) -> bool:
+    return whole.device.type == "cpu" and not isinstance(group, SharedMemoryGroup)
