@@ -4,13 +4,13 @@
 
 What is in no block runs as early as what it reads allows: the embedding with the first block, an encoder's last norm
 with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
-and a large vocabulary gives its last stage fewer layers. A layout (``planner.pipeline.layout``) may give either
-end, the embedding or what follows the last block, a stage of its own.
+and a large vocabulary gives its last stage fewer layers, and none where the slowest stage is then faster by a
+twentieth. A layout (``planner.pipeline.layout``) may give either end, the embedding or what follows the last block,
+a stage of its own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,8 +31,11 @@ from planner.graph.live_sets import (
 )
 from planner.graph.ops.flops import node_cost as default_cost
 from planner.graph.program import Program
+from planner.pipeline.balance import balance
 from planner.pipeline.layout import Layout, complaint, layout_of_sizes
 from planner.pipeline.split import layout_of
+
+WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatches ahead: not for less than a twentieth
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def assign_stages(
     if split == "auto" or not num_blocks:
         _check_enough_blocks(num_blocks, pp, vpp, where)
     if split == "auto":
-        layout = layout_of_sizes(_balanced(anchor, costs, num_stages, num_blocks))
+        layout = _balanced(program, block_of, anchor, costs, num_stages, num_blocks, may_stand_alone=vpp == 1)
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, block_of, layout)
@@ -96,8 +99,34 @@ def assign_stages(
     return _assignment(program, stage, recomputed, layout, costs)
 
 
-def _balanced(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_stages: int, num_blocks: int) -> list[int]:
-    return balance(_costs_of_blocks(anchor, costs, num_blocks), num_stages) if num_blocks else [0]
+def _balanced(
+    program: Program,
+    block_of: dict[str, int],
+    anchor: dict[fx.Node, int],
+    costs: dict[fx.Node, int],
+    num_stages: int,
+    num_blocks: int,
+    *,
+    may_stand_alone: bool,
+) -> Layout:
+    """Blocks of each stage; the last holds none where what follows the blocks fills it."""
+    if not num_blocks:
+        return layout_of_sizes([0])
+    of_blocks = _costs_of_blocks(anchor, costs, num_blocks)
+    sizes = balance(of_blocks, num_stages)
+    _, after = before_and_after_blocks(anchor, block_of, num_blocks - 1)
+    if not may_stand_alone or num_stages < 2 or program.node(program.loss) not in after:
+        return layout_of_sizes(sizes)
+    tail = sum(costs[node] for node in after)
+    of_blocks[-1] -= tail
+    fewer = balance(of_blocks, num_stages - 1)
+    slowest = max(_sums(of_blocks, sizes)[-1] + tail, *_sums(of_blocks, sizes))
+    alone = max(tail, *_sums(of_blocks, fewer))
+    return layout_of_sizes([*fewer, 0] if alone < WORTH_IT * slowest else sizes)
+
+
+def _sums(costs: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return [sum(costs[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_blocks: int) -> list[int]:
@@ -168,50 +197,3 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str 
             where=where or "mesh.pp",
             fix=fix,
         )
-
-
-def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Sizes of ``num_stages`` non-empty contiguous ranges of ``costs`` with the least possible largest sum.
-
-    Among those the most even ones (least sum of squares), then those with the fewest blocks in the first stages, which
-    hold the most microbatches in flight.
-    """
-    assert 1 <= num_stages <= len(costs), "more stages than blocks"
-    total = [0, *accumulate(costs)]
-    return _most_even(total, num_stages, _least_maximum(total, num_stages))
-
-
-def _least_maximum(total: list[int], num_stages: int) -> int:
-    """best(k, i) = min over j of max(best(k - 1, j), cost of j to i): the first grows with j, the second falls."""
-    num_blocks = len(total) - 1
-    best = total[1:]  # best[i - 1] for the first i blocks in one stage
-    for k in range(2, num_stages + 1):
-        row = [0] * num_blocks
-        for i in range(k, num_blocks + 1):
-            splits = range(k - 1, i)
-            cross = bisect_left(splits, 0, key=lambda j, i=i, best=best: best[j - 1] - (total[i] - total[j]))
-            near = [splits[c] for c in (cross - 1, cross) if 0 <= c < len(splits)]
-            row[i - 1] = min(max(best[j - 1], total[i] - total[j]) for j in near)
-        best = row
-    return best[-1]
-
-
-def _most_even(total: list[int], num_stages: int, limit: int) -> list[int]:
-    """The sizes with the least sum of squared costs among those where no stage costs more than ``limit``."""
-    num_blocks = len(total) - 1
-    # after[i] = (sum of squares, sizes) of the blocks from i on in the k stages still to fill
-    after: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks + [(0, ())]
-    for _ in range(num_stages):
-        row: list[tuple[int, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
-        for i in range(num_blocks):
-            options = []
-            for j in range(i + 1, num_blocks + 1):
-                cost = total[j] - total[i]
-                if cost > limit:
-                    break
-                if (rest := after[j]) is not None:
-                    options.append((rest[0] + cost * cost, (j - i, *rest[1])))
-            row[i] = min(options, default=None)
-        after = row
-    assert after[0] is not None
-    return list(after[0][1])

@@ -27,7 +27,8 @@ from planner.experts.open import open_experts
 from planner.graph.blocks.blocks import Blocks, find_blocks
 from planner.graph.program import Program
 from planner.mesh import Mesh
-from planner.pipeline.stages import assign_stages, balance, block_costs
+from planner.pipeline.balance import balance
+from planner.pipeline.stages import assign_stages, block_costs
 from planner.placement.attention.sites import attention_sites, check_attention
 from planner.placement.decide import decide_placements
 from planner.placement.overrides.kinds import kinds_by_override

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.pipeline.stages import StageAssignment, assign_stages, balance
+from planner.pipeline.balance import balance
+from planner.pipeline.stages import StageAssignment, assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture
 
