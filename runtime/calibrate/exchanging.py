@@ -43,7 +43,7 @@ def exchanges(clock: Clock) -> Iterator[Timed]:
 
 
 def _calls(clock: Clock, whole: Tensor, part: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    group = clock.groups.world
+    group = clock.groups.dp  # as a step has it: ranks of one host may share memory
     yield "all_reduce", lambda: dist.all_reduce(whole, group=group)
     yield "all_gather", lambda: all_gather_single(whole, part, group=group)
     yield "reduce_scatter", lambda: reduce_scatter_single(part, whole, group=group)
@@ -69,7 +69,7 @@ def overlap(clock: Clock) -> tuple[float, float, float]:
     """Seconds of a product, of an all-reduce that takes about as long, and of both at once."""
     num_bytes = 1 << 28 if clock.device.type == "cuda" else 1 << 22
     whole = torch.zeros(num_bytes // 4, device=clock.device)
-    group, call = clock.groups.world, product(clock)
+    group, call = clock.groups.dp, product(clock)
     exchange = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     alone = clock.seconds(call)
     times = max(1, round(exchange / alone))

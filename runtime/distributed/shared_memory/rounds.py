@@ -25,7 +25,8 @@ from runtime.distributed.shared_memory.neighbours import Neighbours
 
 AHEAD = 2
 SLOT_BYTES = 1 << 19
-NUM_BYTES = 2 * AHEAD * SLOT_BYTES
+NUM_SLOTS = 2 * AHEAD
+NUM_BYTES = NUM_SLOTS * SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Rounds:
     def __init__(self, neighbours: Neighbours, name_of: Callable[[int], str]) -> None:
         """``name_of``: how a message names the rank at a place of the group."""
         self._neighbours, self._name_of = neighbours, name_of
-        self._memories = [memory.view(2 * AHEAD, SLOT_BYTES).unbind(0) for memory in neighbours.memories]
+        self._memories = [memory.view(-1, SLOT_BYTES).unbind(0) for memory in neighbours.memories]
         self._told: dict[int, deque[int]] = {rank: deque() for rank in neighbours.sockets}
         self._under_way: deque[Exchange] = deque()
         self._num_put = self._num_read = 0
@@ -88,7 +89,7 @@ class Rounds:
             while exchange.next is not None:
                 if self._num_put == self._num_read + AHEAD or (exchange.next.waits and exchange.put):
                     return
-                exchange.next.put(self._memories[self._neighbours.rank][self._num_put % (2 * AHEAD)])
+                exchange.next.put(self._memories[self._neighbours.rank][self._num_put % NUM_SLOTS])
                 self._tell(exchange)
                 exchange.put.append(exchange.next)
                 exchange.next = next(exchange.rounds, None)
@@ -98,7 +99,7 @@ class Rounds:
         exchange = self._under_way[0]
         for rank in self._told:
             self._hear(rank, exchange)
-        slot = self._num_read % (2 * AHEAD)
+        slot = self._num_read % NUM_SLOTS
         exchange.put.popleft().take([memory[slot] for memory in self._memories])
         self._num_read += 1
         if exchange.is_done:

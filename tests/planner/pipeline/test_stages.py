@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
-from planner.pipeline.balance import balance
 from planner.pipeline.stages import StageAssignment, assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture
@@ -397,24 +395,3 @@ def test_costs_of_stages_add_up_whatever_the_split() -> None:
     program = hugging_face("t5")
     totals = {sum(stages_of(program, pp).cost_of_stage) for pp in (1, 2, 3, 6)}
     assert len(totals) == 1
-
-
-def exhaustive(costs: list[int], num_stages: int) -> list[int]:
-    def key(cuts: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        ends = [0, *cuts, len(costs)]
-        sums = [sum(costs[a:b]) for a, b in pairwise(ends)]
-        return max(sums), sum(s * s for s in sums), [b - a for a, b in pairwise(ends)]
-
-    return min(key(cuts) for cuts in combinations(range(1, len(costs)), num_stages - 1))[2]
-
-
-def test_balance_is_that_of_an_exhaustive_search() -> None:
-    source = random.Random(0)
-    for _ in range(200):
-        costs = [source.randint(0, 9) for _ in range(source.randint(1, 9))]
-        num_stages = source.randint(1, len(costs))
-        assert balance(costs, num_stages) == exhaustive(costs, num_stages)
-
-
-def test_of_equal_splits_the_one_with_fewer_early_blocks_is_taken() -> None:
-    assert balance([1] * 7, 2) == [3, 4]
