@@ -51,7 +51,8 @@ class Seat:
 class Verdict:
     """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets.
 
-    ``memories``: by rank, a number that ranks share whose tensors lie in memory that they can share; -1 for none.
+    ``memories``: by rank, a number that ranks have in common whose tensors lie in memory that they can share; -1 for
+    none. Empty where no rank can.
     """
 
     backend: str
@@ -178,11 +179,9 @@ def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
 
 
 def _memories(seats: Sequence[Seat]) -> tuple[int, ...]:
-    numbers: dict[str, int] = {}
-    return tuple(
-        numbers.setdefault(seat.memory, len(numbers)) if seat.memory and seat.device_type == "cpu" else -1
-        for seat in seats
-    )
+    told = [seat.memory if seat.device_type == "cpu" else "" for seat in seats]
+    numbers = {memory: number for number, memory in enumerate(dict.fromkeys(filter(None, told)))}
+    return tuple(numbers.get(memory, -1) for memory in told) if numbers else ()
 
 
 def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:

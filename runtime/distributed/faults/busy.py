@@ -3,8 +3,8 @@
     busy seconds of a step  =  seconds of a step · looks that found it at work / all looks        over a window of steps
 
 Nothing is measured inside of the step: the watching thread looks at the line of Python that the main thread is at. It
-waits where that is torch.distributed's, or asks something under way to be waited for. On a GPU the host's lines tell
-nothing of the device, so there is no figure.
+waits where that is torch.distributed's or of a round in shared memory, or asks something under way to be waited for. On
+a GPU the host's lines tell nothing of the device, so there is no figure.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from planner.undisturbed import frame_of
 
 LOOK_SECONDS = 0.05
 WINDOW_SECONDS = 2.0
+_WHERE_RANKS_WAIT = "runtime/distributed/shared_memory/rounds.py"
 SLOWER = 2.0  # than the median of those with the same work, to be named
 SLOWER_STAGE = 3.0  # than the median of the other stages, where nobody has the same work
 
@@ -88,4 +89,6 @@ def _slow(rank: int, busy: Sequence[float], stages: Sequence[int]) -> SlowRank |
 
 def _waits(frame: Any) -> bool:
     file = frame.f_code.co_filename
+    if file.endswith(_WHERE_RANKS_WAIT):
+        return True
     return "torch/distributed" in file or ".wait(" in linecache.getline(file, frame.f_lineno or 0)  # None between lines

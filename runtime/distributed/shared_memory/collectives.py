@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from runtime.distributed.shared_memory.rounds import SLOT_BYTES, Round
+from runtime.distributed.shared_memory.rounds import SLOT_BYTES, Round, Slot
 
 LITTLE_BYTES = 1 << 15
 Reduction = Callable[..., Tensor]
@@ -59,32 +59,27 @@ def all_gather(whole: Tensor, own: Tensor, size: int) -> Iterator[Round]:
         yield Round(partial(_put, own[start : start + step]), partial(_copy, parts[:, start : start + step]))
 
 
-def _put(x: Tensor, slot: Tensor) -> None:
-    _in(slot, x, x.numel()).view(x.shape).copy_(x)
+def _put(x: Tensor, slot: Slot) -> None:
+    slot.first(x.numel(), x).view(x.shape).copy_(x)
 
 
-def _sum(out: Tensor, reduce: Reduction, start: int, slots: Sequence[Tensor]) -> None:
+def _sum(out: Tensor, reduce: Reduction, start: int, slots: Sequence[Slot]) -> None:
     """From the elements that begin at ``start`` of every slot."""
-    given = [_in(slot, out, start + out.numel())[start:] for slot in slots]
+    given = [slot.first(start + out.numel(), out)[start:] for slot in slots]
     reduce(given[0], given[1], out=out)
     for other in given[2:]:
         reduce(out, other, out=out)
 
 
-def _spread(chunk: Tensor, rank: int, slots: Sequence[Tensor]) -> None:
+def _spread(chunk: Tensor, rank: int, slots: Sequence[Slot]) -> None:
     """The parts of ``chunk`` as the others have summed them."""
     size = len(slots)
     for place, slot in enumerate(slots):
         start, stop = (chunk.numel() * at // size for at in (place, place + 1))
         if place != rank:
-            chunk[start:stop].copy_(_in(slot, chunk, stop - start))
+            chunk[start:stop].copy_(slot.first(stop - start, chunk))
 
 
-def _copy(parts: Tensor, slots: Sequence[Tensor]) -> None:
+def _copy(parts: Tensor, slots: Sequence[Slot]) -> None:
     for part, slot in zip(parts, slots, strict=True):
-        part.copy_(_in(slot, part, part.numel()))
-
-
-def _in(slot: Tensor, like: Tensor, count: int) -> Tensor:
-    """The first ``count`` elements of a slot, of the dtype of ``like``."""
-    return slot[: count * like.element_size()].view(like.dtype)
+        part.copy_(slot.first(part.numel(), part))

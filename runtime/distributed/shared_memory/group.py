@@ -26,6 +26,14 @@ from runtime.distributed.shared_memory.neighbours import Neighbours
 from runtime.distributed.shared_memory.rounds import NUM_BYTES, Exchange, Round, Rounds
 
 BACKEND = "gloo_shared_memory"
+# A subclass in Python would call these with the interpreter's lock held, and a thread of gloo that lets go of a tensor
+# waits for that lock with gloo's own in its hand. So they go to a group of torch's own class, which lets it go.
+_LEFT = (
+    *("all_gather_single_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "reduce"),
+    *("all_to_all_single", "alltoall", "alltoall_base", "allreduce_coalesced", "broadcast", "gather", "scatter"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier", "abort", "set_timeout"),
+)
 _TAKEN = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
@@ -42,7 +50,9 @@ class SharedMemoryGroup(ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - the other constructor
         gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=timeout)
         gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        self._gloo = ProcessGroup(store, rank, size)
+        for group in (self, self._gloo):
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._place, self._size = rank, size
         self._neighbours = Neighbours(PrefixStore("memory", store), rank, size, NUM_BYTES, timeout)
         self._rounds = Rounds(self._neighbours, self._name_of)
@@ -50,14 +60,14 @@ class SharedMemoryGroup(ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         reduction = collectives.reduction(opts.reduceOp)
         if reduction is None or not _is_taken(tensors[0]):
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         x = tensors[0].detach().view(-1)
         return self._begin("all_reduce", x, collectives.all_reduce(x, reduction, self._place, self._size))
 
     def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Any:
         reduction = collectives.reduction(opts.reduceOp)
         if reduction is None or not _is_taken(inputTensor):
-            return super()._reduce_scatter_base(outputTensor, inputTensor, opts)
+            return self._gloo._reduce_scatter_base(outputTensor, inputTensor, opts)
         own, whole = outputTensor.detach().view(-1), inputTensor.detach().view(-1)
         return self._begin(
             "reduce_scatter", whole, collectives.reduce_scatter(own, whole, reduction, self._place, self._size)
@@ -65,7 +75,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if not _is_taken(input):
-            return super()._allgather_base(output, input, opts)
+            return self._gloo._allgather_base(output, input, opts)
         whole, own = output.detach().view(-1), input.detach().view(-1)
         return self._begin("all_gather", whole, collectives.all_gather(whole, own, self._size))
 
@@ -73,7 +83,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         self._neighbours.close()
-        super().shutdown()
+        self._gloo.shutdown()
 
     def _begin(self, kind: str, x: Tensor, rounds: Iterator[Round]) -> _Work:
         exchange = Exchange(f"{kind} of {x.numel()} {str(x.dtype).removeprefix('torch.')}", rounds)
@@ -83,6 +93,18 @@ class SharedMemoryGroup(ProcessGroup):
 
     def _name_of(self, place: int) -> str:
         return f"rank {dist.get_global_rank(self, place)}"
+
+
+def _left_to_gloo(name: str) -> Callable[..., Any]:
+    def call(self: SharedMemoryGroup, *args: Any, **named: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **named)
+
+    return call
+
+
+for _name in _LEFT:
+    if hasattr(ProcessGroup, _name):  # not all in every torch
+        setattr(SharedMemoryGroup, _name, _left_to_gloo(_name))
 
 
 class _Work(dist.Work):

@@ -14,8 +14,6 @@ import uuid
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from torch.distributed import Store
 
 OFF = "MESHWRIGHT_SHARED_MEMORY"
@@ -44,7 +42,7 @@ class Neighbours:
         self.rank, self.size = rank, size
         descriptor = os.memfd_create("meshwright-group")
         os.ftruncate(descriptor, num_bytes)
-        self.memories: list[Tensor] = [_mapped(descriptor, num_bytes)] * size
+        self.memories = [_mapped(descriptor, num_bytes)] * size
         self.sockets: dict[int, socket.socket] = {}
         try:
             self._meet(store, descriptor, num_bytes, timeout)
@@ -100,7 +98,7 @@ def _show(peer: socket.socket, rank: int, descriptor: int) -> None:
     socket.send_fds(peer, [_RANK.pack(rank)], [descriptor])
 
 
-def _shown(peer: socket.socket, num_bytes: int) -> tuple[int, Tensor]:
+def _shown(peer: socket.socket, num_bytes: int) -> tuple[int, mmap.mmap]:
     told, descriptors, _, _ = socket.recv_fds(peer, _RANK.size, 1)
     if not descriptors:
         raise RuntimeError("connection closed by peer: a rank ended while its group was made")
@@ -110,6 +108,6 @@ def _shown(peer: socket.socket, num_bytes: int) -> tuple[int, Tensor]:
         os.close(descriptors[0])  # the mapping stays
 
 
-def _mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """The memory behind ``descriptor``, bytes [num_bytes]; pages come as they are used."""
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """The memory behind ``descriptor``; pages come as they are used."""
+    return mmap.mmap(descriptor, num_bytes)

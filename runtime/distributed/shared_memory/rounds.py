@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from mmap import mmap
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -29,6 +31,19 @@ NUM_SLOTS = 2 * AHEAD
 NUM_BYTES = NUM_SLOTS * SLOT_BYTES
 
 
+class Slot(NamedTuple):
+    """A part of a rank's memory, from the byte ``start``."""
+
+    memory: mmap
+    start: int
+
+    def first(self, count: int, like: Tensor) -> Tensor:
+        """``count`` elements of the dtype of ``like``: a view that nobody keeps, so that no tensor stays alive."""
+        if not count:
+            return like.new_empty(0)
+        return torch.frombuffer(self.memory, dtype=like.dtype, count=count, offset=self.start)
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """``put``: into this rank's slot. ``take``: from the slots of all ranks in their order, this one's among them.
@@ -36,8 +51,8 @@ class Round:
     ``waits``: what it puts comes of the round before.
     """
 
-    put: Callable[[Tensor], None]
-    take: Callable[[Sequence[Tensor]], None]
+    put: Callable[[Slot], None]
+    take: Callable[[Sequence[Slot]], None]
     waits: bool = False
 
 
@@ -65,7 +80,6 @@ class Rounds:
     def __init__(self, neighbours: Neighbours, name_of: Callable[[int], str]) -> None:
         """``name_of``: how a message names the rank at a place of the group."""
         self._neighbours, self._name_of = neighbours, name_of
-        self._memories = [memory.view(-1, SLOT_BYTES).unbind(0) for memory in neighbours.memories]
         self._told: dict[int, deque[int]] = {rank: deque() for rank in neighbours.sockets}
         self._under_way: deque[Exchange] = deque()
         self._num_put = self._num_read = 0
@@ -89,7 +103,7 @@ class Rounds:
             while exchange.next is not None:
                 if self._num_put == self._num_read + AHEAD or (exchange.next.waits and exchange.put):
                     return
-                exchange.next.put(self._memories[self._neighbours.rank][self._num_put % NUM_SLOTS])
+                exchange.next.put(self._slot(self._neighbours.rank, self._num_put))
                 self._tell(exchange)
                 exchange.put.append(exchange.next)
                 exchange.next = next(exchange.rounds, None)
@@ -99,11 +113,13 @@ class Rounds:
         exchange = self._under_way[0]
         for rank in self._told:
             self._hear(rank, exchange)
-        slot = self._num_read % NUM_SLOTS
-        exchange.put.popleft().take([memory[slot] for memory in self._memories])
+        exchange.put.popleft().take([self._slot(rank, self._num_read) for rank in range(self._neighbours.size)])
         self._num_read += 1
         if exchange.is_done:
             self._under_way.popleft()
+
+    def _slot(self, rank: int, number: int) -> Slot:
+        return Slot(self._neighbours.memories[rank], number % NUM_SLOTS * SLOT_BYTES)
 
     def _tell(self, exchange: Exchange) -> None:
         for rank, peer in self._neighbours.sockets.items():
