@@ -98,17 +98,46 @@ def compare_gradients(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | 
     return rows
 
 
+def noise_of_updates(
+    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], *, lr: float, eps: float, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """By element how far apart AdamW's first update drives the two sides, by nothing but their gradients.
+
+    It moves an element by lr · g / (|g| + eps): where g is no larger than eps, its rounding is as large as the update.
+    ``scale``: what clipping multiplies gradients by. Whether the gradients go together, ``compare_gradients`` says.
+    """
+
+    def update(gradient: Tensor) -> Tensor:
+        scaled = gradient.detach().double().cpu() * scale
+        return lr * scaled / (scaled.abs() + eps)
+
+    both = {n: (found[n], t) for n, t in truth.items() if t is not None and n in found and found[n].shape == t.shape}
+    return {name: (update(mine) - update(true)).abs().nan_to_num(0.0) for name, (mine, true) in both.items()}
+
+
 def compare_parameters(
-    found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Tolerance, still: Container[str] = ()
+    found: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    allowed: Tolerance,
+    still: Container[str] = (),
+    noise: Mapping[str, Tensor] | None = None,
 ) -> list[Row]:
-    """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit."""
-    return [_parameter_row(n, found.get(n), t.detach(), allowed, n in still) for n, t in truth.items()]
+    """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit.
+
+    ``noise``: by element, what one update may add.
+    """
+    added = noise or {}
+    return [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
 
 
-def _parameter_row(name: str, found: Tensor | None, truth: Tensor, allowed: Tolerance, is_still: bool) -> Row:
+def _parameter_row(
+    name: str, found: Tensor | None, truth: Tensor, allowed: Tolerance, is_still: bool, noise: Tensor | None
+) -> Row:
     if is_still or not truth.is_floating_point():
         return Row("parameter", name, _distance(found, truth), 0.0)
     limit = allowed.rounding(truth) + allowed.parameter
+    if noise is not None:
+        limit = limit + noise.to(truth.device) * allowed.num_updates
     if found is None or found.shape != truth.shape or not truth.numel():
         return Row("parameter", name, _distance(found, truth), allowed.parameter)
     difference = (found.to(truth.device, torch.float64) - truth.double()).abs()

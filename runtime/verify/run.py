@@ -34,6 +34,7 @@ from runtime.verify.comparison import (
     compare_parameters,
     compare_values,
     lowest_precision,
+    noise_of_updates,
 )
 from runtime.verify.mutants import freeze_parameter, without_collective
 from runtime.verify.reference import OneProcess, Untouched
@@ -207,7 +208,10 @@ def _compare(
     rows += compare_values("norm", found["norms"], norms, allowed.gradient)
     rows += compare_gradients(found["gradients"], gradients, allowed)
     still = {name for name, p in _named(one.model) if p.grad is None and gradients[name] is None}
-    rows += compare_parameters(found["parameters"], dict(_named(one.model)), allowed, still)
+    o = spec.optimizer
+    scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norms[0] + 1e-6))
+    noise = noise_of_updates(found["gradients"], gradients, lr=o.lr, eps=o.eps, scale=scale)
+    rows += compare_parameters(found["parameters"], dict(_named(one.model)), allowed, still, noise)
     return rows, seen.dtype
 
 

@@ -1,0 +1,47 @@
+"""What parameters may differ by after an update: by rounding, and by what AdamW makes of the rounding of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.verify.comparison import Tolerance, compare_gradients, compare_parameters, noise_of_updates
+
+LR, EPS = 1e-3, 1e-8
+ALLOWED = Tolerance.of(torch.float32, LR)
+
+
+def updated(gradient: Tensor, scale: float = 1.0) -> Tensor:
+    """A parameter of ones after torch's AdamW."""
+    parameter = torch.nn.Parameter(torch.ones_like(gradient))
+    parameter.grad = gradient * scale
+    torch.optim.AdamW([parameter], lr=LR, eps=EPS, weight_decay=0.0).step()
+    return parameter.detach()
+
+
+def passed(found: Tensor, truth: Tensor, mine: Tensor, true: Tensor, scale: float = 1.0) -> bool:
+    noise = noise_of_updates({"p": mine}, {"p": true}, lr=LR, eps=EPS, scale=scale)
+    (row,) = compare_parameters({"p": found}, {"p": truth}, ALLOWED, noise=noise)
+    return row.passed
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_gradient_as_small_as_eps_may_move_an_element_anywhere_its_rounding_does(scale: float):
+    true, mine = torch.tensor([0.1, 4e-9]), torch.tensor([0.1, -5e-9])
+    assert all(row.passed for row in compare_gradients({"p": mine}, {"p": true}, ALLOWED)), "rounding, as gradients go"
+    found, truth = updated(mine, scale), updated(true, scale)
+    assert not compare_parameters({"p": found}, {"p": truth}, ALLOWED)[0].passed
+    assert passed(found, truth, mine, true, scale)
+
+
+def test_an_element_that_is_moved_otherwise_than_its_gradient_says_is_told():
+    true, mine = torch.tensor([0.1, 4e-9]), torch.tensor([0.1, -5e-9])
+    wrong = updated(mine) + torch.tensor([0.0, 3e-4])
+    assert not passed(wrong, updated(true), mine, true)
+    assert not passed(updated(-mine), updated(true), mine, true), "the sign of a large one is sure"
+
+
+def test_a_gradient_that_one_side_lacks_adds_no_noise():
+    one = torch.tensor([1.0])
+    assert noise_of_updates({}, {"p": one, "q": None}, lr=LR, eps=EPS) == {}
