@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 import torch.distributed as dist
 
+from runtime.distributed.shared_memory.neighbours import OFF, shared_host
+
 PACKAGE = "meshwright"
 EXTRAS = ("transformers", "tokenizers", "transformer-engine", "triton", "matplotlib", "tensorboard")
 COMPILERS = ("c++", "g++", "clang++", "ptxas")
-_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
+_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", OFF)
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of networks, files and machines
 
@@ -90,7 +92,8 @@ def _back_ends() -> tuple[tuple[str, str], ...]:
     nccl = "none"
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
-    return (("NCCL", nccl), ("gloo", "found" if dist.is_gloo_available() else "none"))
+    gloo = "found" if dist.is_gloo_available() else "none"
+    return (("NCCL", nccl), ("gloo", gloo), ("shared memory", "found" if shared_host() else "none"))
 
 
 def _settings() -> tuple[tuple[str, str], ...]:

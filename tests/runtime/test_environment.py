@@ -35,6 +35,13 @@ def test_the_table_says_what_the_json_says():
             assert how in table
 
 
+def test_a_switch_that_leaves_all_to_gloo_is_told():
+    assert json.loads(report("--format", "json"))["back ends"]["shared memory"] == "found"
+    told = json.loads(report("--format", "json", MESHWRIGHT_SHARED_MEMORY="0"))
+    assert told["back ends"]["shared memory"] == "none"
+    assert told["settings"]["MESHWRIGHT_SHARED_MEMORY"] == "0"
+
+
 def test_settings_that_change_a_run_are_told_but_no_name_of_a_network_or_file():
     told = json.loads(report("--format", "json", NCCL_ALGO="Ring", NCCL_SOCKET_IFNAME="secret0", HOME="/home/me"))
     assert told["settings"]["NCCL_ALGO"] == "Ring"
