@@ -36,9 +36,9 @@ def test_the_table_says_what_the_json_says():
 
 
 def test_a_switch_that_leaves_all_to_gloo_is_told():
-    assert json.loads(report("--format", "json"))["back ends"]["shared memory"] == "found"
+    assert json.loads(report("--format", "json"))["torch.distributed"]["shared memory"] == "found"
     told = json.loads(report("--format", "json", MESHWRIGHT_SHARED_MEMORY="0"))
-    assert told["back ends"]["shared memory"] == "none"
+    assert told["torch.distributed"]["shared memory"] == "none"
     assert told["settings"]["MESHWRIGHT_SHARED_MEMORY"] == "0"
 
 
