@@ -114,15 +114,15 @@ def _balanced(
         return layout_of_sizes([0])
     of_blocks = _costs_of_blocks(anchor, costs, num_blocks)
     sizes = balance(of_blocks, num_stages)
+    slowest = max(_sums(of_blocks, sizes))
     _, after = before_and_after_blocks(anchor, block_of, num_blocks - 1)
     if not may_stand_alone or num_stages < 2 or program.node(program.loss) not in after:
         return layout_of_sizes(sizes)
     tail = sum(costs[node] for node in after)
     of_blocks[-1] -= tail
     fewer = balance(of_blocks, num_stages - 1)
-    slowest = max(_sums(of_blocks, sizes)[-1] + tail, *_sums(of_blocks, sizes))
-    alone = max(tail, *_sums(of_blocks, fewer))
-    return layout_of_sizes([*fewer, 0] if alone < WORTH_IT * slowest else sizes)
+    is_worth_it = max(tail, *_sums(of_blocks, fewer)) < WORTH_IT * slowest
+    return layout_of_sizes([*fewer, 0] if is_worth_it else sizes)
 
 
 def _sums(costs: Sequence[int], sizes: Sequence[int]) -> list[int]:
