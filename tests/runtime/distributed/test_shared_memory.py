@@ -48,9 +48,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 class Rank:
     """One member of a group, as the process group has it."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.neighbours = Neighbours(store, rank, size, NUM_BYTES, timeout)
+        self.neighbours = Neighbours(store, rank, size, NUM_BYTES, SECONDS)
         self.rounds = Rounds(self.neighbours, lambda place: f"rank {place}")
 
     def begin(self, kind: str, given: Tensor, reduce: Any = torch.add) -> tuple[Exchange, Tensor]:
@@ -69,12 +69,12 @@ class Rank:
         return exchange, out
 
 
-def together(size: int, work: Callable[[Rank], Any], timeout: timedelta = SECONDS) -> list[Any]:
+def together(size: int, work: Callable[[Rank], Any]) -> list[Any]:
     """What ``work`` gives on each rank of a group of threads; an error is given in its place."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        own = Rank(store, rank, size, timeout)
+        own = Rank(store, rank, size)
         try:
             return work(own)
         except RuntimeError as error:
@@ -265,13 +265,14 @@ def test_a_rank_that_does_not_come_ends_the_wait_in_time():
         if own.rank == 1:
             late.wait(20)
             return
+        own.neighbours.sockets[1].settimeout(0.1)  # the ranks have met by now, however long that took
         exchange, _ = own.begin("all_reduce", given_to(0, 12))
         try:
             own.rounds.finish(exchange)
         finally:
             late.set()
 
-    error, _ = together(2, work, timedelta(seconds=0.3))
+    error, _ = together(2, work)
     assert str(error) == "timed out in all_reduce of 12: rank 1 did not come"
     assert is_of_time(error)
 
