@@ -11,9 +11,8 @@ a stage of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -90,43 +89,34 @@ def assign_stages(
     costs = {node: node_cost(node) for node in anchor}
     if split == "auto" or not num_blocks:
         _check_enough_blocks(num_blocks, pp, vpp, where)
+    before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
-        layout = _balanced(program, block_of, anchor, costs, num_stages, num_blocks, may_stand_alone=vpp == 1)
+        may_stand_alone = vpp == 1 and program.node(program.loss) in after
+        tail = sum(costs[node] for node in after) if may_stand_alone else 0
+        layout = _balanced(_costs_of_blocks(anchor, costs, num_blocks) if num_blocks else [], num_stages, tail)
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
-    stage = _stage_of_calls(anchor, block_of, layout)
+    stage = _stage_of_calls(anchor, layout, before, after)
     _check_ends(program, stage, layout)
     return _assignment(program, stage, recomputed, layout, costs)
 
 
-def _balanced(
-    program: Program,
-    block_of: dict[str, int],
-    anchor: dict[fx.Node, int],
-    costs: dict[fx.Node, int],
-    num_stages: int,
-    num_blocks: int,
-    *,
-    may_stand_alone: bool,
-) -> Layout:
-    """Blocks of each stage; the last holds none where what follows the blocks fills it."""
-    if not num_blocks:
+def _balanced(of_blocks: list[int], num_stages: int, tail: int) -> Layout:
+    """Blocks of each stage. ``tail``: what follows the last block costs, and is in its cost: where that fills a stage,
+    it has the last one for itself. 0 where it may not."""
+    if not of_blocks:
         return layout_of_sizes([0])
-    of_blocks = _costs_of_blocks(anchor, costs, num_blocks)
-    sizes = balance(of_blocks, num_stages)
-    slowest = max(_sums(of_blocks, sizes))
-    _, after = before_and_after_blocks(anchor, block_of, num_blocks - 1)
-    if not may_stand_alone or num_stages < 2 or program.node(program.loss) not in after:
-        return layout_of_sizes(sizes)
-    tail = sum(costs[node] for node in after)
-    of_blocks[-1] -= tail
-    fewer = balance(of_blocks, num_stages - 1)
-    is_worth_it = max(tail, *_sums(of_blocks, fewer)) < WORTH_IT * slowest
-    return layout_of_sizes([*fewer, 0] if is_worth_it else sizes)
+    layout = layout_of_sizes(balance(of_blocks, num_stages))
+    if num_stages < 2 or not tail:
+        return layout
+    without = [*of_blocks[:-1], of_blocks[-1] - tail]
+    alone = layout_of_sizes([*balance(without, num_stages - 1), 0])
+    is_worth_it = max(tail, _slowest(without, alone)) < WORTH_IT * _slowest(of_blocks, layout)
+    return alone if is_worth_it else layout
 
 
-def _sums(costs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    return [sum(costs[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+def _slowest(of_blocks: list[int], layout: Layout) -> int:
+    return max(sum(of_blocks[blocks.start : blocks.stop]) for blocks in layout.blocks)
 
 
 def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_blocks: int) -> list[int]:
@@ -143,11 +133,12 @@ def block_costs(program: Program, blocks: Blocks, node_cost: Callable[[fx.Node],
     return _costs_of_blocks(anchor, {node: node_cost(node) for node in anchor}, len(blocks.instances))
 
 
-def _stage_of_calls(anchor: dict[fx.Node, int], block_of: dict[str, int], layout: Layout) -> dict[fx.Node, int]:
+def _stage_of_calls(
+    anchor: dict[fx.Node, int], layout: Layout, before: set[fx.Node], after: set[fx.Node]
+) -> dict[fx.Node, int]:
     """Calls go with the block that they are anchored to; what is before or after all of them where E and L stand."""
     stage_of_block = [s for s, size in enumerate(layout.sizes) for _ in range(size)] or [0]
     stage = {node: stage_of_block[block] for node, block in anchor.items()}
-    before, after = before_and_after_blocks(anchor, block_of, len(stage_of_block) - 1)
     stage.update(dict.fromkeys(before, layout.stage_of("E")))
     stage.update(dict.fromkeys(after, layout.stage_of("L")))
     return stage

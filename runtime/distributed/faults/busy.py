@@ -18,10 +18,10 @@ from statistics import median_low
 from typing import Any
 
 from planner.undisturbed import frame_of
+from runtime.distributed.shared_memory import rounds
 
 LOOK_SECONDS = 0.05
 WINDOW_SECONDS = 2.0
-_WHERE_RANKS_WAIT = "runtime/distributed/shared_memory/rounds.py"
 SLOWER = 2.0  # than the median of those with the same work, to be named
 SLOWER_STAGE = 3.0  # than the median of the other stages, where nobody has the same work
 
@@ -89,6 +89,6 @@ def _slow(rank: int, busy: Sequence[float], stages: Sequence[int]) -> SlowRank |
 
 def _waits(frame: Any) -> bool:
     file = frame.f_code.co_filename
-    if file.endswith(_WHERE_RANKS_WAIT):
+    if "torch/distributed" in file or file == rounds.__file__:
         return True
-    return "torch/distributed" in file or ".wait(" in linecache.getline(file, frame.f_lineno or 0)  # None between lines
+    return ".wait(" in linecache.getline(file, frame.f_lineno or 0)  # None between lines

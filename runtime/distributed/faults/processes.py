@@ -17,9 +17,13 @@ State = Literal["gone", "stopped", "runs", "unknown"]
 def host_key() -> str:
     """The same for two processes that see each other's numbers: one boot of one machine, one namespace of pids."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot_of_host()} {os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()} {os.getpid()}"  # nothing is known of others
+
+
+def boot_of_host() -> str:
+    """Of this machine since it started: no other machine has it. Raises OSError where the kernel does not tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_of(pid: int) -> str:

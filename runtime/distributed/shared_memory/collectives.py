@@ -10,7 +10,7 @@ Sums are taken in the order of ranks, by whoever takes them: every rank has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,9 +37,10 @@ def all_reduce(x: Tensor, reduce: Reduction, rank: int, size: int) -> Iterator[R
         if at_once:
             yield Round(partial(_put, chunk), partial(_sum, chunk, reduce, 0))
         else:
-            start, stop = (chunk.numel() * place // size for place in (rank, rank + 1))
-            yield Round(partial(_put, chunk), partial(_sum, chunk[start:stop], reduce, start))
-            yield Round(partial(_put, chunk[start:stop]), partial(_spread, chunk, rank), waits=True)
+            parts = chunk.tensor_split(size)
+            start = sum(part.numel() for part in parts[:rank])
+            yield Round(partial(_put, chunk), partial(_sum, parts[rank], reduce, start))
+            yield Round(partial(_put, parts[rank]), partial(_copy, parts), waits=True)
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, reduce: Reduction, rank: int, size: int) -> Iterator[Round]:
@@ -71,15 +72,6 @@ def _sum(out: Tensor, reduce: Reduction, start: int, slots: Sequence[Slot]) -> N
         reduce(out, other, out=out)
 
 
-def _spread(chunk: Tensor, rank: int, slots: Sequence[Slot]) -> None:
-    """The parts of ``chunk`` as the others have summed them."""
-    size = len(slots)
-    for place, slot in enumerate(slots):
-        start, stop = (chunk.numel() * at // size for at in (place, place + 1))
-        if place != rank:
-            chunk[start:stop].copy_(slot.first(stop - start, chunk))
-
-
-def _copy(parts: Tensor, slots: Sequence[Slot]) -> None:
+def _copy(parts: Iterable[Tensor], slots: Sequence[Slot]) -> None:
     for part, slot in zip(parts, slots, strict=True):
         part.copy_(slot.first(part.numel(), part))

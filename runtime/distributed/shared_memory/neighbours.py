@@ -12,13 +12,12 @@ import socket
 import struct
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import Store
 
+from runtime.distributed.faults.processes import boot_of_host
+
 OFF = "MESHWRIGHT_SHARED_MEMORY"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
 _RANK = struct.Struct("<i")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -29,7 +28,7 @@ def shared_host() -> str:
         return ""
     try:
         os.close(os.memfd_create("meshwright"))
-        return f"{_BOOT.read_text().strip()} {_NETWORK.stat().st_ino} {os.getuid()}"
+        return f"{boot_of_host()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
     except OSError:
         return ""
 
@@ -42,7 +41,7 @@ class Neighbours:
         self.rank, self.size = rank, size
         descriptor = os.memfd_create("meshwright-group")
         os.ftruncate(descriptor, num_bytes)
-        self.memories = [_mapped(descriptor, num_bytes)] * size
+        self.memories = [mmap.mmap(descriptor, num_bytes)] * size
         self.sockets: dict[int, socket.socket] = {}
         try:
             self._meet(store, descriptor, num_bytes, timeout)
@@ -103,11 +102,6 @@ def _shown(peer: socket.socket, num_bytes: int) -> tuple[int, mmap.mmap]:
     if not descriptors:
         raise RuntimeError("connection closed by peer: a rank ended while its group was made")
     try:
-        return _RANK.unpack(told)[0], _mapped(descriptors[0], num_bytes)
+        return _RANK.unpack(told)[0], mmap.mmap(descriptors[0], num_bytes)
     finally:
         os.close(descriptors[0])  # the mapping stays
-
-
-def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """The memory behind ``descriptor``; pages come as they are used."""
-    return mmap.mmap(descriptor, num_bytes)
