@@ -6,7 +6,8 @@
 A CUDA generator counts (Philox): any place in its sequence costs the host two numbers, and no op waits for the device.
 
 A graph that is captured draws from generators of its own, one for each draw, which are registered with it. They are put
-where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself.
+where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself. Step and
+microbatch on the device are written before each replay, too: a graph of a part of a step writes neither.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class RandomState:
     registered: Mapping[Draw, torch.Generator] | None = None
     default: torch.Generator | None = None
     is_again: bool = False
+    _is_part: bool = False  # of a step: what is captured
     _generators: dict[tuple[torch.device, bool], torch.Generator] = field(default_factory=dict, repr=False)
     _counters: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -71,7 +73,12 @@ class RandomState:
         return found[0], found[1]
 
     def _count(self, counter: torch.Tensor, *, with_step: bool = True) -> None:
-        """The step is written where it changes alone: a graph of several microbatches holds what is written between."""
+        """The step is written where it changes alone: a graph of several microbatches holds what is written between.
+
+        A graph of a part of a step would write the numbers of its capture with each replay: it writes none.
+        """
+        if self._is_part:
+            return
         if with_step:
             counter[0].fill_(self.step)
         counter[1].fill_(self.microbatch)
@@ -118,13 +125,16 @@ class RandomState:
             self.drawn = None
 
     @contextmanager
-    def drawing_by(self, generators: Mapping[Draw, torch.Generator]) -> Iterator[None]:
-        """A graph is captured meanwhile, with which these are registered."""
-        self.registered = generators
+    def drawing_by(self, generators: Mapping[Draw, torch.Generator], *, is_part: bool) -> Iterator[None]:
+        """A graph is captured meanwhile, with which these are registered.
+
+        ``is_part`` of a step: step and microbatch are written before each replay, and not by the graph.
+        """
+        self.registered, self._is_part = generators, is_part
         try:
             yield
         finally:
-            self.registered = None
+            self.registered, self._is_part = None, False
 
     def put_all(self, generators: Mapping[Draw, torch.Generator]) -> None:
         """Each where its draw begins in the microbatch that runs."""

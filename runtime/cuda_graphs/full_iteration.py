@@ -53,7 +53,7 @@ class FullIteration(Graphs):
             self._buffers.begin_step()
             self._graph = self._maker.graph(self._maker.pool(), self._generators.values())
             self._put_generators(step)
-            with random.drawing_by(self._generators), uncounted(self._axes) as self._counted:
+            with random.drawing_by(self._generators, is_part=False), uncounted(self._axes) as self._counted:
                 self._graph.capture(lambda: self._run(executor, static))
         self._added = [slot for slot in self._buffers.slots if not slot.is_fresh]
         self.is_on, self.is_wanted = True, False

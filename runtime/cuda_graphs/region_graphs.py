@@ -10,8 +10,8 @@ further addends in autograd's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,12 +49,12 @@ class Region:
         """Where the draws of the microbatch that runs begin."""
         self.random.put_all(self.generators)
 
-    def put_again(self, step: int, microbatch: int) -> None:
-        """Where those that a backward draws again begin, of the microbatch whose backward it is."""
-        generators = {draw: generator for draw, generator in self.generators.items() if draw.again}
-        if generators:
-            with self.random.again(step, microbatch):
-                self.random.put_all(generators)
+    @contextmanager
+    def drawing_again(self, step: int, microbatch: int) -> Iterator[None]:
+        """A backward is replayed meanwhile: it draws again what the forward of its microbatch drew."""
+        with self.random.again(step, microbatch):
+            self.random.put_all({draw: generator for draw, generator in self.generators.items() if draw.again})
+            yield
 
 
 class RegionGraphs:
@@ -107,7 +107,7 @@ class RegionGraphs:
         region = self.region
         graph = self._maker.graph(pool, region.generators.values())
         region.put_generators()
-        with region.random.drawing_by(region.generators), uncounted(region.axes) as counted:
+        with region.random.drawing_by(region.generators, is_part=True), uncounted(region.axes) as counted:
             graph.capture(body)
         return graph, counted
 
@@ -166,8 +166,8 @@ class RegionGraphs:
         """The gradients of inputs and shared weights, from those of the outputs and of what goes through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
-        self.region.put_again(*self._drawn)
-        self._replay(self._backward)
+        with self.region.drawing_again(*self._drawn):
+            self._replay(self._backward)
         # whoever keeps them (a send, a leaf) must not see the next replay
         of_inputs = [static.clone() for static in self.of_inputs]
         of_shared = [None if gradient is None else gradient.clone() for gradient in self.of_shared]

@@ -17,11 +17,14 @@ from tests.tools.simulated_mesh import Ran, run_mesh
 
 INVARIANT = {"train": True, "dropout": "layout_invariant"}
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "mlp"], "warmup_steps": 1}}
+ZERO_BUBBLE = {"schedule": "zero_bubble"}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "tp2 pp2": ({"tp": 2, "pp": 2}, {}, 2),
     "dp2 tp2, along the sequence": ({"tp": 2, "dp": 2}, SEQUENCE_PARALLEL, 4),
     "cp2 dp2": ({"cp": 2, "dp": 2}, {"recompute": "full"}, 1),
     "pp2, graphs": ({"pp": 2}, GRAPHS, 2),
+    "pp2, graphs, recompute": ({"pp": 2}, GRAPHS | {"recompute": "full"}, 2),
+    "pp2, graphs, recompute, W": ({"pp": 2}, GRAPHS | {"recompute": "selective", "pipeline": ZERO_BUBBLE}, 2),
     "graphs of all": ({"dp": 2}, {"cuda_graphs": GRAPHS["cuda_graphs"] | {"scope": "full_iteration"}}, 2),
 }
 

@@ -31,3 +31,14 @@ def test_several_microbatches_in_flight_draw_again_what_each_drew():
         eager = train(engine, made[1])
     with (made := engine_of("gpt2-dropout", ["attn"], recompute="full", **sections))[0] as engine:
         assert differences(eager, train(engine, made[1])) == []
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_replays_name_the_same_numbers_again_in_their_backward(kind: str, schedule: str):
+    sections = {"dropout": "layout_invariant", "pipeline": {"schedule": schedule}}
+    with (made := engine_of("gpt2-dropout", None, **sections))[0] as engine:
+        eager = train(engine, made[1])
+    for scope in (["attn"], ["full_iteration"]):
+        with (made := engine_of("gpt2-dropout", scope, recompute=kind, **sections))[0] as engine:
+            assert differences(eager, train(engine, made[1])) == [], scope
