@@ -6,8 +6,8 @@
 A CUDA generator counts (Philox): any place in its sequence costs the host two numbers, and no op waits for the device.
 
 A graph that is captured draws from generators of its own, one for each draw, which are registered with it. They are put
-where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself. Step and
-microbatch on the device are written before each replay, too: a graph of a part of a step writes neither.
+where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself. Step
+and microbatch on the device are written before each replay, too: a graph of a part of a step writes neither.
 """
 
 from __future__ import annotations
