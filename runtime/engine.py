@@ -86,6 +86,8 @@ class Engine:
         self._intake = Intake(built.program, built.layout, self.groups, store)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
+        if self.graphs is not None:
+            self.groups.before_end.append(self.graphs.release)
         self._saver = Saver(self.groups)
         self._scoring: Scoring | None = None  # lowered when somebody asks
         announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}

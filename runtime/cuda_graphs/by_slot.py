@@ -64,8 +64,13 @@ class GraphsBySlot(Graphs):
         graphs = self._graphs[call.index, self._slot]
         return _Replay.apply(self, graphs, len(inputs), *inputs, *graphs.region.shared, self._anchor)
 
+    def release(self) -> None:
+        for graphs in self._graphs.values():
+            graphs.reset()
+        self._graphs, self.is_on = {}, False
+
     def capture(self, executor: Executor, step: Step) -> None:
-        self._graphs = {}
+        self.release()
         pools: defaultdict[int, Any] = defaultdict(self._maker.pool)
         self.random.begin(0, 0)
         begun, ended = set[int](), set[int]()

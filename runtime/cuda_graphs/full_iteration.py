@@ -42,8 +42,14 @@ class FullIteration(Graphs):
         self._generators: dict[Draw, torch.Generator] = {}
         self._added: list[ParameterSlot] = []
 
-    def capture(self, executor: Executor, step: Step) -> None:
+    def release(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
         self._forget()
+        self.is_on = self.holds_reductions = False
+
+    def capture(self, executor: Executor, step: Step) -> None:
+        self.release()
         random, self.holds_reductions = self._program.random, True
         self._static = static = self._copy_of(step)
         with uncounted(self._axes), _aliases(self._program, self._buffers):

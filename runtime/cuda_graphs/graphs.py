@@ -18,6 +18,8 @@ class Graph(Protocol):
 
     def capture(self, body: Callable[[], None]) -> None: ...
     def replay(self) -> None: ...
+    def reset(self) -> None:
+        """Free the graph, and its hold on the communicators whose kernels it captured. It cannot be replayed after."""
 
 
 class Maker(Protocol):
@@ -47,6 +49,13 @@ class Graphs(ABC):
     @abstractmethod
     def capture(self, executor: Executor, step: Step) -> None:
         """Make the graphs. Gradients of this rank are anything after it; all ranks call it alike."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all graphs; regions run eagerly until the next capture. Again: nothing.
+
+        NCCL does not end a communicator while a graph holds its kernels, so this comes before any group ends.
+        """
 
     def run_step(self, executor: Executor, step: Step) -> Tensor | None:
         """Forward and backward of a step; the sum of this rank's losses."""

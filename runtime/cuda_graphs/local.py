@@ -51,3 +51,6 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()

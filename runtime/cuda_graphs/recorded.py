@@ -95,7 +95,7 @@ class RecordedGraph:
     def __init__(self, pool: Pool, random: RandomState, generators: Collection[torch.Generator] = ()) -> None:
         self.pool, self._random, self._registered = pool, random, {_number_of(g) for g in generators}
         self._ops: list[_Op | _Free] = []
-        self._is_bound = False
+        self._is_bound = self._is_reset = False
 
     def capture(self, body: Callable[[], None]) -> None:
         """Run ``body`` once and write down its ops. Raises CaptureError for one that a GPU could not capture."""
@@ -144,8 +144,14 @@ class RecordedGraph:
             owner.copies_when_awaited = False
         return owner is not None
 
+    def reset(self) -> None:
+        """Free the ops and their hold on memory and groups."""
+        self._ops, self._is_reset = [], True
+
     def replay(self) -> None:
         """All ops again. An exchange is waited for before its memory is touched, as by the stream of a GPU."""
+        if self._is_reset:
+            raise RuntimeError("a graph was replayed after its reset")
         if not self._is_bound:
             for op in self._ops:
                 op.bind(self.pool)

@@ -152,6 +152,11 @@ class RegionGraphs:
         self.added += [parameter for parameter, gradient in own if gradient is not None]
         self.of_shared = list(of_weights[len(own) :])
 
+    def reset(self) -> None:
+        """Free both graphs."""
+        for graph, _ in filter(None, (self._forward, self._backward)):
+            graph.reset()
+
     # ---- the replay
 
     def forward(self, given: Sequence[Tensor]) -> list[Tensor]:

@@ -83,7 +83,8 @@ class TransformerEngineGraphs(Graphs):
             return
         check_autocast()
         make = _make_graphed_callables()
-        self._reset()
+        self.release()
+        self.is_on = True
         axes = axes_of(value for module in self._modules for value in module.held)
         places = dict(self._places())
         with self._no_gradient_hooks(), uncounted(axes):
@@ -146,10 +147,10 @@ class TransformerEngineGraphs(Graphs):
             for layer, module in enumerate(self._chunks[chunk]):
                 yield (module.call.index, number), sample_index(self._order, sizes, chunk, number, layer)
 
-    def _reset(self) -> None:
+    def release(self) -> None:
         for graphed in self._callables.values():
             graphed.reset()  # pyright: ignore[reportFunctionMemberAccess]
-        self._callables, self._static = {}, ()
+        self._callables, self._static, self.is_on = {}, (), False
 
 
 class _Kept(torch.autograd.Function):

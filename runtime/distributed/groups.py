@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -61,6 +62,7 @@ class Groups:
     place on the other axes over them. ``place``: this rank's on each axis.
     ``memories``: by rank, a number that ranks have in common whose tensors lie in memory that they can share; -1: none.
     ``faults``: what this rank is at, and what others hear of its end.
+    ``before_end``: called before any group ends, in any way: frees what holds kernels of the groups. May come again.
     """
 
     mesh: Mesh
@@ -84,6 +86,7 @@ class Groups:
     made: list[ProcessGroup] = field(default_factory=list)
     memories: tuple[int, ...] = ()
     faults: Faults = field(default_factory=lambda: Faults(Activity(0)))
+    before_end: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.coordinate = self.mesh.coordinate(self.rank)
@@ -130,6 +133,8 @@ class Groups:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # no communicator ends under what its queue still holds
+            for release in self.before_end:
+                release()
             self.barrier()
         except BaseException:
             self.abort()
@@ -147,6 +152,7 @@ class Groups:
     def abort(self) -> None:
         """End the groups made here after an error, without a wait for anyone: what is under way may never end."""
         if self.world is not None:
+            self._release_anyhow()
             abort_groups(self.made, with_default=self.owns_default)
             self._forget()
 
@@ -155,14 +161,21 @@ class Groups:
         if error is not None:
             self.faults.publish(error)
             self.abort()
+        self._release_anyhow()
         self.faults.close()
+
+    def _release_anyhow(self) -> None:
+        """On the way out of an error, a device that is broken already fails here too, and the groups must still end."""
+        for release in self.before_end:
+            with suppress(Exception):
+                release()
 
     def _forget(self) -> None:
         self.faults.close()
         forget(id(self))
         self.world = self.host = None
         self.tp = self.cp = self.dp = self.dp_cp = self.pp = self.ep = self.etp = self.edp = None
-        self.embedding, self.links, self.made = {}, {}, []
+        self.embedding, self.links, self.made, self.before_end = {}, {}, [], []
 
 
 def dense_axes(mesh: Mesh) -> tuple[str, ...]:
