@@ -2,9 +2,6 @@
 
 NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
 first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
-
-A receive that is posted ahead is a kernel that spins until its message comes. ``LINK_CTAS`` blocks are all that it may
-occupy, so that the products beside it keep the device's other multiprocessors.
 """
 
 from __future__ import annotations
@@ -15,8 +12,7 @@ import torch.distributed as dist
 
 from planner.pipeline.links import links
 from runtime.distributed.groups import Groups
-
-LINK_CTAS = 2
+from runtime.distributed.nccl_options import link_options
 
 
 def make_links(groups: Groups) -> None:
@@ -31,13 +27,3 @@ def make_links(groups: Groups) -> None:
             if groups.rank in members:
                 groups.links[link] = group
                 groups.made.append(group)
-
-
-def link_options(backend: str) -> Any:
-    """Options that keep a link's kernels small; None where the backend has none. A group keeps what it is given."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = 1
-    options.config.max_ctas = LINK_CTAS
-    return options

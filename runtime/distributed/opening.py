@@ -27,6 +27,7 @@ from runtime.distributed.first_use import use_each_once
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.links import make_links
 from runtime.distributed.meeting import Seat, meet
+from runtime.distributed.nccl_options import axis_options
 from runtime.distributed.shared_memory.group import register
 from runtime.distributed.shared_memory.neighbours import shared_host
 
@@ -137,7 +138,7 @@ def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
     for axis in axes:
         if groups.mesh.size(axis) > 1:
-            made = _make(groups, groups.mesh.groups(axis), sums=axis != "pp")
+            made = _make(groups, groups.mesh.groups(axis), axis, sums=axis != "pp")
             setattr(groups, axis.replace("-", "_"), made)
 
 
@@ -152,15 +153,16 @@ def _make_expert_groups(groups: Groups) -> None:
         dense = {"etp": "tp", "edp": mesh.data_axis}.get(axis)
         is_same = dense is not None and mesh.groups(dense) == members
         if mesh.size(axis) > 1:
-            setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members))
+            setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members, axis))
 
 
-def _make(groups: Groups, members: Iterable[Sequence[int]], *, sums: bool = True) -> ProcessGroup | None:
+def _make(groups: Groups, members: Iterable[Sequence[int]], axis: str, *, sums: bool = True) -> ProcessGroup | None:
     """The group with this rank, for tensors of the device alone. All ranks make one for each list, in one order."""
     own = None
     for ranks in members:
         backend = groups.backend_over(ranks) if sums else groups.backend
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
+        options = axis_options(backend, axis)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend, pg_options=options)
         if groups.rank in ranks:
             own = group
             groups.made.append(group)
@@ -175,4 +177,4 @@ def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]])
             groups.embedding[stages] = None
             continue
         members = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp")]
-        groups.embedding[stages] = _make(groups, members)
+        groups.embedding[stages] = _make(groups, members, "embedding")

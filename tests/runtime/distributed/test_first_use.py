@@ -14,8 +14,9 @@ from planner.pipeline.links import links
 from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.launch import launch
-from runtime.distributed.links import LINK_CTAS, link_options, make_links
-from runtime.distributed.opening import open_groups
+from runtime.distributed.links import make_links
+from runtime.distributed.nccl_options import LINK_CTAS, link_options
+from runtime.distributed.opening import _fill, open_groups
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 
 MESHES = {
@@ -118,6 +119,22 @@ def test_every_link_is_made_with_its_options():
     limited = [group.members for group in made if group.options is not None]
     assert len(limited) == len(links(3, 2)) * 2
     assert {group.options.config.max_ctas for group in made if group.options} == {LINK_CTAS}
+
+
+def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monkeypatch):
+    mesh = Mesh(tp=2, cp=2, dp=2, ep=4, etp=2, pp=1)
+    groups = Groups(mesh, 0, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
+    options = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, *, pg_options=None, **_: (ranks, pg_options))
+    monkeypatch.setattr("runtime.distributed.opening.use_each_once", lambda groups: None)
+    _fill(groups, [])
+    high = {
+        axis: made[1] is not None and made[1].is_high_priority_stream
+        for axis in ("tp", "cp", "dp", "dp_cp", "ep")
+        if (made := getattr(groups, axis)) is not None
+    }
+    assert high == {"tp": True, "cp": True, "dp": False, "dp_cp": False, "ep": True}
 
 
 def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int]:

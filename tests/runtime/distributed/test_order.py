@@ -36,6 +36,7 @@ def as_on_nccl() -> Iterator[None]:
         patch.setattr(opening, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
         patch.setattr(opening, "open_world", open_two)
         patch.setattr(links, "link_options", lambda backend: None)
+        patch.setattr(opening, "axis_options", lambda backend, axis: None)
         patch.setattr(dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "gloo"}))
         yield
 

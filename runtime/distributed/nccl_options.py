@@ -1,0 +1,32 @@
+"""Options of NCCL communicators by what they carry. Other backends have none.
+
+    links           few thread blocks: a receive that is posted ahead spins until its message comes
+    tp, cp, ep      a high-priority stream: compute waits for these, so they start before kernels that are queued already
+    dp, tied        the default priority: gradients are reduced behind compute that does not wait for them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
+_AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes whose results the next kernel reads
+
+
+def link_options(backend: str) -> Any:
+    """Of a link between two stages; None where the backend has none. A group keeps the object, so each gets its own."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = 1
+    options.config.max_ctas = LINK_CTAS
+    return options
+
+
+def axis_options(backend: str, axis: str) -> Any:
+    """Of a group over ``axis``; None where the backend has none, or the default serves."""
+    if backend != "nccl" or axis not in _AWAITED:
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
