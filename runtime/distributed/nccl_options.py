@@ -1,8 +1,8 @@
 """Options of NCCL communicators by what they carry. Other backends have none.
 
-    links           few thread blocks: a receive that is posted ahead spins until its message comes
-    tp, cp, ep      a high-priority stream: compute waits for these, so they start before kernels that are queued already
-    dp, tied        the default priority: gradients are reduced behind compute that does not wait for them
+links           few thread blocks: a receive that is posted ahead spins until its message comes
+tp, cp, ep      a high-priority stream: they start before compute that is queued already
+dp, tied        the default priority: gradients are reduced behind compute that does not wait for them
 """
 
 from __future__ import annotations
