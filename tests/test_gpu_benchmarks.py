@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.on_gpu import dropout, equal, profile
+from benchmarks.on_gpu import dropout, equal, profile, shared
 from benchmarks.on_gpu.table import Table, section
 from passes.ops.random_state import RandomState
+from runtime.distributed.meeting import Seat, judge
 from tests.tools.paths import ROOT
 
 PARTS = ("equal", "sync", "dropout", "graphs", "profile")
@@ -52,6 +53,12 @@ def test_a_part_runs_on_a_cpu_and_appends_its_table(
     assert written.startswith(f"# Results\n\n## On a GPU: {part}\n")
     assert written.removeprefix("# Results\n") in capsys.readouterr().out
     assert "FAILED" not in written
+
+
+@pytest.mark.parametrize("mesh", shared.LAYOUTS, ids=str)
+def test_ranks_that_share_a_gpu_on_purpose_may_run_each_layout(mesh: dict[str, int]) -> None:
+    seat = Seat("host", "cuda:0", gpu="the only one", named=True)
+    assert judge([seat, seat], mesh.get("pp", 1)).backend == "gloo"
 
 
 @pytest.mark.gpu
