@@ -55,7 +55,7 @@ class Constants:
     def _is_constant(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             known = self.program.constants.get(node.name)
-            return known is not None and not known.is_meta
+            return isinstance(known, torch.Tensor) and not known.is_meta
         if not follows(node):
             return False
         return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)

@@ -21,10 +21,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from planner.capture.canonical.certain_draws import certain_answer
 from planner.capture.gradients.call_sites import CallSites, called_by_user
+from planner.capture.python.seeds import TorchSeeds
 from planner.errors import PlanError, Where
 
 FIX = "draw in torch, as torch.rand(()) or F.dropout, which draw anew in each step; or draw outside of the forward"
@@ -40,6 +42,7 @@ class PythonDraws:
         self.clocks: list[Where] = []
         self._sites = CallSites(model)
         self._modules = users_modules(model)
+        self.seeds = TorchSeeds(self._sites)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -48,8 +51,9 @@ class PythonDraws:
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         try:
             with ExitStack() as stack:
-                for module in (random, np.random, time, *self._modules):
+                for module in (random, np.random, time, torch, torch.random, torch.cuda, *self._modules):
                     stack.enter_context(_replaced(module, replaced))
+                stack.enter_context(self.seeds.watched())
                 yield
         finally:
             random.setstate(states[0])
@@ -62,6 +66,7 @@ class PythonDraws:
                     yield function, self._draw(name, function)
         for name in CLOCKS:
             yield getattr(time, name), self._clock(getattr(time, name))
+        yield from self.seeds.replacements()
 
     def _draw(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

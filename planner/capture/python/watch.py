@@ -52,6 +52,7 @@ class ForwardWatch:
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
         """What each torch function is given."""
         self._foreign.check(args, kwargs)
+        self._draws.seeds.check(args, kwargs)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -1,0 +1,96 @@
+"""Seeds and generators of PyTorch that a forward sets: one process repeats the noise, a plan would not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.random import fork_rng
+
+from planner import PlanError, plan
+
+SPEC = {
+    "mesh": {"tp": 1},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"ids": {"shape": [5], "dtype": "int64", "high": 20}},
+}
+
+
+class Model(nn.Module):
+    def __init__(self, noise: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.generator, self.noise = torch.Generator(), noise
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.noise(self, self.tokens(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def seeded(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)  # here
+    return x + torch.randn_like(x)
+
+
+def seeded_by_the_generator(m: Any, x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(3)
+    return x + torch.randn_like(x)  # here
+
+
+def seeded_on_the_device(m: Any, x: Tensor) -> Tensor:
+    torch.cuda.manual_seed_all(3)  # here
+    return F.dropout(x)
+
+
+def forked(m: Any, x: Tensor) -> Tensor:
+    with fork_rng():  # here
+        return x + torch.randn_like(x)
+
+
+def put_back(m: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = x + torch.randn_like(x)
+    torch.set_rng_state(state)  # here
+    return x + torch.randn_like(x)
+
+
+def by_its_own_generator(m: Any, x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=m.generator)  # here
+
+
+def in_place_by_its_own(m: Any, x: Tensor) -> Tensor:
+    return x * torch.empty(8).uniform_(generator=m.generator)  # here
+
+
+def by_a_new_one(m: Any, x: Tensor) -> Tensor:
+    return x * torch.bernoulli(torch.full((8,), 0.5), generator=torch.Generator().manual_seed(3))  # here
+
+
+REFUSED = [seeded, seeded_by_the_generator, seeded_on_the_device, forked, put_back, by_its_own_generator,
+           in_place_by_its_own, by_a_new_one]  # fmt: skip
+
+
+@pytest.mark.parametrize("noise", REFUSED, ids=lambda f: f.__name__)
+def test_noise_that_one_process_repeats_is_refused_at_its_line(noise: Callable[[Any, Tensor], Tensor]) -> None:
+    model, before = Model(noise), torch.get_rng_state()
+    with pytest.raises(PlanError) as error:
+        plan(model, SPEC)
+    start = noise.__code__.co_firstlineno  # pyright: ignore[reportFunctionMemberAccess]
+    lines = Path(__file__).read_text().splitlines()
+    marked = next(number for number, line in enumerate(lines, 1) if number > start and "# here" in line)
+    assert (error.value.where.file, error.value.where.line) == (__file__, marked)  # pyright: ignore
+    assert error.value.fix
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_noise_without_a_seed_is_planned_and_leaves_the_generator_alone() -> None:
+    model = Model(lambda m, x: F.dropout(x) + torch.randn_like(x))
+    before, seed = torch.get_rng_state(), torch.initial_seed()
+    assert plan(model, SPEC).parameters
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.initial_seed() == seed
