@@ -14,6 +14,7 @@ from planner.frozen_plan import Plan
 from runtime.distributed.faults.busy import SlowRank, slowest
 from runtime.distributed.marks import Marks
 from runtime.distributed.notes import Told
+from runtime.report.host_copy import HostCopy
 
 
 class PlanWarning(UserWarning):
@@ -85,14 +86,15 @@ class StepReport:
         """
         self.lr = lr
         self._num_notes, self._check = notes
-        self._figures, self._num_tokens, self._clock, self._layers = figures, num_tokens, clock, tuple(layers)
+        self._figures, self._num_tokens, self._clock = HostCopy(figures), num_tokens, clock
+        self._layers = tuple(layers)
         self._dropping, self._drops = dropping, drops
         self._stages, self._pipelines = map(tuple, places)
-        self._scale = scale
+        self._scale = None if scale is None else HostCopy(scale)
 
     @cached_property
     def _read(self) -> tuple[float, float, float, list[float]]:
-        norm, skipped, loss, *rest = self._figures.tolist()
+        norm, skipped, loss, *rest = self._figures.numbers()
         if self._check is not None:
             self._check(rest[-self._num_notes :])
         return loss, norm, skipped, rest
@@ -137,7 +139,7 @@ class StepReport:
 
     @cached_property
     def loss_scale(self) -> float | None:
-        return None if self._scale is None else float(self._scale)
+        return None if self._scale is None else self._scale.numbers()[0]
 
     @property
     def dropped_share(self) -> float | None:
