@@ -103,7 +103,7 @@ def _let_go(part: _Part, context: LowerContext) -> None:
     tensors = [n for n in members if _is_tensor(n) and n not in summed]
     firsts = (next((n for n in tensors if part.has(keys, n)), None) for keys in piece.needed)
     dropped = sorted(n for n in firsts if n is not None)
-    insides = [n for n in members if _is_tensor(n) and n.meta["origin"] in piece.insides and "change" not in n.meta]
+    insides = [n for n in members if n.meta["origin"] in piece.insides and _computes(n) and "change" not in n.meta]
     kept = {n for n in tensors if part.has(piece.kept, n)}
     rerun = _Rerun(members, dropped, insides, kept)
     if not dropped and not insides:
@@ -199,6 +199,12 @@ def _needed(targets: Sequence[fx.Node], inner: set[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting += [v for v in node.all_input_nodes if v in inner]
     return found
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it is an op that gives tensors: one, or several."""
+    value = node.meta.get("val")
+    return _is_tensor(node) or (isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value))
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -137,7 +137,7 @@ class Memories:
             others = scene.elsewhere.get(memory, set()) - {index}
             if others or memory in scene.leaving:
                 self.seen.add(memory)
-            elif index in scene.kept_by.get(memory, ()):
+            elif index in scene.kept_by.get(memory, ()) and memory in scene.keys:  # without a name it stays
                 self.saved.add(memory)
 
     def made(self, call: Call) -> list[int]:

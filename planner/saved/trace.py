@@ -230,6 +230,7 @@ class _Tracer:
     def _record(
         self, node: fx.Node, seen: Seen, operands: list[Value], change: TypeChange | None, in_place: bool = False
     ) -> list[Value]:
+        seen = _unread_inside(node, seen)
         made: list[Value] = []
         for result in seen.made:
             made.append(self.trace.value(result.like, self._memory(result, operands, made)))
@@ -291,6 +292,21 @@ def _copies(cut: Placement, part: Value, whole: Value) -> int:
     Along dim 0 parts lie behind each other anyway."""
     lies_so = cut.dim == 0 and len(cut.segments) == 1
     return (1 if lies_so else 2) * whole.like.bytes + part.like.bytes
+
+
+def _unread_inside(node: fx.Node, seen: Seen) -> Seen:
+    """A result that is kept and that no node takes out of the tuple, as the indices of a top-k of which only the values
+    are read, lies inside the op: it has no name in the graph."""
+    if not seen.is_tuple or any(user.target is not operator.getitem for user in node.users):
+        return seen
+    read = [user.args[1] for user in node.users]
+    shared = {-1 - result.shares for result in seen.made if result.shares is not None and result.shares < 0}
+    inside = [n for n in seen.results if n not in read and n not in shared and seen.made[n].shares is None]
+    if not inside:
+        return seen
+    made = tuple(replace(result, bytes=0) if n in inside else result for n, result in enumerate(seen.made))
+    results = tuple(n for n in seen.results if n not in inside)
+    return replace(seen, made=made, results=results, hidden=(*seen.hidden, *(seen.made[n].bytes for n in inside)))
 
 
 def _without_gradient(seen: Seen, number: int) -> Seen:

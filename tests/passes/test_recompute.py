@@ -232,6 +232,51 @@ def test_what_is_let_go_is_what_the_plan_says_to_the_byte(name: str):
         assert found == without - sum(row.bytes for row in made.recompute) + more, kind
 
 
+class Ranked(nn.Module):
+    """Reads the values of a top-k, never its indices, which autograd keeps for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.up(x).unflatten(-1, (4, 8)).topk(2, dim=-1)[0].sum(-1, keepdim=True)
+        return x + self.down(torch.sigmoid(best.expand(-1, -1, -1, 8).flatten(2)))
+
+
+class RankedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Ranked() for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_result_that_nobody_reads_is_let_go_as_the_insides_of_its_op(kind: str):
+    batch, kept = {"x": torch.randn(2, 6, 8, dtype=torch.float64)}, dict[str, int]()
+    ran = {k: run_mesh(RankedNet, batch, {}, recompute=k) for k in ("none", kind)}
+    assert ran[kind].loss == ran["none"].loss
+    assert differing(ran[kind].gradients, ran["none"].gradients) == []
+    for k, found in ran.items():
+        (stage,) = found.programs[0].stages
+        with Made() as memory:
+            loss = stage.module(batch["x"])[-1]
+        kept[k] = memory.alive_bytes([*stage.module.parameters(), *stage.module.buffers(), loss, batch["x"]])
+    assert sum(row.bytes for row in ran[kind].plan.recompute) > 0
+    assert kept[kind] == kept["none"] - sum(row.bytes for row in ran[kind].plan.recompute) + sources(ran[kind].plan)
+
+
+def sources(made: Plan) -> int:
+    """Bytes that are held for reruns alone."""
+    trace = trace_stage(*made.to_run(), 0)
+    return sum(trace.bytes_of[m] for m in {m for p in made.recomputed for m in p.sources} - set(trace.kept))
+
+
 def test_nothing_is_left_after_the_backward_and_each_block_runs_again_once(monkeypatch: pytest.MonkeyPatch):
     runs: list[str] = []
     again = recompute._Forward.run_again
