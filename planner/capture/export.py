@@ -35,6 +35,7 @@ from planner.capture.gradients.call_sites import CallSites
 from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import refuse_parameter_writes
 from planner.capture.gradients.python_side import PythonGradients
+from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
@@ -284,6 +285,7 @@ def _program(
     refuse_unknown_values(program.graph.graph, program.constants)
     for name, fqn in program.parameters.items():
         program.node(name).meta["parameter"] = fqn
+    keep_what_is_reached(program)
     return program
 
 

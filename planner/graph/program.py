@@ -49,6 +49,7 @@ class Program:
     loss: str
     notes: list[str] = field(default_factory=list)
     rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
+    untrained: list[str] = field(default_factory=list)  # parameters that ask for a gradient and get none
     skipped: frozenset[str] = frozenset()  # parameters that the forward does not read where data selects no rows
 
     def node(self, name: str) -> fx.Node:

@@ -21,7 +21,6 @@ from planner.graph.ops.products import holds_weight
 from planner.graph.places import Places, glob_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-from planner.graph.walks import operands, walk
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
@@ -82,9 +81,7 @@ MOST_NAMED = 4
 
 def _untrained(program: Program) -> Iterator[Diagnostic]:
     """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
-    reached = walk([program.node(program.loss)], operands, into=lambda node: bool(node.meta.get("grad")))
-    trained = {node.name for node in reached}
-    names = [f for n, f in program.parameters.items() if program.node(n).meta["grad"] and n not in trained]
+    names = program.untrained
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
