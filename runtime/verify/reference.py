@@ -12,6 +12,7 @@ only there; the object itself needs no such trust, and ``Untouched`` shows that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.distributed.fingerprint import fingerprint_of_model
 from runtime.optimizer.lr import learning_rate
+from runtime.verify.named_draws import NamedDraws
 
 
 class Untouched:
@@ -47,10 +49,11 @@ class OneProcess:
     """Trains ``model`` itself. Owns torch's AdamW over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
+    ``draws``: the names of what it draws, where dropout is on.
     """
 
-    def __init__(self, model: nn.Module, spec: Spec) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, spec: Spec, draws: NamedDraws | None = None) -> None:
+        self.model, self.draws = model, draws
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
@@ -62,9 +65,12 @@ class OneProcess:
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of the global batch; gradients are left in ``.grad``."""
         self.optimizer.zero_grad()
-        with caches_off(self.model):  # they are for generation: with one, some models mask otherwise
+        draws = self.draws
+        # caches are for generation: with one, some models mask otherwise
+        with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates):
             loss = loss_of(self.model(**batch), self.spec.loss)
-        loss.backward()
+        with nullcontext() if draws is None else draws.backward():
+            loss.backward()
         return loss.item()
 
     def update(self) -> float:

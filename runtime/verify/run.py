@@ -1,7 +1,8 @@
 """Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
 
 The truth is the user's unmodified model on the whole global batch, the object itself and no copy (verify.reference).
-Dropout is off on both sides: its masks depend on the order in which a process draws them.
+With ``dropout: layout_invariant`` both sides draw by name (verify.named_draws). Else dropout is off on both: its masks
+depend on the order in which a process draws them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from runtime.verify.comparison import (
     noise_of_updates,
 )
 from runtime.verify.mutants import freeze_parameter, without_collective
+from runtime.verify.named_draws import NamedDraws, draws_of
 from runtime.verify.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
@@ -107,7 +109,7 @@ def verify(
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
-    decided = plan(load_model(model_ref).eval(), spec)
+    decided = plan(_in_mode(load_model(model_ref), spec), spec)
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
@@ -132,7 +134,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty."""
     spec = Spec.load(job.spec)
     has_weights = pretrained_directory(job.model) is not None
-    model = load_model(job.model, materialize=not has_weights, seed=spec.seed).eval()
+    model = _in_mode(load_model(job.model, materialize=not has_weights, seed=spec.seed), spec)
     untouched = Untouched(model)
     decided = plan(model, spec)
     if job.freeze_parameter is not None:
@@ -143,13 +145,32 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
         return VerifyReport(())
     untouched.check(model)
     if has_weights:  # the plan read its slices, the one process reads all, by transformers
-        model = load_model(job.model, materialize=True, seed=spec.seed).eval()
-    rows, precision = _compare(found, OneProcess(model, spec), batches, spec, job.tolerance)
+        model = _in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
+    draws = NamedDraws(model, draws_of(model, spec), spec.seed) if _draws_by_name(spec) else None
+    rows, precision = _compare(found, OneProcess(model, spec, draws), batches, spec, job.tolerance)
     notes = (
-        "dropout is off (model.eval()), its masks depend on the order of drawing",
+        _note_of_dropout(draws),
         f"tolerances for {str(precision).removeprefix('torch.')}, the lowest precision that the model computes in",
     )
     return VerifyReport(tuple(rows), notes)
+
+
+def _draws_by_name(spec: Spec) -> bool:
+    return spec.dropout == "layout_invariant"
+
+
+def _in_mode(model: nn.Module, spec: Spec) -> nn.Module:
+    """As it is compared: with its dropout where that is drawn by name."""
+    return model.train(_draws_by_name(spec))
+
+
+def _note_of_dropout(draws: NamedDraws | None) -> str:
+    if draws is None:
+        return (
+            "dropout is off (model.eval()), its masks depend on the order of drawing; "
+            "with dropout: layout_invariant they do not, and it is on"
+        )
+    return f"dropout is on: one process draws the numbers of the same names, {len(draws.draws)} draws in a forward"
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:

@@ -1,0 +1,139 @@
+"""One process that draws by name: with ``dropout: layout_invariant`` its masks are those of every layout.
+
+    names      the ops that draw, of the model captured at the size of the global batch: site, sample, element
+    forward    the user's model, op by op: what PyTorch draws is overwritten by the numbers of the next name
+
+An op that draws what the loss does not read has no name, and keeps what PyTorch draws.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.ops.counted import Place, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
+from passes.ops.random_state import RandomState
+from planner.capture.canonical.masks import simplify_masks
+from planner.capture.export import capture
+from planner.capture.gradients.call_sites import CallSites
+from planner.draws.places import BERNOULLI, KINDS, NORMAL, UNIFORM, Draw, name_draws
+from planner.errors import PlanError, Where
+from planner.graph.ops.aten import aten
+from planner.graph.source_lines import where_of
+from planner.placement.rules.table import has_rule
+from planner.spec.spec import Spec
+
+DROPOUT = "dropout"
+_IN_PLACE = {aten.bernoulli_.float: (DROPOUT, BERNOULLI), aten.bernoulli_.Tensor: (BERNOULLI,)}  # who else draws so
+_FIX = "write dropout: fast to verify the plan without dropout"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0."""
+
+    kind: str
+    place: Place
+    p: float
+    where: Where
+
+
+def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
+    """What one forward over the global batch draws, in its order; a dropout of all draws nothing."""
+    size = spec.batch.global_size
+    inputs = {
+        name: torch.empty((size, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+        for name, given in spec.require_inputs().items()
+    }
+    dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
+    program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=dtype)
+    simplify_masks(program)
+    name_draws(program, size)
+    found = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]
+    return tuple(sorted((named for named in found if named.p < 1.0), key=lambda named: named.place.site))
+
+
+def _named(node: fx.Node) -> Named:
+    draw: Draw = node.meta["draw"]
+    whole = tuple(((0, size),) for size in draw.shape)
+    is_dropout = node.target is aten.dropout.default
+    p: Any = node.args[1] if is_dropout else 0.0
+    kind = DROPOUT if is_dropout else KINDS[node.target]
+    return Named(kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node))
+
+
+class NamedDraws(TorchDispatchMode):
+    """While it is entered, ``draws`` are made by their names, in this order. Owns: which of them are still to come."""
+
+    def __init__(self, model: nn.Module, draws: Sequence[Named], seed: int) -> None:
+        super().__init__()
+        self.draws, self._sites = tuple(draws), CallSites(model)
+        self._random = RandomState(seed, tp_rank=0)
+        self._left: deque[Named] = deque()
+        self._is_forward = True
+
+    @contextmanager
+    def forward(self, step: int) -> Iterator[None]:
+        """A forward of the global batch runs inside. Raises PlanError where it has not drawn what it should."""
+        self._random.begin(step, 0)
+        self._left.extend(self.draws)
+        with self:
+            yield
+        if self._left:
+            first = self._left[0]
+            self._left.clear()
+            raise PlanError(
+                f"one process does not draw as captured: {first.kind} of {list(first.place.shape)} did not come",
+                where=first.where,
+                fix=_FIX,
+            )
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Its backward runs inside. Raises PlanError where it draws: nothing says which draw of the forward that is."""
+        self._is_forward = False
+        try:
+            with self:
+                yield
+        finally:
+            self._is_forward = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(made, Tensor):
+            if not self._is_forward:
+                raise PlanError(
+                    f"one process draws in its backward ({func}), as torch.utils.checkpoint does: it has no name",
+                    where=self._sites.here(),
+                    fix=f"turn checkpointing in the model off, or {_FIX}",
+                )
+            if self._left and _fits(self._left[0], func, made, args):
+                made.copy_(self._values(self._left.popleft(), made, args))
+        return made
+
+    def _values(self, named: Named, made: Tensor, args: Any) -> Tensor:
+        random, place = self._random, named.place
+        if named.kind == DROPOUT:
+            return counted_dropout(torch.ones_like(made), named.p, random, place) != 0
+        if named.kind == BERNOULLI:
+            return counted_bernoulli(args[1] if len(args) > 1 else args[0], random, place, made)
+        counted = {UNIFORM: counted_uniform, NORMAL: counted_normal}[named.kind]
+        return counted(random, place, made.dtype, made.device)
+
+
+def _fits(named: Named, func: Any, made: Tensor, args: Any) -> bool:
+    """Whether this op draws what the name is for."""
+    kinds = _IN_PLACE.get(func) or (KINDS.get(func),)
+    is_dropout = named.kind == DROPOUT
+    return (
+        named.kind in kinds
+        and tuple(made.shape) == named.place.shape
+        and (not is_dropout or abs(args[1] - (1.0 - named.p)) < 1e-12)
+    )
