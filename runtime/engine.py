@@ -88,7 +88,7 @@ class Engine:
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         if self.graphs is not None:
             self.groups.before_end.append(self.graphs.release)
-        self._saver = Saver(self.groups)
+        self.saver = Saver(self.groups)
         self._scoring: Scoring | None = None  # lowered when somebody asks
         announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
         self.executor = executor_of(plan, built, self.groups, self.graphs, **announced)
@@ -236,12 +236,12 @@ class Engine:
         it; a later save waits for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
         """
         self._ready()
-        self._saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
+        self.saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
 
     @shared_call("save")
     def wait_saves(self) -> None:
         """Return when no save is under way. Raises PlanError on every rank if the last one failed."""
-        self._saver.wait()
+        self.saver.wait()
 
     @shared_call("load")
     def load(self, directory: str | PathLike[str]) -> dict[str, JsonValue]:
@@ -251,9 +251,10 @@ class Engine:
         it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
         says so.
         """
-        self._saver.wait()
+        self.saver.wait()
         self.optimizer.wait_parameters()
-        manifest = load_save(self._training_state(), self._saver.groups, directory)
+        manifest, checksum = load_save(self._training_state(), self.saver.groups, directory)
+        self.saver.went_on_from(manifest, checksum)
         self.optimizer.buffers.start_parameter_gather()
         self.step_index = manifest.step
         self._fresh = []
@@ -269,7 +270,7 @@ class Engine:
         Raises PlanError on every rank if a save in the background failed.
         """
         try:
-            self._saver.wait()
+            self.saver.wait()
         finally:
             if self.groups.world is not None:
                 self.optimizer.wait_parameters()

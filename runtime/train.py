@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.spec.spec import Spec
+from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
 from runtime.compiled.compiler import check_compiler_here
@@ -24,7 +27,7 @@ from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.report.step_row import StepRow
 from runtime.training.data import check_source, run_data
-from runtime.training.job import Job, Trained, check_saves
+from runtime.training.job import AUTO, Job, Trained, check_saves
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
 
@@ -50,6 +53,7 @@ def train(
     if world_size == 1 and not max_restarts:
         return run_rank(job)
     signals: list[int] = []
+    before = _newest(job)
     try:
         trained: Trained = launch(
             run_rank,
@@ -60,7 +64,7 @@ def train(
             on_stop=signals.append,
         )[0]
     except RankError:
-        _tell_how_to_go_on(job)
+        _tell_how_to_go_on(job, before)
         raise
     return replace(trained, stopped=signals[0]) if signals and trained.stopped else trained
 
@@ -86,10 +90,19 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     return world_size
 
 
-def _tell_how_to_go_on(job: Job) -> None:
+def _newest(job: Job) -> tuple[Path, int] | None:
+    """The save that ``--resume auto`` takes, and when it was written."""
     saves = by_newest(job.save)[0] if job.save is not None else []
-    if saves:
-        print(f"the newest save is {saves[0]}: --resume auto goes on from it", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        return (saves[0], (saves[0] / MANIFEST).stat().st_mtime_ns) if saves else None
+    return None
+
+
+def _tell_how_to_go_on(job: Job, before: tuple[Path, int] | None) -> None:
+    """``before``: the newest save when the run began; where that is still so, it is of this run only by ``auto``."""
+    newest = _newest(job)
+    if newest is not None and (newest != before or job.resume == AUTO):
+        print(f"the newest save is {newest[0]}: --resume auto goes on from it", file=sys.stderr, flush=True)
 
 
 def largest_difference(rows: list[StepRow]) -> float:

@@ -24,8 +24,8 @@ from runtime.distributed.groups import Groups
 from runtime.weights.gather import from_rank_0
 
 
-def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> Manifest:
-    """The same call on every rank. ``groups``: those of the saver, which wait for a slow disk.
+def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> tuple[Manifest, str]:
+    """The manifest and its checksum. The same call on every rank. ``groups``: the saver's, which wait for a slow disk.
 
     Raises PlanError on every rank, naming the file; then nothing was changed, unless it says so.
     """
@@ -51,7 +51,7 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
             what = failed.what if isinstance(failed, PlanError) else str(failed)
             error = PlanError(f"loading broke off, the training state is now incomplete: {what}", fix="load it again")
         agree(groups, error)
-    return manifest
+    return manifest, checksum
 
 
 def _require_same(groups: Groups, checksum: str, save: Path) -> None:

@@ -22,9 +22,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Validati
 from planner.errors import PlanError
 from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.atomic_directory import sync
+from runtime.checkpoint.lines import NO_LINE, Line, Place
 from runtime.checkpoint.regular_files import read_small
 
-MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 1
+MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 2
+_READ = (1, VERSION)  # 1: without lines
 MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
 _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
@@ -91,11 +93,15 @@ class LossScaleEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """What was saved. ``mesh`` and ``seed`` tell how; any other mesh reads it. ``texts``: config files by name."""
+    """What was saved. ``mesh`` and ``seed`` tell how; any other mesh reads it. ``texts``: config files by name.
+
+    ``line``: what it goes on from (``runtime.checkpoint.lines``).
+    """
 
     format: Literal["meshwright checkpoint"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     step: Size
+    line: Line = Line(id=NO_LINE)
     written: Annotated[str, Field(pattern=r"^[0-9T:+.-]{10,40}$")]
     mesh: dict[Axis, Size]
     order: Annotated[str, Field(pattern=r"^[a-z-]{2,40}$")]
@@ -113,6 +119,10 @@ class Manifest(_Strict):
         """Of all files together."""
         return sum(file.bytes for file in self.files)
 
+    @property
+    def place(self) -> Place:
+        return Place(self.line, self.step)
+
 
 def key_of(kind: str, name: str, start: Iterable[int]) -> str:
     """The name of a piece in its safetensors file."""
@@ -123,10 +133,11 @@ def checksum(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """On the disk when it returns. Raises OSError, and PlanError for one that would not be read again."""
+def write_manifest(path: Path, manifest: Manifest) -> str:
+    """On the disk when it returns its checksum. Raises OSError, and PlanError for one that would not be read again."""
     inner = json.dumps(manifest.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
-    text = _HEAD + checksum(inner).encode() + _MIDDLE + inner + _TAIL
+    told = checksum(inner)
+    text = _HEAD + told.encode() + _MIDDLE + inner + _TAIL
     if len(text) > MAX_BYTES:
         raise PlanError(
             f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}",
@@ -136,18 +147,41 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     _checked(inner, path)
     path.write_bytes(text)
     sync(path)
+    return told
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, str]:
     """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is whole and sound."""
     path = directory / MANIFEST
+    inner, told = _framed(path)
+    return _checked(inner, path), told
+
+
+def place_of(directory: Path) -> Place | None:
+    """Where a save stands, without a look at its tensors; None where its manifest is damaged."""
+    try:
+        read = _Head.model_validate_json(_framed(directory / MANIFEST)[0])
+    except (PlanError, ValidationError):
+        return None
+    return Place(read.line, read.step)
+
+
+class _Head(BaseModel):
+    """Of a manifest what says where it stands."""
+
+    step: Size
+    line: Line = Line(id=NO_LINE)
+
+
+def _framed(path: Path) -> tuple[bytes, str]:
+    """What the frame holds, and its checksum. Raises PlanError."""
     text = read_small(path, MAX_BYTES)
     start = len(_HEAD) + _DIGITS
     told, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
     is_framed = text.startswith(_HEAD) and text[start:].startswith(_MIDDLE) and text.endswith(_TAIL)
     if not is_framed or told != checksum(inner):
         raise _damaged(path, "its bytes are not those that were written")
-    return _checked(inner, path), told
+    return inner, told
 
 
 def _checked(inner: bytes, path: Path) -> Manifest:
@@ -166,10 +200,10 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
         raise _damaged(path, str(error)[:200]) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _damaged(path, "it is of no checkpoint")
-    if content.get("version") != VERSION:
+    if content.get("version") not in _READ:
         raise PlanError("it was written by another version of meshwright", where=str(path), fix="load it with that one")
     # Every name that is absent would be told with a copy of all the rest.
-    if odd := content.keys() ^ Manifest.model_fields.keys():
+    if odd := content.keys() ^ Manifest.model_fields.keys() - ({"line"} - content.keys()):
         raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
     del content
     try:

@@ -24,6 +24,7 @@ from pydantic import JsonValue
 
 from planner.errors import PlanError
 from runtime.checkpoint.atomic_directory import replaced_directory
+from runtime.checkpoint.lines import NO_LINE, Line
 from runtime.checkpoint.manifest import (
     MANIFEST,
     Axis,
@@ -35,7 +36,7 @@ from runtime.checkpoint.manifest import (
 )
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
 from runtime.checkpoint.pretrained_save import texts_of
-from runtime.checkpoint.saves import name_of, write_latest
+from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.training_state import TrainingState
 from runtime.distributed.agreement import agreed
 from runtime.distributed.groups import Groups
@@ -48,6 +49,7 @@ class Content:
     """What one rank writes, and all that rank 0 tells of a save beside it."""
 
     step: int
+    line: Line
     pieces: list[WrittenPiece]
     names: dict[str, tuple[str, ...]]
     mesh: dict[str, int]
@@ -62,12 +64,13 @@ class Content:
     extra: dict[str, JsonValue]
 
 
-def content_of(state: TrainingState, step: int, extra: dict[str, JsonValue], *, copied: bool) -> Content:
+def content_of(state: TrainingState, step: int, line: Line, extra: dict[str, JsonValue], *, copied: bool) -> Content:
     """``copied``: in memory of its own, so that training may go on."""
     pieces = [piece.copied() if copied else piece for piece in state.written()]
     plan, mesh = state.plan, state.plan.mesh
     return Content(
         step=step,
+        line=line,
         pieces=pieces,
         names=state.names(),
         mesh={axis: mesh.size(axis) for axis in get_args(Axis)},
@@ -84,13 +87,15 @@ def content_of(state: TrainingState, step: int, extra: dict[str, JsonValue], *, 
 
 
 class Saver:
-    """Owns: the group over which ranks agree about saves, and the thread of the save that is under way.
+    """Owns: the line that saves go on, the group over which ranks agree about saves, and the thread of the save that is
+    under way. Of the line that of rank 0 counts.
 
     The group is one of its own, since the thread's exchanges must not meet those of the steps; and patient, since one
     rank's disk may be slower than another's by more than the engine's timeout.
     """
 
     def __init__(self, groups: Groups) -> None:
+        self.line = Line.new()
         self._engine_groups = groups
         self._groups: Groups | None = None
         self._thread: threading.Thread | None = None
@@ -113,13 +118,24 @@ class Saver:
         self.wait()
         groups = self.groups
         with agreed(groups), _told(directory):
-            content = content_of(state, step, json_of(extra), copied=not wait)
-        write = partial(write_save, groups, Path(directory).absolute(), content)
+            content = content_of(state, step, self.line, json_of(extra), copied=not wait)
+        write = partial(self._write, Path(directory).absolute(), content)
         if wait:
             write()
         else:
             self._thread = threading.Thread(target=self._in_background, args=(write,), name="meshwright-save")
             self._thread.start()
+
+    def went_on_from(self, manifest: Manifest, checksum: str) -> None:
+        """The state is that of a save, and the next ones go on its line."""
+        line = manifest.line
+        if line.id == NO_LINE:
+            line = line.branch(Line.new().id, manifest.step)
+        self.line = line.after(checksum)
+
+    def _write(self, directory: Path, content: Content) -> None:
+        if checksum := write_save(self.groups, directory, content):
+            self.line = content.line.after(checksum)
 
     def wait(self) -> None:
         """Return when no save is under way. Raises what the last one in the background met, once, on every rank."""
@@ -137,22 +153,23 @@ class Saver:
             self._error = error
 
 
-def write_save(groups: Groups, directory: Path, content: Content) -> None:
-    """On every rank; raises PlanError on all, when what was begun is removed."""
+def write_save(groups: Groups, directory: Path, content: Content) -> str:
+    """On every rank; raises PlanError on all, when what was begun is removed. The manifest's checksum, on rank 0."""
     try:
-        _write(groups, directory, content)
+        return _write(groups, directory, content)
     except PlanError:
         groups.barrier()
         raise
 
 
-def _write(groups: Groups, directory: Path, content: Content) -> None:
-    name = name_of(content.step)
+def _write(groups: Groups, directory: Path, content: Content) -> str:
+    name = checksum = ""
     with ExitStack() as unfinished:
         new = directory
         with agreed(groups), _told(directory):
             if groups.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
+                name = free_name(directory, content.step, content.line)
                 place = replaced_directory(directory / name, lambda _: True, lambda file: file == MANIFEST)
                 new = unfinished.enter_context(place)
         new = directory / from_rank_0(groups, new.name)
@@ -162,9 +179,10 @@ def _write(groups: Groups, directory: Path, content: Content) -> None:
         records = _at_rank_0(groups, record)
         with agreed(groups), _told(directory):
             if groups.rank == 0:
-                write_manifest(new / MANIFEST, _manifest(content, records))
+                checksum = write_manifest(new / MANIFEST, _manifest(content, records))
                 unfinished.close()  # the new directory takes its place
                 write_latest(directory, name)
+    return checksum
 
 
 def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
@@ -174,6 +192,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
     rested = {name: count for record in records for name, count in record.rested.items()}
     return Manifest(
         step=content.step,
+        line=content.line,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         mesh=content.mesh,  # pyright: ignore[reportArgumentType] - pydantic checks it
         order=content.order,

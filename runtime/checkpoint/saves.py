@@ -2,6 +2,7 @@
 
 step-00000012/manifest.json     a save is there when its manifest is, and not before
 step-00000012/rank-….safetensors
+step-00000012-1f2e3d4c/         the same step on another line of saves (``runtime.checkpoint.lines``)
 latest                          the name of the save that was written last, and a checksum of that name
 .lock                           held by the run that writes here
 """
@@ -15,23 +16,27 @@ import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 from planner.errors import PlanError
 from runtime.checkpoint.atomic_directory import sync
-from runtime.checkpoint.manifest import MANIFEST, Manifest, checksum, read_manifest
+from runtime.checkpoint.lines import Line
+from runtime.checkpoint.manifest import MANIFEST, Manifest, checksum, place_of, read_manifest
 from runtime.checkpoint.pieces import PieceReader, check_files
 from runtime.checkpoint.regular_files import check_size, read_small
 
 LATEST, LOCK = "latest", ".lock"
-_STEP = re.compile(r"step-([0-9]{8,12})")
+_STEP = re.compile(r"step-([0-9]{8,12})(?:-([0-9a-f]{8}))?")
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
+def free_name(directory: Path, step: int, line: Line) -> str:
+    """The name of a save of ``step``: that of an earlier one of its own line, and of none of another line."""
+    name = f"step-{step:08d}"
+    there = place_of(directory / name)
+    return name if there is None or there.is_on(line) else f"{name}-{line.id[:8]}"
 
 
 def saves_in(directory: str | PathLike[str]) -> list[Path]:
@@ -43,8 +48,21 @@ def saves_in(directory: str | PathLike[str]) -> list[Path]:
         return []
     except OSError as error:
         raise PlanError(f"cannot read the directory of saves: {error.strerror}", where=str(directory)) from None
-    found = {int(match[1]): path for path in entries if (match := _STEP.fullmatch(path.name))}
-    return [found[step] for step in sorted(found) if os.path.lexists(found[step] / MANIFEST)]
+    found = sorted((int(match[1]), path) for path in entries if (match := _STEP.fullmatch(path.name)))
+    return [path for _, path in found if os.path.lexists(path / MANIFEST)]
+
+
+def without_manifest(directory: str | PathLike[str]) -> list[Path]:
+    """Directories with the name of a save that are none: something has removed what says what they hold."""
+    found = [path for path in Path(directory).glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(path for path in found if not os.path.lexists(path / MANIFEST))
+
+
+def on_line(saves: Iterable[Path], line: Line) -> tuple[list[Path], list[Path]]:
+    """Those that belong to ``line``, and those of other lines. One whose manifest is damaged is of neither."""
+    places = [(save, place) for save in saves if (place := place_of(save)) is not None]
+    own = [save for save, place in places if place.is_on(line)]
+    return own, [save for save, _ in places if save not in own]
 
 
 def latest_in(directory: str | PathLike[str]) -> Path | None:
@@ -112,14 +130,16 @@ def read_step(save: Path) -> tuple[Manifest, str]:
 def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanError]]:
     """The saves to go on from, the best first: what ``latest`` names, then the others from the last step down.
 
-    And what is wrong with ``latest``, if anything.
+    And what is wrong with ``latest``, if anything. Where it names a save, those of other lines are left out.
     """
     candidates = saves_in(directory)[::-1]
     try:
         last = latest_in(directory)
     except PlanError as error:
         return candidates, [error]
-    return sorted(candidates, key=lambda path: path != last), []
+    place = None if last is None else place_of(last)
+    others = [] if place is None else on_line(candidates, place.line)[1]
+    return sorted((path for path in candidates if path not in others), key=lambda path: path != last), []
 
 
 def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
@@ -135,8 +155,10 @@ def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[Pla
     return None, skipped
 
 
-def prune(directory: str | PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the last ``keep`` saves; what ``latest`` names stays. For the owner of the directory.
+def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -> list[Path]:
+    """Remove all but the last ``keep`` saves of a line; what ``latest`` names stays. For the owner of the directory.
+
+    ``line``: that of the save that ``latest`` names if not given. Saves of other lines stay, and do not count.
 
     Returns what was removed. Raises PlanError.
     """
@@ -144,7 +166,10 @@ def prune(directory: str | PathLike[str], keep: int) -> list[Path]:
         raise PlanError(f"keep is {keep}", fix="keep at least one save")
     directory = Path(directory)
     best, _ = by_newest(directory)
-    old = [save for save in saves_in(directory)[:-keep] if save not in best[:1]]
+    if line is None and best and (place := place_of(best[0])) is not None:
+        line = place.line
+    own = saves_in(directory) if line is None else on_line(saves_in(directory), line)[0]
+    old = [save for save in own[:-keep] if save not in best[:1]]
     try:
         for save in old:
             gone = save.with_name(f".{save.name}.pruned.partial")

@@ -11,6 +11,7 @@ ranks.
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
@@ -52,16 +53,17 @@ def launch(
     ``function`` and ``args`` are pickled: a function at the top of an importable module. Results are pickled too.
 
     After a failure that is not bad input all ranks are started again, up to ``max_restarts`` times, with
-    TORCHELASTIC_RESTART_COUNT in their environment and ``timeout_seconds`` anew; before each restart the failure is
-    told on stderr and ``on_restart(number of the restart, the failure)`` is called.
+    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and ``timeout_seconds`` anew;
+    before each restart the failure is told on stderr and ``on_restart(number of the restart, the failure)`` is called.
 
     SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. Where all of them return within ``stop_seconds``, so does
     this, after ``on_stop(signal)``; else the ranks are ended and this process too. A second signal ends all at once.
 
     Raises: the PlanError of the first rank that raised one; RankError for any other failure or when time is up.
     """
+    run_id = uuid.uuid4().hex
     for attempt in range(max_restarts + 1):
-        ranks = LocalRanks(num_ranks, attempt, timeout_seconds)
+        ranks = LocalRanks(num_ranks, attempt, timeout_seconds, run_id)
         with Forwarding(ranks.pids, stop_seconds) as signals, ranks.ended(signals):
             ranks.start(function, args)
             ranks.wait(signals)

@@ -42,8 +42,8 @@ TELLS_SECONDS = 1.0  # what the rank that failed first has for its last words, w
 class LocalRanks:
     """One attempt. Owns: the store, the processes, their outboxes and pages, the pipe by which they notice our end."""
 
-    def __init__(self, num_ranks: int, attempt: int, timeout_seconds: float) -> None:
-        self.num_ranks, self.attempt = num_ranks, attempt
+    def __init__(self, num_ranks: int, attempt: int, timeout_seconds: float, run_id: str) -> None:
+        self.num_ranks, self.attempt, self.run_id = num_ranks, attempt, run_id
         self.timed_out = False
         self.outcomes: list[Outcome] = []
         self.failures: list[Failure] = []
@@ -137,6 +137,7 @@ class LocalRanks:
             "GROUP_RANK": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch.distributed then joins the parent's store as a client
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_RUN_ID": self.run_id,
         }
 
 

@@ -65,8 +65,11 @@ def saves_directory(save: str | None, save_every: int | None, resume: str | None
     return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO else None)
 
 
-def check_saves(job: Job) -> None:
-    """Raise PlanError for options that do not go together, and for a directory that cannot take this run's saves."""
+def check_saves(job: Job, *, goes_on: bool = False) -> None:
+    """Raise PlanError for options that do not go together, and for a directory that cannot take this run's saves.
+
+    ``goes_on``: the run has begun to save there, and its ranks were started again.
+    """
     if job.keep is not None and job.save is None:
         raise PlanError("--keep says how many saves stay, but nothing is saved", where="--keep", fix="add --save DIR")
     if job.resume not in (None, AUTO) and not Path(job.resume).is_dir():
@@ -75,7 +78,7 @@ def check_saves(job: Job) -> None:
         return
     check_writable(job.save)
     found = saves_in(job.save)
-    if found and job.resume is None:
+    if found and job.resume is None and not goes_on:
         raise PlanError(
             f"{job.save} holds saves of an earlier run, the newest {found[-1].name}",
             where="--save",

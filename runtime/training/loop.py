@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -13,7 +11,6 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.saves import saves_in
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches
 from runtime.distributed.devices import launched
@@ -23,7 +20,7 @@ from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.training.data import RunData, run_data
-from runtime.training.job import AUTO, Job, Trained
+from runtime.training.job import Job, Trained
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
@@ -85,7 +82,6 @@ def run_rank(job: Job) -> Trained:
     After a restart by the launcher it goes on from the last save that the run itself has made. SIGTERM or Ctrl-C of any
     rank ends it after a whole step, with a save if saves were asked for.
     """
-    job = _restarted(job)
     spec = Spec.load(job.spec)
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
@@ -126,13 +122,6 @@ def _profile_of(job: Job, decided: Plan, spec: Spec, *, leads: bool) -> Profile 
     if job.profile is None:
         return None
     return Profile(Window.parse(job.profile, job.num_steps), job.trace, decided, spec.cluster, leads=leads)
-
-
-def _restarted(job: Job) -> Job:
-    """The job as it goes on after a launcher has started its ranks again."""
-    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    has_saves = job.save is not None and bool(saves_in(Path(job.save)))
-    return replace(job, resume=AUTO) if is_again and has_saves else job
 
 
 def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProcess:

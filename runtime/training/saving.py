@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from planner.errors import PlanError
-from runtime.checkpoint.saves import by_newest, owned, prune
+from runtime.checkpoint.lines import Line, line_of_run
+from runtime.checkpoint.saves import by_newest, on_line, owned, prune, saves_in, without_manifest
 from runtime.distributed.agreement import agreed
 from runtime.engine import Engine
 from runtime.training.job import AUTO, Job, check_saves
 from runtime.weights.gather import from_rank_0
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a run goes on from: the first of ``saves`` that can be taken; none: it begins anew.
+
+    ``own``: those of them that are of the run's own line, or of one that it takes over. ``skipped``: why newer ones
+    are not among them. ``is_named``: the user has named the save, and no other will do.
+    """
+
+    saves: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    is_named: bool = False
 
 
 class RunSaves:
@@ -27,11 +44,12 @@ class RunSaves:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
         self._saved: int | None = None
+        self._line = line_of_run(os.environ)
 
     def __enter__(self) -> Self:
         with agreed(self.engine.groups):
             if self.engine.groups.rank == 0:
-                check_saves(self.job)
+                check_saves(self.job, goes_on=bool(self._of_an_earlier_start()))
                 if self.job.save is not None:
                     self._stack.enter_context(owned(self.job.save))
         return self
@@ -62,31 +80,58 @@ class RunSaves:
     def resumed(self) -> Path | None:
         """Take up the training where a save left it; the save, None where there is none yet.
 
-        ``auto`` passes over saves that are damaged and says which. Raises PlanError on every rank where the named
-        save, or every one that there is, cannot be taken.
+        A restart goes on from the last save of this run, where there is one. ``auto`` passes over saves that are
+        damaged and says which. Raises PlanError on every rank where the named save, or every one that there is, cannot
+        be taken.
         """
-        if self.job.resume is None:
-            return None
-        if self.job.resume != AUTO:
-            return self._take(Path(self.job.resume))
-        assert self.job.save is not None
         with agreed(self.engine.groups):
-            found = by_newest(self.job.save) if self.engine.groups.rank == 0 else None
-        return self._newest(*from_rank_0(self.engine.groups, found))
+            found = self._origin() if self.engine.groups.rank == 0 else None
+        origin: _Origin = from_rank_0(self.engine.groups, found)
+        taken = self._first_good(origin)
+        line = self.engine.saver.line
+        if taken is None:
+            self.engine.saver.line = Line(id=self._line)
+        elif str(taken) not in origin.own:
+            self.engine.saver.line = line.branch(self._line, self.engine.step_index)
+        if self.job.save is not None and self.engine.groups.rank == 0:
+            self._warn_of_others(Path(self.job.save), self.engine.saver.line)
+        return taken
 
-    def _newest(self, saves: list[Path], errors: list[PlanError]) -> Path | None:
-        for save in saves:
+    def _of_an_earlier_start(self) -> list[Path]:
+        """The saves that this run has made before a launcher started its ranks again, the newest first."""
+        if self.job.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            return []
+        return on_line(saves_in(self.job.save), Line(id=self._line))[0][::-1]
+
+    def _origin(self) -> _Origin:
+        own = tuple(map(str, self._of_an_earlier_start()))
+        if self.job.resume is None:
+            return _Origin(own, own)
+        if self.job.resume != AUTO:
+            return _Origin((*own, self.job.resume), own, is_named=not own)
+        assert self.job.save is not None
+        saves, skipped = by_newest(self.job.save)
+        found = tuple(map(str, saves))
+        if not found and not skipped:
+            self._say(f"no save in {self.job.save}: training begins anew")
+        return _Origin(found, found, tuple(map(str, skipped)))
+
+    def _first_good(self, origin: _Origin) -> Path | None:
+        first, skipped = None, list(origin.skipped)
+        for save in map(Path, origin.saves):
             try:
                 taken = self._take(save)
             except PlanError as error:
-                errors.append(error)
+                if origin.is_named:
+                    raise
+                first = first or error
+                skipped.append(str(error))
                 continue
-            for error in errors:
-                self._say(f"passed over a newer save: {error}")
+            for told in skipped:
+                self._say(f"passed over a newer save: {told}")
             return taken
-        if errors:
-            raise errors[0]
-        self._say(f"no save in {self.job.save}: training begins anew")
+        if first is not None or skipped:
+            raise first or PlanError(skipped[0])
         return None
 
     def _take(self, save: Path) -> Path:
@@ -99,12 +144,22 @@ class RunSaves:
                 self._say(f"{name} was {extra[name]} when {save} was written, and is {value} now")
         return save
 
+    def _warn_of_others(self, directory: Path, line: Line) -> None:
+        """Name what lies beside the saves of this run, and is not followed."""
+        if others := on_line(saves_in(directory), line)[1]:
+            self._say(
+                f"warning: {_listed(others)} in {directory} belong to another line of saves: no restart goes on from "
+                "them, --keep does not count them, and they stay as they are"
+            )
+        if incomplete := without_manifest(directory):
+            self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest: they are no saves")
+
     def _begin(self) -> None:
         """A save that goes on beside the next steps; those that the one before has made needless go."""
         assert self.job.save is not None
         self._await()
+        self._prune()
         try:
-            self._prune()
             self.engine.save(self.job.save, wait=False, extra=self.extra)
         except PlanError as error:
             self._warn(self.engine.step_index, error)
@@ -123,10 +178,17 @@ class RunSaves:
         self._say(f"warning: step {step} is not saved: {error}")
 
     def _prune(self) -> None:
-        with agreed(self.engine.groups):
-            if self.job.keep is not None and self.job.save is not None and self.engine.groups.rank == 0:
-                prune(self.job.save, self.job.keep)
+        """Old saves that stay cost room and no more: training and its saves go on."""
+        if self.job.keep is not None and self.job.save is not None and self.engine.groups.rank == 0:
+            try:
+                prune(self.job.save, self.job.keep, self.engine.saver.line)
+            except PlanError as error:
+                self._say(f"warning: {error}")
 
     def _say(self, text: str) -> None:
         if self.engine.groups.rank == 0:
             print(text, file=sys.stderr, flush=True)
+
+
+def _listed(saves: list[Path], most: int = 5) -> str:
+    return ", ".join(save.name for save in saves[:most]) + (f" and {len(saves) - most} more" if saves[most:] else "")

@@ -13,15 +13,17 @@ import torch
 
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
+from runtime.checkpoint.lines import Line
 from runtime.checkpoint.pieces import WrittenPiece
 from runtime.checkpoint.saver import Content, write_save
 from runtime.distributed.groups import Groups
 
 WRITES = ("open", "os.", "shutil.", "tempfile.", "ctypes.call_function")  # audit events of what changes a file system
 KILLED = 9
+LINE = Line(id="a" * 32)
 
 
-def content(step: int, value: float) -> Content:
+def content(step: int, value: float, line: Line = LINE) -> Content:
     """``value`` everywhere."""
     boxes = {"up": [Box((0, 0), (3, 4)), Box((3, 0), (5, 4))], "bias": [Box((0,), (7,))]}
     pieces = [
@@ -33,6 +35,7 @@ def content(step: int, value: float) -> Content:
     names: dict[str, tuple[str, ...]] = {"up": (), "bias": ()}
     return Content(
         step=step,
+        line=line,
         pieces=pieces,
         names=names,
         mesh={"tp": 1},
@@ -48,9 +51,9 @@ def content(step: int, value: float) -> Content:
     )
 
 
-def save(directory: Path, step: int, value: float) -> None:
+def save(directory: Path, step: int, value: float, line: Line = LINE) -> str:
     groups = Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=60))
-    write_save(groups, directory, content(step, value))
+    return write_save(groups, directory, content(step, value, line))
 
 
 def num_operations(act: Callable[[], Any]) -> int:

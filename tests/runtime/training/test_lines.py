@@ -1,0 +1,129 @@
+"""A run that goes on from an earlier save begins a line of its own: nothing later in the directory leads it astray."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from planner import PlanError, plan
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.checkpoint.manifest import MANIFEST, read_manifest
+from runtime.checkpoint.saves import latest_in, saves_in
+from runtime.engine import Engine
+from runtime.training.job import AUTO, Job, check_saves
+from runtime.training.saving import RunSaves
+from tests.tools.checkpoints import Own
+
+SPEC = {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": {"ids": {"shape": [3], "dtype": "int64"}}}
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.fixture(scope="module")
+def model() -> Own:
+    """Kept: each engine takes its weights."""
+    torch.manual_seed(0)
+    return Own()
+
+
+@pytest.fixture(scope="module")
+def decided(model: Own) -> Plan:
+    return plan(model, Spec.load(SPEC))
+
+
+class Runs:
+    """Runs of one plan that save to one directory, as a launcher would start them."""
+
+    def __init__(self, decided: Plan, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.decided, self.patch = decided, patch
+        self.job = Job("", "", "", 100, save=str(directory), save_every=2)
+
+    def start(self, run: str, until: int, restart: int = 0, resume: str | None = None, keep: int | None = None) -> int:
+        """Train to step ``until``, and end as by a kill; the step that it went on from."""
+        self.patch.setenv("TORCHELASTIC_RUN_ID", run)
+        self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        job = replace(self.job, resume=resume, keep=keep)
+        with Engine(self.decided) as engine, RunSaves(engine, job, {}) as saves:
+            saves.resumed()
+            first = engine.step_index
+            while engine.step_index < until:
+                engine.train_step({"ids": IDS})
+                saves.after_step()
+        return first
+
+
+@pytest.fixture
+def runs(decided: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(decided, tmp_path, monkeypatch)
+
+
+def names(directory: Path) -> list[str]:
+    return [save.name for save in saves_in(directory)]
+
+
+def test_a_restart_goes_on_from_the_named_save_and_not_from_a_later_one_of_another_run(
+    runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.start("first", 6) == 0
+    named = str(tmp_path / "step-00000002")
+    assert runs.start("second", 3, resume=named) == 2
+    assert runs.start("second", 5, restart=1, resume=named) == 2  # not 6, which is of the first run
+    told = capfd.readouterr().err
+    assert "warning: step-00000004, step-00000006" in told
+    assert "belong to another line of saves" in told
+    own = names(tmp_path)[2]
+    assert own.startswith("step-00000004-")
+    assert latest_in(tmp_path) == tmp_path / own
+    assert runs.start("second", 5, restart=2, resume=named) == 4
+    assert f"going on from {tmp_path / own}" in capfd.readouterr().err
+    assert runs.start("third", 5, resume=AUTO) == 4  # of the line that was written last
+
+
+def test_each_save_has_its_line_and_its_parent(runs: Runs, tmp_path: Path) -> None:
+    runs.start("first", 4)
+    runs.start("second", 4, resume=str(tmp_path / "step-00000002"))
+    (first, two), (second, four), (branch, _) = (read_manifest(save) for save in saves_in(tmp_path))
+    assert first.line.parent is None
+    assert second.line.id == first.line.id != branch.line.id
+    assert second.line.parent == branch.line.parent == two
+    assert branch.line.before == ((first.line.id, 2),)
+    assert four != two
+
+
+def test_only_saves_of_its_own_line_count_for_keep(runs: Runs, tmp_path: Path) -> None:
+    """Later ones of a training that was given up stay, and take no place."""
+    runs.start("first", 8)
+    kept = ["step-00000004", "step-00000006", "step-00000008"]
+    runs.start("second", 8, resume=str(tmp_path / "step-00000002"), keep=2)
+    found = names(tmp_path)
+    assert [name for name in found if "-" not in name[5:]] == kept
+    assert [name[:13] for name in found if "-" in name[5:]] == ["step-00000004", "step-00000006", "step-00000008"]
+    runs.start("second", 9, restart=1, resume=AUTO, keep=2)
+    runs.start("second", 10, restart=2, resume=AUTO, keep=2)
+    assert [name[:13] for name in names(tmp_path) if name not in kept] == [f"step-{n:08d}" for n in (6, 8, 10)]
+
+
+def test_a_restart_before_the_first_save_takes_nothing_of_an_earlier_run(runs: Runs, tmp_path: Path) -> None:
+    runs.start("first", 2)
+    with pytest.raises(PlanError, match="holds saves of an earlier run"):
+        runs.start("second", 3, restart=1)
+    check_saves(runs.job, goes_on=True)
+
+
+def test_a_save_of_the_version_before_is_gone_on_from(runs: Runs, tmp_path: Path) -> None:
+    """It has no line; what goes on from it has."""
+    runs.start("first", 2)
+    path = tmp_path / "step-00000002" / MANIFEST
+    content = json.loads(path.read_bytes())["manifest"]
+    del content["line"]
+    inner = json.dumps(content | {"version": 1}).encode()
+    path.write_bytes(b'{"checksum": "%s", "manifest": %s}\n' % (xxhash.xxh3_128_hexdigest(inner).encode(), inner))
+    assert runs.start("second", 4, resume=AUTO) == 2
+    old, new = (read_manifest(save)[0] for save in saves_in(tmp_path))
+    assert old.line.id == ""
+    assert ("", 2) in new.line.before
