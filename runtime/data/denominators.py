@@ -21,7 +21,8 @@ def denominators(
 ) -> list[Tensor]:
     """What each loss term of the global batch is divided by; the same on every rank.
 
-    A small global batch is counted whole by each rank, without any exchange.
+    A small global batch is counted whole by each rank, without any exchange. A larger one is summed over the world,
+    one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
     """
     count, names = program.count_module, program.count_inputs
     if count is None:
@@ -34,5 +35,7 @@ def denominators(
     counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
     totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
     if shared and groups.dp is not None:
-        dist.all_reduce(totals, group=groups.dp)
+        counts_here = all(groups.coordinate[axis] == 0 for axis in ("tp", "cp", "pp"))
+        totals = totals if counts_here else torch.zeros_like(totals)
+        dist.all_reduce(totals, group=groups.world)
     return list(totals)

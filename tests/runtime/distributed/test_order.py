@@ -55,6 +55,15 @@ def recorded(plan: Any, batches: list[dict[str, Tensor]]) -> Record:
         return Record(recorder.calls, names, recorder.members)
 
 
+def recorded_with_local_batches(plan: Any, batches: list[dict[str, Tensor]]) -> tuple[Record, list[float]]:
+    """Two steps on each dp rank's own share, and their losses."""
+    with as_on_nccl(), Recorder() as recorder, Engine(plan, timeout_seconds=60) as engine:
+        rank, size = engine.mesh.dp_rank, engine.mesh.dp_size
+        shares = [{name: rows.chunk(size)[rank] for name, rows in batch.items()} for batch in batches[:2]]
+        losses = [engine.train_step(share, local=True).loss for share in shares]
+        return Record(recorder.calls, names_of(engine.groups), recorder.members), losses
+
+
 def names_of(own: Groups) -> dict[str, str]:
     """What each group of this rank is for, by its name."""
     assert own.pp is None
@@ -98,6 +107,20 @@ def test_all_members_call_the_same_and_none_waits_in_a_circle(name):
     assert {record.names.get(call.group) for record in records for call in record.calls} == used
     assert any("reduction" in dict(c.details) for c in records[0].calls)
     assert_mutants_are_found(records)
+
+
+@pytest.mark.slow
+def test_counts_of_a_step_do_not_queue_behind_its_parameter_gathers():
+    found = session_lab().run(Case("matmul", {"tp": 2, "dp": 2}, job=recorded_with_local_batches))
+    records = [record for record, _ in found]
+    assert differences(records) == []
+    assert len({tuple(losses) for _, losses in found}) == 1
+    for record in records:
+        over_dp = [call for call in record.calls if record.names.get(call.group) == "dp"]
+        first_gather = next(i for i, call in enumerate(over_dp) if call.op == "broadcast_")
+        sums = [(i, call.details[0][0]) for i, call in enumerate(over_dp) if call.op == "allreduce_"]
+        after_gathers = next(shape for i, shape in sums if i > first_gather)
+        assert after_gathers == max(shape for _, shape in sums), "the first sum after the gathers is that of gradients"
 
 
 def assert_mutants_are_found(records: list[Record]) -> None:

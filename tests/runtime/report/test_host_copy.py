@@ -1,4 +1,4 @@
-"""Reading a step's figures waits for the copy that stands behind that step in the device's queue, not for later work."""
+"""Reading a step's figures waits for the copy that stands behind that step in the queue, not for later work."""
 
 from __future__ import annotations
 
