@@ -142,11 +142,12 @@ class Engine:
         self._ready()
         self._gradients_ready = False
         given = replace(self._step(batch, local), index=index, scale=self.loss_scale.before)
+        before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
         try:
             with self.program.weight_gradients.by_autograd():
-                return find_nonfinite(self.executor, given, self.groups, self._summed_gradients)
+                return find_nonfinite(self.executor, given, self.groups, self._own_summed_gradients, before)
         finally:
             self._note_load(False)
 
@@ -363,9 +364,9 @@ class Engine:
         self._gradients_ready = False
         return report
 
-    def _summed_gradients(self) -> dict[str, Tensor]:
+    def _own_summed_gradients(self) -> dict[str, Tensor]:
         self.optimizer.reduce_gradients()
-        return self.optimizer.gather_gradients()
+        return self.optimizer.own_gradients()
 
     def _training_state(self) -> TrainingState:
         return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)

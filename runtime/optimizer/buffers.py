@@ -28,6 +28,7 @@ from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.in_place import all_gather, reduce_scatter
 from runtime.optimizer.places import ParameterPlace
 from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot
+from runtime.optimizer.unmixed import Unmixed
 
 __all__ = ["BucketTensors", "BufferTensors", "DataParallel", "GradientBuffers", "ParameterSlot"]
 
@@ -91,6 +92,7 @@ class GradientBuffers:
 
     The caller sets ``last_microbatch`` before each backward: True where it is the last one of its stage in this step.
     ``launches`` records (buffer, bucket) of the reductions of the current step, in the order of their start.
+    ``unmixed``: what this rank held of each bucket before.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class GradientBuffers:
         device: torch.device | str = "cpu",
     ) -> None:
         self.last_microbatch = False
+        self.unmixed = Unmixed()
         self.launches: list[tuple[int, int]] = []
         self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
         for entry in _entries(parameters):
@@ -141,6 +144,7 @@ class GradientBuffers:
     def begin_step(self) -> None:
         """Forget every gradient: the next one of each parameter is copied instead of added; a graph only adds."""
         self.launches = []
+        self.unmixed.begin_step()
         self._rearm()
         for slot in self._in_graphs:
             slot.main_grad.zero_()
@@ -235,6 +239,7 @@ class GradientBuffers:
         self._next += 1
         self.launches.append((buffer, index))
         bucket.is_reducing = True
+        self.unmixed.see_gradients(bucket.slots)
         dp = self.buffers[buffer].data_parallel
         if dp.size == 1:
             return

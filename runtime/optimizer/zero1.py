@@ -156,6 +156,8 @@ class DistributedOptimizer:
         found_inf = skipped.squeeze().to(torch.float32)
         self._is_reduced = False
         figures = None if asked is None else asked(sums[1:])
+        self.wait_parameters()  # of the update before, what no forward has read
+        self.buffers.unmixed.see_parameters(self.buffers.slots)
         self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf, figures)
         self.buffers.start_parameter_gather()
         return StepResult(torch.cat([norm, skipped.to(norm.dtype), sums[1:]]), found_inf)
@@ -166,9 +168,20 @@ class DistributedOptimizer:
 
     def sync_main_from_parameters(self) -> None:
         """Take the main shards anew from the parameters: after weights were loaded into them."""
+        self.buffers.unmixed.forget()
         for shard in self.shards:
             if shard.owns_main:
                 shard.main.copy_(shard.bucket.own_parameters)
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """The elements of each summed gradient that this rank owns, by dotted name; after ``reduce_gradients()``."""
+        assert self._is_reduced, "own_gradients comes after reduce_gradients and before step"
+        found = {}
+        for shard in self.shards:
+            dp = shard.data_parallel
+            for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+                found[fqn] = shard.grad[owned.local.start : owned.local.stop]
+        return found
 
     def gather_gradients(self, *, grad_scale: float = 1.0) -> dict[str, Tensor]:
         """Each parameter's summed gradient, of this rank's part, by dotted name; the same on all ranks that share it.

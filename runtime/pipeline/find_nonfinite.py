@@ -16,19 +16,21 @@ from torch import Tensor
 
 from passes.stage_module import StageModule
 from runtime.distributed.groups import Groups
+from runtime.optimizer.unmixed import Bad
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
 
 
 def find_nonfinite(
-    executor: Executor, step: Step, groups: Groups, gradients: Callable[[], dict[str, Tensor]]
+    executor: Executor, step: Step, groups: Groups, gradients: Callable[[], dict[str, Tensor]], before: Bad
 ) -> NonFinite | None:
     """The first value of ``step`` that is not finite; the same on every rank, which all call it.
 
-    ``gradients``: finishes the sums of gradients, and gives those of this rank. Buffers are as before afterwards.
+    ``gradients``: finishes the sums of gradients, and gives what this rank owns of them. ``before``: what was not
+    finite on this rank when the step ran, before ranks exchanged it. Buffers are as before afterwards.
     """
     watch = Watch(groups.rank, step.first_microbatch)
-    _look_at_parameters(watch, executor.stages)
+    _look_at_parameters(watch, executor.stages, before)
     with _same_buffers(executor.stages), watch.over(executor):
         executor.run(step)
     found = first_of(_of_all(groups, watch.seen))
@@ -38,6 +40,8 @@ def find_nonfinite(
     for name, gradient in summed.items():
         if bad := worst(gradient):
             watch.gradient_sum(name, bad)
+    for name, bad in before.gradients.items():
+        watch.gradient_before(name, bad)
     return first_of(_of_all(groups, watch.seen))
 
 
@@ -49,7 +53,10 @@ def _of_all(groups: Groups, seen: Seen) -> list[Seen]:
     return found
 
 
-def _look_at_parameters(watch: Watch, stages: Sequence[StageModule]) -> None:
+def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Bad) -> None:
+    """As they were before ranks exchanged them, and as they are now: where they hold NaN since, all ranks do."""
+    for name, bad in before.parameters.items():
+        watch.parameter(name, bad, is_first=True)
     for stage in stages:
         for parameter in stage.parameters:
             if bad := worst(stage.parameter(parameter.fqn).data):

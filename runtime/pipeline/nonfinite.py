@@ -27,8 +27,11 @@ from planner.graph.source_lines import module_of, where_of
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor
 
-PARAMETER, BATCH, FORWARD, BACKWARD, SUM = "parameter", "batch", "forward", "backward", "sum"
-_PHASES = (PARAMETER, BATCH, FORWARD, BACKWARD, SUM)
+PARAMETER, BATCH, FORWARD, BACKWARD, SUM, ONCE = "parameter", "batch", "forward", "backward", "sum", "once"
+_PHASES = (PARAMETER, BATCH, FORWARD, BACKWARD, SUM, ONCE)
+
+
+MOST_RANKS = 4  # that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,10 @@ class NonFinite:
     """The first value that is NaN or infinite: the same on every rank.
 
     ``phase``: "parameter" (it was so before the step), "batch" (an input), "forward", "backward" (a gradient), or "sum"
-    (every gradient was finite, and their sum over microbatches and ranks is not). ``name``: the dotted name of the
-    module or parameter, or of the input. ``op`` and ``where``: what computed it, and the user's line. ``value``: NaN or
-    infinity. ``microbatch`` counts over the global batch; -1 where none is meant.
+    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient, which
+    is finite when it is computed again). ``name``: the dotted name of the module or parameter, or of the input. ``op``
+    and ``where``: what computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
+    global batch; -1 where none is meant. ``rank``: the least of ``ranks``, all on which it stood at first.
     """
 
     phase: str
@@ -50,9 +54,10 @@ class NonFinite:
     stage: int = -1
     microbatch: int = -1
     place: tuple[int, ...] = field(default=(), repr=False)  # among those of one phase, microbatch and stage
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        at = f"rank {self.rank}" + (f", stage {self.stage}" if self.stage >= 0 else "")
+        at = _ranks_words(self.ranks or (self.rank,)) + (f", stage {self.stage}" if self.stage >= 0 else "")
         at += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         what = {
             PARAMETER: f"the parameter {self.name} held {self.value} before the step",
@@ -60,6 +65,8 @@ class NonFinite:
             FORWARD: f"the first {self.value} of the forward is made by {self.op} in {self.name or 'the model'}",
             BACKWARD: f"the first {self.value} of the backward is made by {self.op} in {self.name or 'the model'}",
             SUM: f"the gradient of {self.name} is {self.value} only after it was summed up",
+            ONCE: f"the gradient of {self.name} was {self.value} before it was summed up, and is finite when the step "
+            "runs again",
         }[self.phase]
         line = f"\n  at:  {self.where}" if self.where is not None and str(self.where) else ""
         return f"{what} ({at}){line}"
@@ -82,7 +89,18 @@ def first_of(seen: Iterable[Seen]) -> NonFinite | None:
     found += [f for s in seen for f in s.sent if f.microbatch in bad_losses]
     if any(f.phase == FORWARD for f in found):  # what follows from a bad forward says nothing
         found = [f for f in found if _PHASES.index(f.phase) <= _PHASES.index(FORWARD)]
-    return min(found, key=_order, default=None)
+    first = min(found, key=_order, default=None)
+    if first is None or first.phase in (BATCH, FORWARD, BACKWARD):
+        return first
+    alike = {f.rank for f in found if _order(f)[:-1] == _order(first)[:-1] and f.name == first.name}
+    return replace(first, ranks=tuple(sorted(alike)))
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+    return f"ranks {', '.join(map(str, ranks[:MOST_RANKS]))}{more}"
 
 
 def _order(found: NonFinite) -> tuple[Any, ...]:
@@ -140,11 +158,15 @@ class Watch:
             for stage, module in zip(executor.stages, modules, strict=True):
                 stage.module = module
 
-    def parameter(self, name: str, value: str) -> None:
-        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank))
+    def parameter(self, name: str, value: str, *, is_first: bool = False) -> None:
+        """``is_first``: it was so before ranks exchanged it, so that others may have it from here."""
+        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank, place=(0 if is_first else 1,)))
 
     def gradient_sum(self, name: str, value: str) -> None:
         self._found.append(NonFinite(SUM, name, value, rank=self.rank))
+
+    def gradient_before(self, name: str, value: str) -> None:
+        self._found.append(NonFinite(ONCE, name, value, rank=self.rank))
 
     def input(self, stage: StageModule, name: str, value: str) -> None:
         self._found.append(NonFinite(BATCH, name, value, "", None, self.rank, stage.index, self.microbatch))

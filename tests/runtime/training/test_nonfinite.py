@@ -15,6 +15,7 @@ from torch import Tensor
 
 from planner import plan
 from runtime import Engine
+from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
 from tests.tools.laboratory import Case, Lab, session_lab, spec_of
@@ -150,6 +151,63 @@ def check(found: Any, fault: Fault, mesh: dict[str, int]) -> None:
         assert found.rank == fault.tp_rank + (2 * max(0, fault.stage) if pp > 1 else 0)
     elif "dp" in mesh and pp == 1:
         assert found.rank == fault.microbatch // 2
+
+
+WEIGHT_OF_ONE = "layers.{}.mlp.down.weight"
+BIAS = "layers.1.mlp.up.bias"
+
+
+def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: int) -> list[Any]:
+    """NaN on one dp rank alone, in a weight of each layer, then in a gradient, once; what is found after each step."""
+    found: list[Any] = []
+    with Engine(decided, timeout_seconds=60) as engine:
+        is_broken, own = engine.groups.rank == broken, engine._own()
+        for layer in range(4):
+            weight, kept = own[WEIGHT_OF_ONE.format(layer)], {name: tensor.clone() for name, tensor in own.items()}
+            if is_broken:
+                weight.view(-1)[0] = float("nan")
+            assert engine.train_step(batches[layer % 2]).skipped
+            found.append(engine.find_nonfinite(batches[layer % 2]))
+            for name, tensor in kept.items():
+                own[name].copy_(tensor)
+            assert not engine.train_step(batches[0]).skipped
+            assert engine.find_nonfinite(batches[0]) is None
+        gradient = next(slot.main_grad for slot in engine.optimizer.buffers.slots if slot.local.fqn == BIAS)
+        before, executor = engine.executor.before_backward, engine.executor
+        assert before is not None
+
+        def breaks(is_last: bool) -> None:
+            before(is_last)
+            if is_last and is_broken:
+                gradient.fill_(float("nan"))  # the last microbatch adds to it
+
+        executor.before_backward = breaks
+        assert engine.train_step(batches[0]).skipped
+        executor.before_backward = before
+        found.append(engine.find_nonfinite(batches[0]))
+    return found
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_was_not_finite_on_one_rank_alone_is_named_with_it_after_all_have_it(lab: Lab, broken: int):
+    results = lab.run(Case("fragile", {"dp": 2}, {}, job=breaking_one_rank, job_arguments=(broken,)))
+    assert results[0] == results[1]
+    *weights, gradient = results[0]
+    for layer, found in enumerate(weights):
+        assert (found.phase, found.name) == ("parameter", WEIGHT_OF_ONE.format(layer))
+        assert (found.rank, found.ranks, found.value) == (broken, (broken,), "NaN")
+    assert (gradient.phase, gradient.name, gradient.ranks) == ("once", BIAS, (broken,))
+    assert f"(rank {broken})" in str(gradient)
+
+
+def test_a_weight_that_was_bad_on_several_ranks_is_named_with_all_of_them():
+    def bad(rank: int, was_first: bool) -> Seen:
+        return Seen((NonFinite(PARAMETER, "up.weight", "NaN", rank=rank, place=(0 if was_first else 1,)),))
+
+    found = first_of([bad(0, False), bad(1, True), *(bad(rank, True) for rank in range(3, 9))])
+    assert found is not None
+    assert found.ranks == (1, 3, 4, 5, 6, 7, 8)
+    assert str(found) == "the parameter up.weight held NaN before the step (ranks 1, 3, 4, 5 and 3 more)"
 
 
 def skipping(decided: Any, batches: list[dict[str, Tensor]], scale: float) -> list[Any]:

@@ -1,0 +1,79 @@
+"""What a rank held by itself in a step: the largest size of each gradient and parameter, before ranks were mixed.
+
+    reduce-scatter of gradients, all-gather of parameters     after them a NaN of one rank stands on all that share it
+
+Each is read once more a step, in one pass without temporary memory; nobody waits for it, and the host reads it only
+where a step was not finite.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+import torch
+from torch import Tensor
+
+from runtime.optimizer.slots import ParameterSlot
+
+KEPT = 2  # steps: on a GPU a bad step is known when the next one has run
+
+Sizes = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """Dotted name → "NaN" or "infinity", of what was so on this rank."""
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+
+
+class Unmixed:
+    """Owns the sizes of the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Sizes, Sizes]] = deque(maxlen=KEPT)
+        self._gradients: Sizes = []
+
+    def see_gradients(self, slots: Iterable[ParameterSlot]) -> None:
+        """Of one bucket of this rank, before it is reduced."""
+        self._gradients += _sizes((slot.local.fqn, slot.main_grad) for slot in slots)
+
+    def see_parameters(self, slots: Iterable[ParameterSlot]) -> None:
+        """Of all, before they are gathered; it ends the step."""
+        seen = _sizes((slot.local.fqn, slot.parameters[0].detach()) for slot in slots)
+        self._steps.append((seen, self._gradients))
+        self._gradients = []
+
+    def begin_step(self) -> None:
+        self._gradients = []
+
+    def forget(self) -> None:
+        """Other values were put in the place of the parameters."""
+        self._steps.clear()
+
+    def bad(self, ago: int) -> Bad:
+        """What was not finite in the last step (0), or before (1); nothing where that is not known."""
+        if not 0 <= ago < len(self._steps):
+            return Bad()
+        parameters, gradients = self._steps[-1 - ago]
+        return Bad(_bad(parameters), _bad(gradients))
+
+
+def _sizes(named: Iterable[tuple[str, Tensor]]) -> Sizes:
+    given = [(name, tensor) for name, tensor in named if tensor.numel()]
+    if not given:
+        return []
+    sizes = torch._foreach_norm([tensor for _, tensor in given], inf)
+    return [(name, size) for (name, _), size in zip(given, sizes, strict=True)]
+
+
+def _bad(sizes: Sizes) -> dict[str, str]:
+    if not sizes:
+        return {}
+    values = torch.stack([size.to(torch.float64) for _, size in sizes]).tolist()
+    found = {name: value for (name, _), value in zip(sizes, values, strict=True) if isnan(value) or value == inf}
+    return {name: "NaN" if isnan(value) else "infinity" for name, value in found.items()}
