@@ -20,6 +20,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from planner.errors import PlanError, RunError
+from planner.files.atomic import write_for_user
 from planner.files.text import printable, shorten
 from planner.pipeline.schedule import KINDS
 
@@ -245,7 +246,7 @@ def write_text(text: str, path: Path | None = None) -> None:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         return
     try:
-        path.write_text(text if text.endswith("\n") else text + "\n")
+        write_for_user(path, text if text.endswith("\n") else text + "\n")
     except OSError as error:
         raise PlanError(
             f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"

@@ -13,6 +13,7 @@ from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.errors import PlanError
+from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
 from planner.pipeline.schedule import SchedulePlan
@@ -25,7 +26,7 @@ from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.shards import Shards
-from planner.tables.codec import decode, to_text, write_atomic
+from planner.tables.codec import decode, to_text
 from planner.tables.rows import Diagnostic, StagePlan, Summary
 from planner.tables.tables import VERSION, Tables
 
@@ -100,7 +101,7 @@ class Plan(Tables):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""
         try:
-            write_atomic(Path(path), to_text(self.to_dict()))
+            write_for_user(Path(path), to_text(self.to_dict()))
         except OSError as error:
             raise PlanError(
                 f"cannot write the plan: {error.strerror}",

@@ -1,1 +1,1 @@
-"""A user's text file, read within limits: YAML, JSON, or plain; nothing in it can run, hang or fill the memory."""
+"""A user's files read within limits: nothing in them can run, hang or fill the memory. Ours are written atomically."""

@@ -1,18 +1,14 @@
 """Rows to and from JSON values, by the types of their fields.
 
-    encode: dataclass -> dict, tuple -> list.        decode: the reverse, and every key and type is checked.
+encode: dataclass -> dict, tuple -> list.        decode: the reverse, and every key and type is checked.
 
-``write_atomic`` leaves either the old file or the whole new one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from functools import cache
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -98,24 +94,3 @@ def to_text(values: dict[str, Any]) -> str:
 
 def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and rename it there. Raises OSError, and then leaves nothing behind."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

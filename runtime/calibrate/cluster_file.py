@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from planner.cluster.cluster import Cluster
 from planner.errors import PlanError, RunError
+from planner.files.atomic import write_for_user
 from planner.spec.messages import spec_error
 from planner.spec.schema import json_schema
 from runtime.calibrate.found import Found, Timed
@@ -122,12 +122,7 @@ def check_writable(path: Path) -> None:
 def write_whole(text: str, path: Path) -> None:
     """A reader sees the old file or the new one. Raises PlanError where it cannot be written."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        write_for_user(path, text)
     except OSError as error:
         raise PlanError(
             f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"

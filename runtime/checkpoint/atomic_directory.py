@@ -16,12 +16,12 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.files.atomic import MOST_LETTERS, PARTIAL, name_beside
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -43,7 +43,8 @@ def replaced_directory(
     target.parent.mkdir(parents=True, exist_ok=True)
     stays = target.exists() and _must_stay(target)
     with _own_place(target, target if stays else target.parent) as new:
-        new.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o777 & ~_umask())
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o7777)
         yield new
         written = sorted(path.name for path in new.iterdir())
         sync(new)
@@ -60,7 +61,8 @@ def replaced_directory(
 def _own_place(target: Path, parent: Path) -> Iterator[Path]:
     """A new directory in ``parent`` that this process alone holds, by a lock that ends with it."""
     _clear_left_overs(target, parent)
-    new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
+    new = name_beside(parent / target.name)
+    new.mkdir()  # the kernel applies the umask
     handle = _locked(new)
     try:
         if handle is None:
@@ -74,7 +76,7 @@ def _own_place(target: Path, parent: Path) -> Iterator[Path]:
 
 def _clear_left_overs(target: Path, parent: Path) -> None:
     """Remove what killed attempts left. Raises PlanError where an attempt is alive: it holds its lock."""
-    for left_over in parent.glob(f".{_escaped(target.name)}.*.partial"):
+    for left_over in parent.glob(f".{_escaped(target.name[:MOST_LETTERS])}.*{PARTIAL}"):
         handle = _locked(left_over)
         if handle is None:
             raise _is_busy(target)
@@ -199,9 +201,3 @@ def _exchange(first: Path, second: Path) -> bool:
 def _escaped(name: str) -> str:
     """``name`` as a glob that means itself alone."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -20,8 +20,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
 from planner.errors import PlanError
+from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
-from runtime.checkpoint.atomic_directory import sync
 from runtime.checkpoint.lines import NO_LINE, Line, Place
 from runtime.checkpoint.regular_files import read_small
 
@@ -145,8 +145,7 @@ def write_manifest(path: Path, manifest: Manifest) -> str:
             fix="give less as extra",
         )
     _checked(inner, path)
-    path.write_bytes(text)
-    sync(path)
+    write_new(path, text)
     return told
 
 

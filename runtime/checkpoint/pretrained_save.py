@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import PlanError
+from planner.files.atomic import open_new, write_new
 from planner.frozen_plan import ParameterPlan, Plan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
@@ -127,8 +128,7 @@ def write_directory(
         if len(files) > 1:
             texts = {**texts, INDEX: _index(files)}
         for name, content in texts.items():
-            (new / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            sync(new / name)
+            write_new(new / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _is_weights(name: str) -> bool:
@@ -142,7 +142,7 @@ def _is_index(name: str) -> bool:
 
 def _write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
     """One file of the next ``len(entries)`` of ``tensors``."""
-    with path.open("wb") as file:
+    with open_new(path) as file:
         file.write(header_of(entries))
         for entry, tensor in zip(entries, tensors, strict=False):
             assert tensor is not None, entry.name

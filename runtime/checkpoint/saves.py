@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,8 @@ from os import PathLike
 from pathlib import Path
 
 from planner.errors import PlanError
-from runtime.checkpoint.atomic_directory import sync
+from planner.files.atomic import PARTIAL, name_beside, try_new_file, write_whole
+from planner.files.lock_file import open_lock_file
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, Manifest, checksum, place_of, read_manifest
 from runtime.checkpoint.pieces import PieceReader, check_files
@@ -79,11 +79,7 @@ def latest_in(directory: str | PathLike[str]) -> Path | None:
 
 def write_latest(directory: Path, name: str) -> None:
     """Replaced at once. Raises OSError."""
-    new = directory / f".{LATEST}.partial"
-    new.write_text(f"{name} {checksum(name.encode())}\n")
-    sync(new)
-    new.replace(directory / LATEST)
-    sync(directory)
+    write_whole(directory / LATEST, f"{name} {checksum(name.encode())}\n")
 
 
 def resolve(directory: str | PathLike[str]) -> Path:
@@ -172,8 +168,7 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     old = [save for save in own[:-keep] if save not in best[:1]]
     try:
         for save in old:
-            gone = save.with_name(f".{save.name}.pruned.partial")
-            shutil.rmtree(gone, ignore_errors=True)
+            gone = name_beside(save)
             save.rename(gone)  # a save is whole or not there
             shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
@@ -183,16 +178,18 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
 
 def remove_partial(directory: Path) -> None:
     """What killed saves have left. For the owner of the directory, while no save is under way."""
-    for left_over in directory.glob(".step-*.partial"):
-        shutil.rmtree(left_over, ignore_errors=True)
+    for left_over in (*directory.glob(f".step-*{PARTIAL}"), *directory.glob(f".{LATEST}*{PARTIAL}")):
+        if left_over.is_dir() and not left_over.is_symlink():
+            shutil.rmtree(left_over, ignore_errors=True)
+        else:
+            left_over.unlink(missing_ok=True)
 
 
 def check_writable(directory: str | PathLike[str]) -> None:
     """Make the directory where it is not there, and try a file in it. Raises PlanError."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".try-"):
-            pass
+        try_new_file(Path(directory) / "try")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PlanError(
@@ -208,8 +205,12 @@ def owned(directory: str | PathLike[str]) -> Iterator[None]:
     """
     check_writable(directory)
     path = Path(directory) / LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    with os.fdopen(handle, "r+") as file:
+    try:
+        opened = open_lock_file(path)
+    except OSError as error:
+        fix = "remove it, or name a directory that can be written"
+        raise PlanError(f"cannot lock the directory of saves: {error.strerror}", where=str(path), fix=fix) from None
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

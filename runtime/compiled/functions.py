@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.stage_module import RankProgram
+from planner.files.lock_file import open_lock_file
 from planner.slow_steps import shown_if_slow
 
 Function = Callable[..., Sequence[Any]]
@@ -153,6 +154,6 @@ def _alone(key: tuple[str, Signature]) -> Iterator[None]:
 
     directory = Path(cache_dir()) / "meshwright"
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / hashlib.sha256(repr(key).encode()).hexdigest()).open("w") as file:
+    with open_lock_file(directory / hashlib.sha256(repr(key).encode()).hexdigest()) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

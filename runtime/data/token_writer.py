@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from planner.errors import PlanError
+from planner.files.atomic import Replacement
 from planner.files.text import MIB, is_directory, reason, shorten
 from runtime.data.text.pieces import Piece, id_dtype, with_end
 from runtime.data.token_file import BEGIN, Header
@@ -41,9 +42,9 @@ class TokenWriter:
         check_writable(self.path)
         with self._told():
             folder = self.path.parent
-            handle, self._name = tempfile.mkstemp(dir=folder, prefix=f".{self.path.name}.")
-            self._stack.callback(_remove, self._name)
-            self._files["ids"] = self._stack.enter_context(os.fdopen(handle, "wb"))
+            self._new = Replacement(self.path)
+            self._stack.callback(self._new.discard)
+            self._files["ids"] = self._new.file
             self._files["ids"].write(bytes(BEGIN))
             for name in _SECTIONS[1:]:
                 self._files[name] = self._stack.enter_context(tempfile.TemporaryFile(dir=folder))
@@ -85,11 +86,7 @@ class TokenWriter:
             whole.write(bytes(header.num_bytes - whole.tell()))
             whole.seek(0)
             whole.write(header.packed())
-            whole.flush()
-            os.fsync(whole.fileno())
-            os.chmod(self._name, 0o644)
-            os.replace(self._name, self.path)
-            _sync_folder(self.path.parent)
+            self._new.take_place()
         return header
 
     def _header(self, num_bytes: int) -> Header:
@@ -143,17 +140,3 @@ def check_writable(path: Path) -> None:
     if is_directory(path) or not is_directory(folder) or not os.access(folder, os.W_OK):
         why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is no directory to write to"
         raise PlanError(f"cannot write {shorten(path)}: {why}", where="-o", fix="name a writable file")
-
-
-def _remove(name: str) -> None:
-    with suppress(OSError):
-        os.unlink(name)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # of a file system that cannot
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

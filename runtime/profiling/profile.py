@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.errors import PlanError, Where
+from planner.files.atomic import write_for_user
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from runtime.distributed.agreement import agreed
@@ -92,13 +92,9 @@ def gathered(own: Any, groups: Groups) -> list[Any]:
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
     """Whole or not at all. Raises PlanError, naming the file."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(trace, separators=(",", ":")))
-        os.replace(beside, target)
+        write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise PlanError(
             f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="name a writable file"
         ) from error

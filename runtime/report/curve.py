@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import PlanError, Where
+from planner.files.atomic import replaced_file
 from runtime.report.step_row import StepRow
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -56,12 +57,10 @@ def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], 
 
 
 def _write(figure: Any, path: Path) -> None:
-    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        figure.savefig(beside, dpi=150)
-        os.replace(beside, path)
+        with replaced_file(Path(os.path.realpath(path))) as file:
+            figure.savefig(file, dpi=150, format=path.suffix.lower().removeprefix("."))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise PlanError(
             f"cannot write the picture: {error.strerror}", where=Where(file=str(path)), fix="name a writable file"
         ) from error

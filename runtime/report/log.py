@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
 from pathlib import Path
 
 from planner.errors import PlanError, Where
+from planner.files.atomic import replaced_file
 from runtime.report.step_row import StepRow
 
 _KEYS = tuple(field.name for field in dataclasses.fields(StepRow))
 
 
 class Log:
-    """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones will be made again.
+    """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones go with the first step
+    that is made again, in one exchange of the file: a run that is killed before that has lost nothing.
 
     Every method raises PlanError, naming the file, where it cannot be written.
     """
 
     def __init__(self, path: str, first: int = 0) -> None:
-        self.path = path
-        kept = _lines_until(path, first)
+        self.path, self._first, self._has_begun = path, first, False
         try:
-            self._file = open(path, "w")  # noqa: SIM115 - closed by close()
-            self._file.writelines(kept)
+            self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise self._cannot_write(error) from error
 
     def write(self, row: StepRow) -> None:
+        line = json.dumps({name: getattr(row, name) for name in _KEYS}) + "\n"
         try:
-            self._file.write(json.dumps({name: getattr(row, name) for name in _KEYS}) + "\n")
+            if not self._has_begun:
+                self._begin()
+            self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        there = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(there.st_mode) or not there.st_size:
+            return
+        path = Path(os.path.realpath(self.path))
+        with replaced_file(path) as new:
+            new.writelines(_lines_until(path, self._first))
+        self._file.close()
+        self._file = path.open("ab")
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written has been told
@@ -54,14 +71,17 @@ def rows_until(path: str | None, step: int) -> list[StepRow]:
     return [StepRow(**{name: value for name, value in row.items() if name in _KEYS}) for row in found]
 
 
-def _lines_until(path: str, step: int) -> list[str]:
-    if not step or not Path(path).is_file():
-        return []
-    return [line for line in Path(path).read_text().splitlines(keepends=True) if _step_of(line) <= step]
+def _lines_until(path: str | Path, step: int) -> Iterator[bytes]:
+    """One after another: a log may be larger than memory."""
+    if step and Path(path).is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                if _step_of(line) <= step:
+                    yield line if line.endswith(b"\n") else line + b"\n"
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return inf  # a line that a kill cut short

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from planner.errors import PlanError, Where
+from planner.files.atomic import try_new_file
 from runtime.profiling.window import Window
 from runtime.report.curve import SUFFIXES
 from runtime.training.job import Job
@@ -43,13 +44,11 @@ def _check_log(job: Job) -> None:
 
 def _check_replaceable(path: str, what: str) -> None:
     """What is there stays until the new one is whole; it is written beside first."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    target = Path(os.path.realpath(path))
     try:
         if target.is_dir():
             raise IsADirectoryError(0, "Is a directory")
-        beside.touch()
-        beside.unlink()
+        try_new_file(target)
     except OSError as error:
         raise _cannot_write(what, path, error) from error
 
@@ -57,9 +56,7 @@ def _check_replaceable(path: str, what: str) -> None:
 def _check_directory(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
-        beside = Path(path) / f".{os.getpid()}"
-        beside.touch()
-        beside.unlink()
+        try_new_file(Path(path) / "try")
     except OSError as error:
         raise _cannot_write("directory for TensorBoard", path, error) from error
 

@@ -163,3 +163,30 @@ def test_what_json_does_not_hold_is_refused(extra: Any) -> None:
 def test_extra_comes_back_as_json() -> None:
     assert json_of({"a": (1, 2.5, None), "b": {"c": "ü"}}) == json.loads('{"a": [1, 2.5, null], "b": {"c": "ü"}}')
     assert json_of(None) == {}
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "pipe"])
+def test_a_lock_that_is_no_file_is_one_error(tmp_path: Path, kind: str) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "run" / ".lock"
+    victim.write_text("precious")
+    path.parent.mkdir()
+    {"link": lambda: path.symlink_to(victim), "directory": path.mkdir, "pipe": lambda: os.mkfifo(path)}[kind]()
+    with pytest.raises(PlanError, match=f"cannot lock the directory of saves: .lock is a {kind}"), owned(path.parent):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_beside_latest_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("latest", ".latest.partial", ".step-00000001.pruned.partial"):
+        (run / name).symlink_to(victim)
+    for step in (1, 2):
+        save(run, step, 1.0)
+    prune(run, 1)
+    assert resolve(run).name == "step-00000002"
+    assert victim.read_text() == "precious"
+    with owned(run):
+        assert [path.name for path in run.glob(".*.partial")] == []

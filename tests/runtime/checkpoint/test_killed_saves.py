@@ -46,7 +46,7 @@ def assert_nothing_hinders(run: Path) -> None:
     assert verify(resolve(run)).step == 3
     with owned(run):
         saves = {f"step-{step:08d}" for step in (1, 2, 3)}
-        assert {path.name for path in run.iterdir()} <= {*saves, "latest", ".lock", ".latest.partial"}
+        assert {path.name for path in run.iterdir()} <= {*saves, "latest", ".lock"}
 
 
 def test_a_kill_of_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: 
     replace = Path.replace
 
     def synced(handle: int) -> None:
-        seen.append(f"sync {re.sub(r'[.]step-.*partial', 'new', os.readlink(f'/proc/self/fd/{handle}'))}")
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        seen.append("sync " + re.sub(r"[.](step|latest).*partial", r"new \1", path))
         sync(handle)
 
     def renamed(path: Path, target: Path) -> Path:
@@ -134,12 +135,12 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: 
     run = tmp_path / "run"
     engine.save(run)
     order = [
-        f"sync {run}/new/rank-00000.safetensors",
-        f"sync {run}/new/manifest.json",
-        f"sync {run}/new",
+        f"sync {run}/new step/rank-00000.safetensors",
+        f"sync {run}/new step/manifest.json",
+        f"sync {run}/new step",
         f"name {run}/step-00000000",
         f"sync {run}",
-        f"sync {run}/.latest.partial",
+        f"sync {run}/new latest",
         f"name {run}/latest",
         f"sync {run}",
     ]

@@ -39,6 +39,20 @@ def test_a_resumed_run_keeps_the_steps_that_it_goes_on_from(tmp_path):
     assert log_of(path, ROWS[:2]) == ROWS[:2]  # and a new one begins anew
 
 
+def test_a_run_that_ends_before_its_first_step_leaves_the_log_as_it_was(tmp_path):
+    """A kill right after a resume lost the steps after the save."""
+    path = tmp_path / "log.jsonl"
+    log_of(path, ROWS)
+    before = path.read_bytes()
+    Log(str(path), 5).close()
+    assert path.read_bytes() == before
+    killed = Log(str(path), 5)  # never closed
+    assert rows_until(str(path), 100) == ROWS
+    killed.write(ROWS[5])
+    assert rows_until(str(path), 100) == ROWS[:6]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.jsonl"]
+
+
 def test_a_log_of_an_older_version_has_fewer_figures(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 5.0, "gone": 1}\n')

@@ -1,0 +1,115 @@
+"""Write a file whole or not at all: a reader, and whatever is killed, sees the old content or the new one.
+
+    write  .name.….partial beside it  ->  sync  ->  rename
+
+The name beside is drawn at random and must be new (O_EXCL, O_NOFOLLOW): whatever lies there, such as a link, is never
+written through. Permissions are those of the file that is replaced, else the umask's, which the kernel applies.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+PARTIAL = ".partial"
+MOST_LETTERS = 50  # of the name, so that the name beside is not too long for the file system
+
+
+def name_beside(path: Path) -> Path:
+    """A new name in the directory of ``path`` that nobody can foresee: ``.name.….partial``."""
+    return path.with_name(f".{path.name[:MOST_LETTERS]}.{secrets.token_hex(8)}{PARTIAL}")
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """A file that was not there before, to be written and read. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "w+b")
+
+
+def try_new_file(path: Path) -> None:
+    """Make a file beside ``path`` and remove it. Raises OSError where ``path`` could not be written."""
+    Replacement(path).discard()
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """On the disk when it returns. Raises OSError, FileExistsError where anything of that name is there."""
+    with open_new(path) as file:
+        _write_and_sync(file, content)
+
+
+class Replacement:
+    """Owns a new file beside ``path``, open as ``file``, until it takes its place or is removed. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._beside = path, name_beside(path)
+        self.file = open_new(self._beside)
+        with suppress(OSError):
+            there = os.lstat(path)
+            if stat.S_ISREG(there.st_mode):
+                os.fchmod(self.file.fileno(), there.st_mode & 0o777)
+
+    def take_place(self) -> None:
+        """On the disk, and under its name, when it returns."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self._beside.replace(self.path)
+        sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Nothing of it stays, unless it has taken its place."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            os.unlink(self._beside)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, which takes the place of ``path`` when the block ends well, else nothing changes. Raises OSError."""
+    new = Replacement(path)
+    try:
+        yield new.file
+        new.take_place()
+    finally:
+        new.discard()
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace the file ``path``, which is no link that is followed. Raises OSError."""
+    with replaced_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_for_user(path: Path, content: str) -> None:
+    """Write where a user said: through a link of the user's own, and into a device or pipe as it is. Raises OSError."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        with target.open("w", encoding="utf-8") as file:  # /dev/stdout, a pipe; a directory is an error
+            file.write(content)
+    else:
+        write_whole(target, content)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names of a directory on the disk, on a file system that can. Raises OSError."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_and_sync(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
