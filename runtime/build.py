@@ -163,7 +163,8 @@ def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
     inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
     computed = {name: dtype for name, (_, dtype) in read.items()}
     sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
-    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges)
+    assumptions = tuple(decisions.program.assumptions)
+    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges, assumptions)
 
 
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:

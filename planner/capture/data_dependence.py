@@ -20,6 +20,8 @@ FIX = (
     "replace the branch by torch.where, a mask or a flag (x[mask] and nonzero() only to select rows that go back there)"
 )
 
+NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values of tensors (data-dependent)"
+
 
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""

@@ -16,7 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.canonical.form import canonicalize, prune
-from planner.capture.data_dependence import FIX, refuse_dynamic_shapes, refuse_numbers_from_tensors
+from planner.capture.data_dependence import FIX, NUMBER_OF_DATA, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.call_sites import CallSites
@@ -42,10 +42,12 @@ from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_backward.recorded import calls_recorded
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.same_forward import refuse_other_constants
+from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
 from planner.errors import PlanError, Where
+from planner.graph.assumptions import Assumption
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
@@ -93,6 +95,7 @@ def capture(
         traced.told.extend(compute_all_rows(exported.graph_module, traced.asked, others))
     program = _program(model, exported, constants, held, loss, traced.notes, written, has_rule)
     program.rewrites.extend(traced.told)
+    program.assumptions = traced.assumptions
     program.skipped = frozenset(fqn for name, fqn in program.parameters.items() if name in skipped)
     return program
 
@@ -106,21 +109,43 @@ class _Traced:
     told: list[tuple[str, Where]]
     asked: Questions
     others: list[tuple[Questions, torch.export.ExportedProgram]]
+    assumptions: list[Assumption] = field(default_factory=list)
 
 
 def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode) -> _Traced:
+    """The export in which no check of values raises."""
+    assumed = Assumptions()
+
+    def trial() -> None:
+        watch = ForwardWatch(model, exchange, mode)
+        with watch.installed(), PythonGradients(model).watched():
+            _export(model, kwargs, watch, Questions(CallSites(model), assumed))
+
+    traced = assumed.settled(lambda: _attempted(model, kwargs, exchange, mode, assumed), trial)
+    traced.assumptions = assumed.found(traced.exported.graph_signature.user_inputs)  # pyright: ignore
+    return traced
+
+
+def _attempted(
+    model: nn.Module,
+    kwargs: dict[str, torch.Tensor],
+    exchange: Exchange,
+    mode: FakeTensorMode,
+    assumed: Assumptions,
+) -> _Traced:
     """The export; made twice where the forward left behind what a next one may read, or asked what only data tells."""
-    watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(CallSites(model))
+    sites = CallSites(model)
+    watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(sites, assumed)
     others: list[tuple[Questions, torch.export.ExportedProgram]] = []
     with watch.installed():
         with gradients.watched():
             exported = _export(model, kwargs, watch, asked)
         for answer in OTHER_ANSWERS if asked.asked else ():
             with watch.as_before(), PythonGradients(model).watched():
-                others.append((again := Questions(CallSites(model), answer), _export(model, kwargs, watch, again)))
+                others.append((again := Questions(sites, assumed, answer), _export(model, kwargs, watch, again)))
         if watch.doubts:
             with watch.moved_on(), PythonGradients(model).watched():
-                watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(CallSites(model))))
+                watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
     return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
 
 
@@ -196,7 +221,7 @@ def _export(
     model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch, asked: Questions
 ) -> torch.export.ExportedProgram:
     try:
-        with CertainDraws(watch.check), asked.answered():
+        with CertainDraws(watch.check, asked.draw_is_not_zero), asked.answered():
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
         return exported
@@ -211,11 +236,9 @@ def _export(
                 fix="name the keys under `inputs` as the arguments of the model's forward",
             ) from error
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PlanError(
-            f"the model cannot be captured: {what}",
-            where=where,
-            fix=FIX if "data-dependent" in what else FORWARD_MUST_WORK,
-        ) from error
+        if "data-dependent" in what:
+            raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
+        raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
 
 
 def _quietly(run: Any) -> Any:

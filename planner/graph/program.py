@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from planner.errors import Where
+from planner.graph.assumptions import Assumption
 
 # What ``node.meta`` of a captured graph holds. Capture writes it, draws, experts and a cut over cp
 # where they rewrite it; everyone else reads.
@@ -50,6 +51,7 @@ class Program:
     notes: list[str] = field(default_factory=list)
     rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
     untrained: list[str] = field(default_factory=list)  # parameters that ask for a gradient and get none
+    assumptions: list[Assumption] = field(default_factory=list)  # checks of values, of which none may raise
     skipped: frozenset[str] = frozenset()  # parameters that the forward does not read where data selects no rows
 
     def node(self, name: str) -> fx.Node:

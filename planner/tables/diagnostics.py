@@ -74,6 +74,8 @@ def _notes(decisions: Decisions) -> Iterator[Diagnostic]:
         yield Diagnostic("warning", note)
     for what, where in decisions.program.rewrites:
         yield Diagnostic("info", what, str(where))
+    for assumption in decisions.program.assumptions:
+        yield Diagnostic("info", str(assumption), str(assumption.where))
 
 
 MOST_NAMED = 4

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from planner.capture.batch.id_ranges import IdRange
 from planner.errors import PlanError
+from planner.graph.assumptions import Assumption
+from runtime.data.assumption_checks import check_assumptions
 from runtime.data.id_checks import check_ids
 
 
@@ -21,7 +23,7 @@ class BatchLayout:
     """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype).
 
     ``computed``: the dtype in which a graph reads an input, where precision casts the user's floats. ``ids``: which
-    integers an input may hold.
+    integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail.
     """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -31,6 +33,7 @@ class BatchLayout:
     dp_rank: int
     computed: dict[str, torch.dtype] = field(default_factory=dict)
     ids: Mapping[str, tuple[IdRange, ...]] = field(default_factory=dict)
+    assumptions: tuple[Assumption, ...] = ()
 
     @property
     def local_size(self) -> int:
@@ -80,6 +83,7 @@ class BatchLayout:
                     fix=f"convert it to {dtype}",
                 )
             check_ids(name, value, self.ids.get(name, ()))
+        check_assumptions(batch, self.assumptions, self.micro)
 
     def microbatches(
         self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device, *, local: bool = False

@@ -51,6 +51,26 @@ def one_hot_in_place(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> 
     return out
 
 
+def counts_in_a_list(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """The number of rows of each expert is asked for on the host, by bincount."""
+    out = torch.zeros_like(x)
+    for e, count in enumerate(torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS).tolist()):
+        if count == 0:
+            continue
+        token, choice = torch.where(chosen == e)
+        out.index_add_(0, token, layer.experts[e](x[token]) * probs[token, choice, None])
+    return out
+
+
+def counts_of_masks_in_a_list(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    out, masks = torch.zeros_like(x), [(chosen == e).any(-1) for e in range(NUM_EXPERTS)]
+    for e, count in enumerate(torch.stack([mask.sum() for mask in masks]).tolist()):
+        if count > 0:
+            weight = torch.where(chosen == e, probs, 0).sum(-1, keepdim=True)
+            out[masks[e]] += layer.experts[e](x[masks[e]]) * weight[masks[e]]
+    return out
+
+
 def columns_of_nonzero(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e, expert in enumerate(layer.experts):
@@ -211,8 +231,9 @@ FLAT: tuple[Way, ...] = (
     divided,
     beside_shared,
 )
+ON_THE_HOST: tuple[Way, ...] = (counts_in_a_list, counts_of_masks_in_a_list)
 OF_BATCHES: tuple[Way, ...] = (of_batches, pairs_of_batches)
-WAYS = (*FLAT, *OF_BATCHES)
+WAYS = (*FLAT, *ON_THE_HOST, *OF_BATCHES)
 
 
 class Selecting(Layer):
@@ -320,8 +341,8 @@ def more_than_few(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Ten
 
 def split_by_counts(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
     order = chosen.flatten().argsort()
-    sizes = chosen.flatten().bincount(minlength=layer.num_experts).tolist()  # here
-    parts = x[order // layer.top_k].split(sizes)
+    sizes = chosen.flatten().bincount(minlength=layer.num_experts).tolist()
+    parts = x[order // layer.top_k].split(sizes)  # here
     made = torch.cat([expert(part) for expert, part in zip(layer.experts, parts, strict=True)])
     return torch.zeros_like(x).index_add(0, order // layer.top_k, made * probs.flatten()[order, None])
 

@@ -1,7 +1,8 @@
 """Comparisons of a random draw that are certain: a draw from [0, 1) is never below 0 and always below 1.
 
 Layer drop asks such a question at each layer: ``if torch.rand([]) < probability: continue``. What a branch asks of a
-draw cannot be captured; but at probability 0 (or 1) the answer is known, and so is the branch.
+draw cannot be captured; but at probability 0 (or 1) the answer is known, and so is the branch. That a draw is not 0
+(``torch.rand(1) > 0.0``) is true of all but one in 2^24: an assumption of the plan.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ COMPARES = ("lt", "le", "gt", "ge")
 class CertainDraws(TorchFunctionMode):
     """While it is entered, a certain comparison of one drawn number is a constant tensor, of which a branch may ask.
 
-    ``check`` is called with the arguments of every torch function.
+    ``check`` is called with the arguments of every torch function, ``assume`` where a draw is taken for not 0.
     """
 
-    def __init__(self, check: Callable[..., None] | None = None) -> None:
+    def __init__(self, check: Callable[..., None] | None = None, assume: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._check = check
+        self._check, self._assume = check, assume
 
     def __torch_function__(
         self,
@@ -48,6 +49,9 @@ class CertainDraws(TorchFunctionMode):
             result._drawn_at_version = result._version  # pyright: ignore[reportAttributeAccessIssue]
         elif name in COMPARES and len(args) == 2 and _is_drawn(args[0]) and isinstance(args[1], (int, float)):
             answer = certain_answer(name, args[1])
+            if answer is None and self._assume is not None and args[1] == 0:
+                self._assume()
+                answer = name == "gt"
             if answer is not None:
                 return torch.tensor(answer, device=args[0].device).reshape(result.shape)
         return result

@@ -27,7 +27,7 @@ from planner.capture.selection.finite import endangered
 from planner.capture.selection.places import WRITES, Slots, Writer, added, adds_to, only_selected, read, replaced
 from planner.capture.selection.refusal import name_of, refused
 from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
-from planner.capture.selection.space import Keys, Space, at_most_one, root_of
+from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mask, root_of
 from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
 from planner.errors import Where
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
@@ -94,7 +94,7 @@ class _Rewriter:
             if isinstance(made, fx.Node) and made is self.write.last:
                 made._rename(node.name)  # what the export's signature calls it
             if "asked" in node.meta and isinstance(self.env[node], fx.Node):
-                self.asked[self.keys(self.env[node])] = node.meta["asked"]
+                self.asked[key_of_mask(self.keys, self.env[node])] = node.meta["asked"]
         return self.write.graph
 
     def _made(self, node: fx.Node) -> Any:
@@ -167,7 +167,7 @@ class _Rewriter:
         return self.by_mask[key]
 
     def _writes_nothing(self, space: Space) -> bool:
-        return self.asked.get(self.keys(root_of(space.mask))) in self.nobody
+        return self.asked.get(key_of_mask(self.keys, root_of(space.mask))) in self.nobody
 
     # ---- reading at positions
 

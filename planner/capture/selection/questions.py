@@ -1,25 +1,31 @@
-"""What a forward asks of data in Python: whether a mask selects any row. All else that it may ask is refused.
+"""What a forward asks of data in Python: whether a mask selects any row, and what only raises.
 
     if mask.any(): …          if token.numel() == 0: continue          if expert_mask[e].sum() > 0: …
+    if not (ids < n).all(): raise …                                    (capture.selection.assumed)
 
-The answer may be assumed, if the plan is the same either way: where rows are written for nobody, nothing is written. So
+All else that it may ask is refused. Whether a mask selects any row may be
+answered either way, if the plan is the same: where rows are written for nobody, nothing is written. So
 the model is exported with other answers too, and each export must compute what the first does without those writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import fx
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from planner.capture.gradients.call_sites import CallSites
-from planner.capture.selection.space import Keys, is_count, root_of
+from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
+from planner.capture.selection.conditions import condition_of, is_read
+from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
+from planner.capture.selection.spelled_out import SpelledOut
 from planner.errors import Where
 from planner.graph.ops.aten import aten, is_mutable, packet_of
 
@@ -30,17 +36,20 @@ OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)
 class Questions:
     """Owns the answers given in one export, of masks by number. ``empty``: those that were said to select no row."""
 
-    def __init__(self, sites: CallSites, answer: Answer = lambda i: False) -> None:
-        self._sites, self._answer = sites, answer
+    def __init__(self, sites: CallSites, assumed: Assumptions, answer: Answer | None = None) -> None:
+        self._sites, self._assumed, self._answer = sites, assumed, answer or (lambda i: False)
+        self._is_first = answer is None
         self.asked: list[Where] = []
         self.empty: set[int] = set()
         self._keys, self._numbers = Keys(), dict[str, int]()
         self._makers: dict[sympy.Symbol, fx.Node] = {}
         self._last: fx.Node | None = None
+        self._answered: dict[Any, bool] = {}
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """While it is entered, a branch may ask whether a mask selects any row."""
+        """While it is entered, a branch may ask whether a mask selects any row, and what only raises."""
+        self._assumed.begin()
         before: Any = ShapeEnv.evaluate_sym_node
 
         def evaluate(env: ShapeEnv, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,24 +63,60 @@ class Questions:
 
         ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            yield
+            with SpelledOut():
+                yield
         finally:
             ShapeEnv.evaluate_sym_node = before
+
+    def draw_is_not_zero(self) -> None:
+        """Called where a branch asks whether a number drawn from [0, 1) is more than 0."""
+        self._assumed.drew(self._sites.here())
 
     def _told(self, question: Any) -> bool | None:
         """The answer to a question in numbers of rows or truths; None where it asks for anything else."""
         mode = proxy_tensor.get_proxy_mode()
-        if mode is None or not isinstance(question, sympy.Rel) or len(question.free_symbols) != 1:
+        if mode is None or not isinstance(question, Boolean) or not question.free_symbols:
             return None
-        symbol: Any = next(iter(question.free_symbols))
-        node = self._maker(mode.tracer.graph, symbol)
+        makers = {s: self._maker(mode.tracer.graph, s) for s in sorted(question.free_symbols, key=str)}
+        again = self._identity(question, makers)
+        if again in self._answered:
+            return self._answered[again]
+        key = key_of_stack()
+        answer = self._assumed.answer(key)
+        if answer is None:
+            answer = self._of_mask(question, makers)
+        if answer is None and all(is_read(node) for node in makers.values()):
+            answer = self._assumed.guess(key)
+        if answer is not None:
+            is_assumed = self._assumed.answer(key) is not None
+            condition = condition_of(question, answer, makers, mode.tracer) if is_assumed else None
+            self._assumed.took(Taken(key, answer, self._sites.here(), self._is_first, condition))
+            if again is not None:
+                self._answered[again] = answer
+        return answer
+
+    def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
+        """Equal where one value is asked one thing again; None where something was written into it."""
+        reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
+        nodes = [n for n in reads if isinstance(n, fx.Node)]
+        near = [n for node in nodes for n in (node, *node.all_input_nodes)]
+        if len(nodes) < len(makers) or any(is_mutable(user.target) for n in near for user in n.users):
+            return None
+        names = {symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(makers)}
+        return question.subs(names), *map(self._keys, nodes)
+
+    def _of_mask(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> bool | None:
+        """The answer where it is whether a mask selects any row."""
+        if not isinstance(question, sympy.Rel) or len(makers) != 1:
+            return None
+        symbol, node = next(iter(makers.items()))
         found = _mask_asked(node, question, symbol) if node is not None else None
         if found is None:
             return None
         root, if_empty = found[0], found[1]
         if any(is_mutable(user.target) and user.args[0] is n for n in _chain(root) for user in n.users):
             return None
-        number = self._numbers.setdefault(self._keys(root), len(self.asked))
+        number = self._numbers.setdefault(key_of_mask(self._keys, root), len(self.asked))
         if number == len(self.asked):
             self.asked.append(self._sites.here())
             if self._answer(number):
@@ -79,7 +124,7 @@ class Questions:
         root.meta["asked"] = number
         return if_empty if number in self.empty else not if_empty
 
-    def _maker(self, graph: fx.Graph, symbol: sympy.Symbol) -> fx.Node | None:
+    def _maker(self, graph: fx.Graph, symbol: Any) -> fx.Node | None:
         """The call that made a number which only data tells."""
         new: list[fx.Node] = []
         for node in reversed(graph.nodes):

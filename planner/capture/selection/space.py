@@ -85,6 +85,7 @@ class _Key(str):
 
 def root_of(mask: fx.Node) -> fx.Node:
     """What a mask is made of by ops that leave it empty where it was, and only there."""
+    mask = _of_stack(mask)
     while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
         packet = packet_of(mask.target)
         above_zero = mask.target in ABOVE_ZERO and mask.args[1] == ABOVE_ZERO[mask.target] and is_count(mask.args[0])
@@ -96,8 +97,35 @@ def root_of(mask: fx.Node) -> fx.Node:
     return mask
 
 
+def key_of_mask(keys: Keys, root: fx.Node) -> str:
+    """Equal also for masks that compare one value, laid out in two ways, with one number."""
+    if root.target is not aten.eq.Scalar:
+        return keys(root)
+    compared: Any = root.args[0]
+    while packet_of(compared.target) in (RESHAPES | PERMUTES) and compared.args:
+        compared = compared.args[0]
+    return f"{root.target} {keys(compared)} {root.args[1]}"
+
+
+def _of_stack(node: fx.Node) -> fx.Node:
+    """Of one of several values that were stacked, that value: counts of several masks are asked about one by one."""
+    while packet_of(node.target) is aten.select or node.target is getitem:
+        source = node.all_input_nodes[0]
+        if node.target is getitem and packet_of(source.target) is aten.unbind and not named(source)["dim"]:
+            index, stack = node.args[1], source.all_input_nodes[0]
+        elif packet_of(node.target) is aten.select and not named(node)["dim"]:
+            index, stack = named(node)["index"], source
+        else:
+            break
+        if packet_of(stack.target) is not aten.stack or named(stack)["dim"]:
+            break
+        node = named(stack)["tensors"][index]
+    return node
+
+
 def is_count(node: Any) -> bool:
     """Whether no element is negative or a fraction: of bools, one-hot numbers, and sums of such."""
+    node = _of_stack(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.op == "call_function":
         dtype = node.meta["val"].dtype
         if str(dtype) == "torch.bool" or packet_of(node.target) is aten.one_hot:

@@ -64,7 +64,6 @@ def test_a_layer_that_every_draw_skips_is_left_out():
     "skips",
     [
         lambda: torch.rand([]) < 0.1,
-        lambda: torch.rand([]) <= 0.0,
         lambda: torch.rand([]) - 1 < 0.0,
         lambda: torch.rand([]).mul_(-1) < 0.0,
         lambda: torch.empty([]).uniform_(-1, 1) < 0.0,
@@ -74,3 +73,10 @@ def test_a_layer_that_every_draw_skips_is_left_out():
 def test_a_branch_that_depends_on_the_draw_is_refused(skips):
     with pytest.raises(PlanError, match="cannot be captured"):
         captured(skips)
+
+
+@pytest.mark.parametrize("skips", [lambda: torch.rand([]) <= 0.0, lambda: not torch.rand(1) > 0.0])
+def test_that_a_draw_is_not_zero_is_assumed_and_reported(skips: Callable[[], bool | Tensor]) -> None:
+    program = captured(skips)
+    assert num_layers(program) == 2
+    assert ["not exactly 0" in str(assumption) for assumption in program.assumptions] == [True]

@@ -1,0 +1,177 @@
+"""Branches of which one side only raises: an assumption takes the other side.
+
+    if not (ids < n).all(): raise ValueError          the answer is assumed to be yes
+
+An export needs an answer; which one raises is found by trying. An answer after which the forward raises, before it asks
+anything else, becomes its opposite; one after which it does not is tried the other way round as well. Where neither
+raises, the branch is one that only data decides, and is refused at its line. Questions asked from the same place, by
+the same callers, have one answer.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from planner.capture.data_dependence import FIX
+from planner.errors import PlanError, Where
+from planner.graph.assumptions import Assumption, Condition
+from planner.graph.source_lines import is_foreign_frame
+
+DRAW = "a number drawn from [0, 1) is not exactly 0, which is the case for one in 16,777,216"
+Key = tuple[tuple[str, str, int], ...]
+T = TypeVar("T")
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# PyTorch's own checks of a user's values; all else that it raises says that tracing failed
+_CHECKING = tuple(_TORCH + part for part in ("nn" + os.sep, "distributions" + os.sep, "functional.py", "__init__.py"))
+
+
+@dataclass(slots=True)
+class Taken:
+    """An answer of one export to the question at ``key``."""
+
+    key: Key
+    answer: bool
+    where: Where
+    is_sure: bool  # whether masks asked about before were said to select rows, as in the export that is kept
+    condition: Condition | None = None
+
+
+class Assumptions:
+    """Owns the answers that are assumed, and which of them were seen to raise otherwise."""
+
+    def __init__(self) -> None:
+        self.flipped: Key | None = None
+        self._answers: dict[Key, bool] = {}
+        self._raises: dict[Key, str] = {}  # of answers that were tried the other way round
+        self._last: Taken | None = None
+        self._taken: dict[Key, list[Taken]] = {}
+        self._draws: list[Where] = []
+
+    # ---- while a forward runs
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._last = None
+        self._taken = {}
+        self._draws = []
+
+    def drew(self, where: Where) -> None:
+        """A comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
+        self._draws.append(where)
+
+    def answer(self, key: Key) -> bool | None:
+        """What is assumed of the question at ``key``; None where nothing is."""
+        answer = self._answers.get(key)
+        return answer if answer is None or key != self.flipped else not answer
+
+    def guess(self, key: Key) -> bool:
+        """An answer to a question that nothing but trying can settle."""
+        return self._answers.setdefault(key, True)
+
+    def took(self, taken: Taken) -> None:
+        self._last = taken
+        if taken.key in self._answers:
+            self._taken.setdefault(taken.key, []).append(taken)
+
+    # ---- afterwards
+
+    def settled(self, attempt: Callable[[], T], trial: Callable[[], Any]) -> T:
+        """What ``attempt`` gives with answers that do not raise. ``trial``: one forward alone, with one answer flipped.
+
+        Raises PlanError where an answer decides more than whether the forward raises.
+        """
+        while True:
+            try:
+                found = attempt()
+            except PlanError as error:
+                if not self._learn(error):
+                    raise
+                continue
+            taken, draws = self._taken, self._draws
+            for key in [key for key in self._answers if key not in self._raises]:
+                self._try_flipped(key, taken, trial)
+            self._taken, self._draws = taken, draws
+            return found
+
+    def _learn(self, error: PlanError) -> bool:
+        """Whether the forward raised after an answer that another may replace."""
+        last, raised = self._last, _raised(error)
+        if last is None or raised is None or last.key in self._raises:
+            return False
+        self._answers[last.key] = not last.answer
+        if last.is_sure:
+            self._raises[last.key] = raised
+        return True
+
+    def _try_flipped(self, key: Key, taken: dict[Key, list[Taken]], trial: Callable[[], Any]) -> None:
+        if key not in taken:  # asked where another answer led
+            del self._answers[key]
+            return
+        self.flipped = key
+        try:
+            trial()
+        except PlanError as error:
+            raised = _raised(error)
+            if raised is not None and self._last is not None and self._last.key == key:
+                self._raises[key] = raised
+        finally:
+            self.flipped = None
+        if key not in self._raises:
+            raise branch_on_data(taken[key][0].where)
+
+    def found(self, names: Sequence[str]) -> list[Assumption]:
+        """All of the export that is kept, each check once. ``names``: the batch keys, in the order of its inputs."""
+        rows: dict[tuple[Where, str], Assumption] = {}
+        for key, all_taken in self._taken.items():
+            for taken in all_taken:
+                condition = taken.condition and taken.condition.named(names)
+                row = Assumption(taken.where, f"this check does not raise ({self._raises[key]})", condition)
+                rows.setdefault((taken.where, str(condition and condition.graph.graph)), row)
+        return [*rows.values(), *(Assumption(where, DRAW) for where in dict.fromkeys(self._draws))]
+
+
+def branch_on_data(where: Where) -> PlanError:
+    return PlanError(
+        "the model cannot be captured: a branch depends on the values of tensors (data-dependent)", where=where, fix=FIX
+    )
+
+
+def key_of_stack() -> Key:
+    """The place in the code that asks, and those that called it; equal for layers of one kind in a loop."""
+    found: list[tuple[str, str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_checking(code.co_filename):
+            found.append((code.co_filename, code.co_qualname, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_checking(file: str) -> bool:
+    """Whether code is a user's, or a check of PyTorch's."""
+    return file.startswith(_CHECKING) or not is_foreign_frame(file)
+
+
+def _raised(error: PlanError) -> str | None:
+    """In words the exception that a line of the user's (or a check of PyTorch's) raised; None for any other failure."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, PlanError) or cause.__traceback__ is None:
+        return None
+    last: TracebackType = cause.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    if not _is_checking(code.co_filename) or code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return None
+    text = str(cause).partition("FakeTensor")[0].strip(" (\n").splitlines()
+    return f"{type(cause).__name__}: {text[0][:80]}" if text else type(cause).__name__
