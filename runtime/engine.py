@@ -21,6 +21,7 @@ from passes.stage_module import RankProgram
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.audit.audit import Audit, Sample
 from runtime.build import build, executor_of, graphs_of, open_rank, parameters_of
 from runtime.checkpoint.loader import load_save
 from runtime.checkpoint.pretrained_load import load_pretrained
@@ -74,6 +75,7 @@ class Engine:
         self.groups, store = open_rank(plan, self.spec, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
+            self._audit = Audit(plan, self.spec, self.groups) if self.spec.audit.every else None
             built = build(plan, self.spec, self.groups, self._weights, program)
         except BaseException as error:
             if store is not None:
@@ -99,14 +101,19 @@ class Engine:
 
     # ---- public: steps
 
-    @shared_call("batch")
     def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepReport:
         """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
 
         ``local``: the batch is this dp rank's own share, as a DistributedSampler deals it. Raises PlanError for a batch
-        that is not the plan's, StepError when a stage fails. On a GPU it returns before the device is done: the first
-        figure of the report that is read waits for it.
+        that is not the plan's, StepError when a stage fails, AuditError before a step whose audit finds a difference.
+        On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
+        if self._audit is not None and self._audit.is_due(self.step_index):
+            self._audit.judge(self.step_index, *self._audited(self._audit, batch, local))
+        return self._train_step(batch, local)
+
+    @shared_call("batch")
+    def _train_step(self, batch: Mapping[str, Tensor], local: bool) -> StepReport:
         clock = StepClock(self.groups.device)
         loss = self._forward_backward(batch, local)
         return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
@@ -321,6 +328,16 @@ class Engine:
         loss = self._loss_here(run(step))
         self._note_load(False)
         return loss
+
+    @shared_call("audit")
+    def _audited(self, audit: Audit, batch: Mapping[str, Tensor], local: bool) -> tuple[Sample, float, float, float]:
+        """One microbatch of the batch, its loss by the engine and by the user's module, and the difference allowed."""
+        self._intake.check(batch, local=local)
+        sample = audit.sample(batch, self.layout, self.step_index, local=local)
+        loss = self.evaluate(sample.repeated)
+        audit.check_memory()
+        own, allowed = audit.compare(sample, self.layout, loss, self.gather_parameters(), self._kept.buffers)
+        return sample, loss, own, allowed
 
     def _note_load(self, begins: bool) -> None:
         if self.program.load is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
-from planner.spec.spec import Spec
+from runtime.audit.audit import check_audit
 from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, owned
@@ -27,7 +27,7 @@ from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.report.step_row import StepRow
 from runtime.training.data import check_source, run_data
-from runtime.training.job import AUTO, Job, Trained, check_saves
+from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
 
@@ -75,11 +75,13 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     if job.save is not None:
         with owned(job.save):  # a run that already goes on is told of now, and not by a rank
             pass
-    spec = Spec.load(job.spec)
+    spec = spec_of(job)
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
     decided = plan(load_model(job.model), spec)
+    if spec.audit.every is not None:
+        check_audit(decided)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
     run_data(job, spec, decided)

@@ -95,6 +95,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 BELOW = ["dropout", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
 # what they change is tested beside what reads them: tests/runtime/data/
 OF_BATCHES = ["data.objective", "data.packing", "data.validation", "data.inputs", "data.mask.share", "data.mask.ngram"]
+# tests/runtime/audit/
+OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
 ONE_VALUE = ["optimizer.name"]
 
 
@@ -156,7 +158,7 @@ def training(keys: str) -> str:
 
 
 def test_every_key_has_a_case():
-    cases = [*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *BELOW, *OF_BATCHES, *ONE_VALUE]
+    cases = [*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *BELOW, *OF_BATCHES, *OF_AUDITS, *ONE_VALUE]
     assert sorted(cases) == sorted(leaves(Spec))
 
 

@@ -27,6 +27,7 @@ from pydantic import (
 from planner.errors import PlanError, SpecError, Where
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
+from planner.spec.audit import AuditSpec
 from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
 from planner.spec.data import DataSpec
@@ -125,6 +126,7 @@ class Spec(Section):
         "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
     )
     seed: Seed = key(1234, "of dropout, fresh weights and batches")
+    audit: AuditSpec = key(AuditSpec(), "the run beside the model itself, in one process")
     data: DataSpec = key(DataSpec(), "how a text becomes sequences")
     cluster: Name | None = key(
         None, "a YAML file that describes the machines; relative to here, or to this file's folder"

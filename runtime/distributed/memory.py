@@ -1,4 +1,4 @@
-"""The most memory that a rank has held: of its GPU by PyTorch's allocator, else its process's resident memory."""
+"""Memory: the most that a rank has held (of its GPU by PyTorch's allocator, else resident), and that of its host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
+_HOST = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -21,3 +23,17 @@ def peak_bytes(device: torch.device) -> int:
     except (OSError, StopIteration, ValueError):  # another system; there a child may count its parent's memory too
         found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return found if sys.platform == "darwin" else found << 10
+
+
+def available_bytes() -> int | None:
+    """Of the host's memory, what a process can still take, by the limit of its container too; None if not known."""
+    try:
+        line = next(line for line in _HOST.read_text().splitlines() if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system
+        return None
+    of_host = int(line.split()[1]) << 10
+    try:
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no container, or no limit
+        return of_host
+    return min(of_host, max(0, limit - used))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.spec.spec import Spec
 from runtime.checkpoint.saves import check_writable, saves_in
 from runtime.report.step_row import StepRow
 
@@ -34,7 +35,7 @@ class Job:
     ``validate_every``: steps between two validations, None for none.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
-    ``quiet``: no line of a step is shown.
+    ``quiet``: no line of a step is shown. ``audit``: steps between two audits, in place of the spec's; None for those.
     """
 
     model: str
@@ -54,10 +55,19 @@ class Job:
     profile: str | None = None
     profile_to: str | None = None
     quiet: bool = False
+    audit: int | None = None
 
     @property
     def trace(self) -> str:
         return self.profile_to or DEFAULT_TRACE
+
+
+def spec_of(job: Job) -> Spec:
+    """The spec of the run: its file, and the options that stand for keys of it."""
+    spec = Spec.load(job.spec)
+    if job.audit is None:
+        return spec
+    return spec.model_copy(update={"audit": spec.audit.model_copy(update={"every": job.audit})})
 
 
 def saves_directory(save: str | None, save_every: int | None, resume: str | None) -> str | None:

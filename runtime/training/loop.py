@@ -11,6 +11,7 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.audit.audit import AuditError
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches
 from runtime.distributed.devices import launched
@@ -20,7 +21,7 @@ from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.training.data import RunData, run_data
-from runtime.training.job import Job, Trained
+from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
@@ -82,7 +83,7 @@ def run_rank(job: Job) -> Trained:
     After a restart by the launcher it goes on from the last save that the run itself has made. SIGTERM or Ctrl-C of any
     rank ends it after a whole step, with a save if saves were asked for.
     """
-    spec = Spec.load(job.spec)
+    spec = spec_of(job)
     weights = pretrained_directory(job.model)
     model = load_model(job.model, materialize=weights is None, seed=spec.seed)
     leads = not launched(os.environ).rank
@@ -111,7 +112,7 @@ def run_rank(job: Job) -> Trained:
                         run.step(batch)
                         saves.after_step()
                 run.finish()
-            except NonFiniteError as error:  # of all ranks at the same step
+            except (NonFiniteError, AuditError) as error:  # of all ranks at the same step
                 return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-NOISE = 8.0  # rounding errors of the model's largest gradient that any gradient may be off by
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Allowed differences: ``loss`` and ``gradient`` relative, ``parameter`` absolute after ``num_updates`` updates.
-
-    A parameter's own rounding comes on top: see ``rounding``.
-    """
-
-    dtype: torch.dtype
-    loss: float
-    gradient: float
-    parameter: float
-    num_updates: int = 1
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, lr: float, given: float | None = None, *, num_updates: int = 1) -> Tolerance:
-        """By the lowest precision that a model computes in; ``given`` replaces those of loss and gradients."""
-        table = {torch.float64: (1e-10, 1e-8, 1e-4), torch.float32: (2e-6, 5e-5, 0.2)}
-        # AdamW moves an element by about lr whatever its gradient's size: a noisy sign is worth 2·lr an update.
-        loss, gradient, updates = table.get(dtype, (2e-2, 1e-1, 2.0 * num_updates))
-        return cls(dtype, given or loss, given or gradient, updates * lr, num_updates)
-
-    def rounding(self, truth: Tensor) -> Tensor:
-        """What the dtype of a stored parameter adds, by element: up to one step between neighbours, eps·|x|, an update.
-
-        In bfloat16 that is more than the update itself. One process rounds at each update; the engine updates float32
-        main weights and rounds once. The other may be larger by what it may differ.
-        """
-        largest = truth.detach().double().abs() + self.parameter
-        return largest * (torch.finfo(truth.dtype).eps * self.num_updates)
-
-    def gradient_floor(self, largest: float) -> float:
-        """Below this size a gradient is rounding noise of the model's ``largest`` (as of a key's bias in attention)."""
-        return NOISE * torch.finfo(self.dtype).eps * largest / self.gradient
+from runtime.audit.tolerance import Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +105,6 @@ def _parameter_row(
     difference = (found.to(truth.device, torch.float64) - truth.double()).abs()
     worst = int((difference / limit).nan_to_num(inf).argmax())
     return Row("parameter", name, _finite(difference.view(-1)[worst].item()), limit.view(-1)[worst].item())
-
-
-@contextmanager
-def lowest_precision() -> Iterator[_Precision]:
-    """Watches the floating-point results of all ops inside; ``.dtype`` is the lowest precision among them."""
-    with _Precision() as seen:
-        yield seen
-
-
-class _Precision(TorchDispatchMode):
-    dtype = torch.float64
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            if is_float and torch.finfo(value.dtype).eps > torch.finfo(self.dtype).eps:
-                self.dtype = value.dtype
-        return result
 
 
 def _distance(found: Tensor | None, truth: Tensor) -> float:

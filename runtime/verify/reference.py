@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planner.capture.export import caches_off
-from planner.capture.outputs import plain_structure
 from planner.errors import PlanError
 from planner.spec.spec import Spec
+from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
 from runtime.optimizer.lr import learning_rate
 from runtime.verify.named_draws import NamedDraws
@@ -89,23 +88,3 @@ class OneProcess:
         loss = self.forward_backward(batch)
         self.update()
         return loss
-
-
-def loss_of(output: Any, wanted: str) -> Tensor:
-    """The loss among a model's outputs: the one named ``wanted``, else ``loss``, else the only scalar with gradient."""
-    output = plain_structure(output)
-    if isinstance(output, Tensor):
-        return output
-    named = output.items() if isinstance(output, Mapping) else enumerate(output)
-    scalars = {str(k): v for k, v in named if isinstance(v, Tensor) and v.ndim == 0 and v.requires_grad}
-    if wanted in scalars:
-        return scalars[wanted]
-    if "loss" in scalars:
-        return scalars["loss"]
-    if wanted == "auto" and len(scalars) == 1:
-        return next(iter(scalars.values()))
-    raise PlanError(
-        f"no output of the model is the loss {wanted!r} (scalars with a gradient: {', '.join(scalars) or 'none'})",
-        where="loss",
-        fix="set loss: {output: NAME}",
-    )

@@ -23,6 +23,7 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
+from runtime.audit.tolerance import Tolerance, lowest_precision
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
@@ -30,11 +31,9 @@ from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
 from runtime.verify.comparison import (
     Row,
-    Tolerance,
     compare_gradients,
     compare_parameters,
     compare_values,
-    lowest_precision,
     noise_of_updates,
 )
 from runtime.verify.mutants import freeze_parameter, without_collective

@@ -18,10 +18,10 @@ from examples.bert import BERT
 from planner import plan
 from planner.spec.spec import Spec
 from runtime import Engine
+from runtime.audit.own_module import loss_of
 from runtime.data.reading import read_tokens
 from runtime.data.token_batches import Batches, token_batches
 from runtime.optimizer.lr import learning_rate
-from runtime.verify.reference import loss_of
 from tests.tools.laboratory import Lab
 
 NUM_STEPS, LENGTH = 200, 32

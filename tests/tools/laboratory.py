@@ -326,8 +326,8 @@ def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
     The bench captured it before; that it left it as it was built is checked. A copy would be another model where a
     closure or a hook holds weights.
     """
+    from runtime.audit.tolerance import lowest_precision
     from runtime.distributed.fingerprint import fingerprint_of_model
-    from runtime.verify.comparison import lowest_precision
 
     model = entry.model
     assert fingerprint_of_model(model) == built, "planning has changed the model"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.verify.comparison import Tolerance, compare_gradients, compare_parameters, noise_of_updates
+from runtime.audit.tolerance import Tolerance
+from runtime.verify.comparison import compare_gradients, compare_parameters, noise_of_updates
 
 LR, EPS = 1e-3, 1e-8
 ALLOWED = Tolerance.of(torch.float32, LR)

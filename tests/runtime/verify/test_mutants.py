@@ -10,9 +10,10 @@ import torch
 from examples.gpt import GPT
 from planner import plan
 from planner.errors import PlanError
+from runtime.audit.tolerance import Tolerance
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.verify.comparison import Tolerance, compare_gradients, compare_values
+from runtime.verify.comparison import compare_gradients, compare_values
 from runtime.verify.mutants import num_collectives, without_collective
 from runtime.verify.reference import OneProcess
 

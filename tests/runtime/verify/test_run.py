@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
-from runtime.verify.comparison import (
-    Tolerance,
-    compare_gradients,
-    compare_parameters,
-    compare_values,
-    lowest_precision,
-)
+from runtime.audit.tolerance import Tolerance, lowest_precision
+from runtime.verify.comparison import compare_gradients, compare_parameters, compare_values
 from runtime.verify.run import _last_error, random_batch, verify
 from tests.tools.paths import ROOT
 

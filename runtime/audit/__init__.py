@@ -1,0 +1,1 @@
+"""The user's own module, in eager mode, beside a run."""

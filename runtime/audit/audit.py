@@ -1,0 +1,202 @@
+"""The promise of a plan, kept while it runs: every N-th step one microbatch goes through the user's own module.
+
+    engine      the loss of a global batch whose microbatches are all this one, with the weights of the step
+    module      its loss of this microbatch; where that grows with the batch (a sum), of the same global batch
+
+What no capture can see, such as a forward that takes another path in each tenth call, makes them differ. Dropout is off
+on both sides; other random numbers have no counterpart, so a forward that draws them is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.decisions import Decisions
+from planner.errors import PlanError, RunError
+from planner.frozen_plan import Plan
+from planner.graph.ops.aten import aten, is_random, packet_of
+from planner.graph.ops.sequence import causal_attention
+from planner.graph.source_lines import where_of
+from planner.spec.spec import Spec
+from planner.tables.sizes import format_bytes
+from runtime.audit.own_module import OwnModule
+from runtime.audit.tolerance import Tolerance
+from runtime.data.batches import BatchLayout
+from runtime.distributed.agreement import agreed
+from runtime.distributed.groups import Groups
+from runtime.distributed.memory import available_bytes
+
+Batch = Mapping[str, Tensor]
+_DROPOUTS = {aten.dropout, aten.scaled_dot_product_attention, causal_attention}
+
+
+class AuditError(RunError):
+    """The engine's loss of a microbatch is not that of the user's module. The same on every rank."""
+
+
+class AuditWarning(UserWarning):
+    """The same, where the spec asks for a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One microbatch. ``index``: its number in what it was taken from; ``num_copies``: that make a global batch."""
+
+    index: int
+    rows: dict[str, Tensor]
+    num_copies: int
+
+    @property
+    def repeated(self) -> dict[str, Tensor]:
+        return {name: value.repeat(self.num_copies, *[1] * (value.ndim - 1)) for name, value in self.rows.items()}
+
+
+class Audit:
+    """Owns, on rank 0, the user's module; it stays in the host's memory as long as the engine does."""
+
+    def __init__(self, plan: Plan, spec: Spec, groups: Groups) -> None:
+        """On every rank, before the model is released. Raises PlanError, on every rank, where no audit can be made."""
+        assert spec.audit.every is not None
+        self._asked, self._groups, self._every = spec.audit, groups, spec.audit.every
+        self._bytes = gathered_bytes(plan)
+        self._module: OwnModule | None = None
+        self._is_sum: bool | None = None  # whether the loss grows with the batch, once that is known
+        with agreed(groups):
+            if groups.rank == 0:
+                check_audit(plan)
+                model = plan.to_run()[0].model
+                assert model is not None, "the model was released before its audit was made"
+                self._module = OwnModule(model, spec)
+
+    def is_due(self, step_index: int) -> bool:
+        return (step_index + 1) % self._every == 0
+
+    def sample(self, batch: Batch, layout: BatchLayout, step_index: int, *, local: bool) -> Sample:
+        """The microbatch of this step, the same on every rank: another one each time. ``local``: one of dp rank 0's."""
+        num_copies = layout.global_size // layout.micro
+        count = layout.num_microbatches if local else num_copies
+        index = ((step_index + 1) // self._every - 1) % count
+        rows = {name: value[index * layout.micro : (index + 1) * layout.micro] for name, value in batch.items()}
+        return Sample(index, self._of_rank_0(rows) if local else rows, num_copies)
+
+    def check_memory(self) -> None:
+        """Before the weights are gathered. Raises PlanError on every rank where the host has no room for them."""
+        with agreed(self._groups):
+            if self._groups.rank == 0:
+                refuse_too_large(self._bytes, available_bytes())
+
+    def compare(
+        self, sample: Sample, layout: BatchLayout, loss: float, weights: Mapping[str, Tensor], buffers: Batch
+    ) -> tuple[float, float]:
+        """The loss of the user's module and the relative difference allowed, the same on every rank.
+
+        ``loss``: the engine's; ``weights`` and ``buffers``: whole, on rank 0. Raises PlanError on every rank where the
+        module fails.
+        """
+        own = torch.zeros(2, dtype=torch.float64)
+        with agreed(self._groups, rank_0_is_long=True):
+            if self._module is not None:
+                found = self._own(self._module, _computed(sample, layout), loss, weights, buffers)
+                own = torch.tensor(found, dtype=torch.float64)
+        if self._groups.host is not None:
+            dist.broadcast(own, 0, group=self._groups.host)
+        return float(own[0]), float(own[1])
+
+    def judge(self, step_index: int, sample: Sample, loss: float, own: float, allowed: float) -> None:
+        """Raises AuditError on every rank where the losses differ, or warns on rank 0, as the spec says."""
+        if is_equal(loss, own, allowed):
+            return
+        size = len(next(iter(sample.rows.values())))
+        text = (
+            f"audit of step {step_index + 1}: the engine has loss {loss:.9g}, your module has {own:.9g}, for "
+            f"microbatch {sample.index} ({size} sequences); allowed is a relative difference of {allowed:.1e}\n"
+            "  fix: the forward does not compute what it did when it was captured: look for what it keeps from call to "
+            "call outside of tensors, and give that as an input; `meshwright verify` tells whether the plan is at fault"
+        )
+        if self._asked.on_difference == "stop":
+            raise AuditError(text)
+        if self._groups.rank == 0:
+            warnings.warn(text, AuditWarning, stacklevel=4)
+
+    # ---- on rank 0
+
+    def _own(
+        self, module: OwnModule, sample: Sample, loss: float, weights: Mapping[str, Tensor], buffers: Batch
+    ) -> tuple[float, float]:
+        with module.holding(weights, buffers):
+            own = module.loss(sample.repeated if self._is_sum else sample.rows)
+            if self._is_sum is None and sample.num_copies > 1:
+                if is_equal(loss, own, self._allowed(module)):
+                    self._is_sum = False
+                elif self._grows(module, sample, own):
+                    self._is_sum, own = True, module.loss(sample.repeated)
+        return own, self._allowed(module)
+
+    def _grows(self, module: OwnModule, sample: Sample, own: float) -> bool:
+        """Whether twice the sequences have another loss than they have once, and once the same as before."""
+        twice = module.loss(Sample(sample.index, sample.rows, 2).repeated)
+        return module.loss(sample.rows) == own and not is_equal(twice, own, self._allowed(module))
+
+    def _allowed(self, module: OwnModule) -> float:
+        return Tolerance.of(module.precision, 0.0, self._asked.tolerance).loss
+
+    def _of_rank_0(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._groups.host is None:
+            return rows
+        found = {name: value.cpu().clone() for name, value in rows.items()}
+        for value in found.values():  # in the order of the batch, which was checked
+            dist.broadcast(value.view(-1).view(torch.uint8), 0, group=self._groups.host)
+        return found
+
+
+def is_equal(loss: float, own: float, allowed: float) -> bool:
+    """Two losses that are not finite are equal where they are the same: a microbatch without labels has NaN."""
+    if not (math.isfinite(loss) and math.isfinite(own)):
+        return loss == own or (math.isnan(loss) and math.isnan(own))
+    return abs(loss - own) <= allowed * abs(own)
+
+
+def check_audit(plan: Plan) -> None:
+    """Raise PlanError where no audit can be made on this host, with the reason."""
+    refuse_draws(plan.to_run()[0])
+    refuse_too_large(gathered_bytes(plan), available_bytes())
+
+
+def gathered_bytes(plan: Plan) -> int:
+    """Of all weights, whole."""
+    return sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in plan.parameters)
+
+
+def refuse_too_large(num_bytes: int, available: int | None) -> None:
+    """Raise PlanError where the weights do not fit beside what the host holds. ``available``: None if not known."""
+    if available is not None and num_bytes > available:
+        raise PlanError(
+            f"audit: the weights of one step are {format_bytes(num_bytes)}, gathered on the host of rank 0, which has "
+            f"{format_bytes(available)} of memory left",
+            where="audit",
+            fix="leave out audit, give rank 0 a host with more memory, or audit a smaller model of the same code",
+        )
+
+
+def refuse_draws(decisions: Decisions) -> None:
+    """Raise PlanError at the line of a draw that cannot be turned off as dropout can."""
+    for node in decisions.program.graph.graph.nodes:
+        if node.op == "call_function" and is_random(node) and packet_of(node.target) not in _DROPOUTS:
+            raise PlanError(
+                f"audit: the forward draws random numbers ({node.target}), which eager mode would draw otherwise",
+                where=where_of(node),
+                fix="leave out audit, or draw the numbers outside of the forward and give them as an input",
+            )
+
+
+def _computed(sample: Sample, layout: BatchLayout) -> Sample:
+    """On the CPU, in the dtypes that the engine computes in."""
+    rows = {name: value.cpu().to(layout.computed.get(name, value.dtype)) for name, value in sample.rows.items()}
+    return Sample(sample.index, rows, sample.num_copies)

@@ -1,0 +1,183 @@
+"""The user's own module, uncopied, run in eager mode with the weights of a step.
+
+    module.weight  ⇄  gathered weight      for the time of the audit; the Python object, its views and its holders stay
+
+The module runs in the mode (training or not) in which it was planned, with gradients on, so that its code takes the
+path that it takes in training. Dropout is the identity, as in ``Engine.evaluate``; nothing is saved for a backward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planner.capture.export import caches_off
+from planner.capture.model.exchange import swap
+from planner.capture.model.meta_init import buffer_value
+from planner.capture.outputs import plain_structure
+from planner.errors import PlanError
+from planner.spec.spec import Spec
+from runtime.audit.no_dropout import NoDropout
+from runtime.audit.tolerance import lowest_precision
+
+Batch = Mapping[str, Tensor]
+
+
+class OwnModule:
+    """Owns the user's module; between audits it holds the values that the user gave it.
+
+    ``precision``: the lowest that its forwards have computed in so far.
+    """
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self._model, self._wanted = model, spec.loss
+        self._modes = [(module, module.training) for module in model.modules()]
+        cast = spec.precision.parameters
+        self._dtype: torch.dtype | None = None if cast is None else getattr(torch, cast)
+        self.precision = torch.float64
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the module has these weights, all of them, and of its buffers those given; copies of the others.
+
+        ``weights`` hold the module's own values meanwhile.
+        """
+        with ExitStack() as stack:
+            for tensor, value in self._weights(weights):
+                stack.enter_context(_exchanged(tensor, value))
+            for tensor, value in self._buffers(buffers):
+                stack.enter_context(_swapped(tensor, value))
+            yield
+
+    def loss(self, batch: Batch) -> float:
+        """Of one forward. Raises PlanError where the module fails on the CPU, or returns no loss."""
+        with ExitStack() as stack:
+            for context in (caches_off(self._model), self._in_its_modes(), _generators_as_before()):
+                stack.enter_context(context)
+            seen = stack.enter_context(lowest_precision())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _not_there))
+            stack.enter_context(NoDropout())
+            output = self._output(batch)
+        if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
+            self.precision = seen.dtype
+        return loss_of(output, self._wanted).item()
+
+    def _output(self, batch: Batch) -> Any:
+        try:
+            return self._model(**batch)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}",
+                where="audit",
+                fix="call the model on the CPU with one microbatch: it must work; or leave out audit",
+            ) from error
+
+    @contextmanager
+    def _in_its_modes(self) -> Iterator[None]:
+        before = [(module, module.training) for module in self._model.modules()]
+        for module, training in self._modes:
+            module.training = training
+        try:
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter once, also where it is tied."""
+        seen: set[int] = set()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter, weights[name].view(parameter.shape)
+
+    def _buffers(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Copies, since a forward may write into them."""
+        for name, buffer in self._model.named_buffers():
+            if buffer.layout is torch.strided:
+                value = (given[name] if name in given else buffer_value(self._model, name)).detach().cpu()
+                is_cast = self._dtype is not None and value.is_floating_point()
+                yield buffer, value.to(self._dtype if is_cast else value.dtype, copy=True)
+
+
+@contextmanager
+def _exchanged(tensor: Tensor, value: Tensor) -> Iterator[None]:
+    """The contents change places, so that views of the tensor see them; where there is no such memory, the tensors."""
+    if tensor.device != value.device or tensor.dtype != value.dtype or tensor.layout is not torch.strided:
+        with _swapped(tensor, value):
+            yield
+        return
+    _change_contents(tensor.data, value)
+    try:
+        yield
+    finally:
+        _change_contents(tensor.data, value)
+
+
+def _change_contents(a: Tensor, b: Tensor) -> None:
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
+@contextmanager
+def _swapped(tensor: Tensor, value: Tensor) -> Iterator[None]:
+    """The Python object ``tensor`` is ``value``; its class and its attributes stay."""
+    stand_in = value
+    if isinstance(tensor, nn.Parameter):
+        stand_in = nn.Parameter(value, tensor.requires_grad)
+        stand_in.__dict__.update(vars(tensor))  # pyright: ignore[reportAttributeAccessIssue]
+    swap(tensor, stand_in)
+    try:
+        yield
+    finally:
+        swap(tensor, stand_in)
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """What the forward draws, nobody misses afterwards."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _drop(saved: Any) -> None:
+    """Of what a backward would need, nothing is kept."""
+
+
+def _not_there(dropped: None) -> Tensor:
+    raise RuntimeError("a forward that runs a backward of its own cannot be audited: it keeps nothing for one")
+
+
+def loss_of(output: Any, wanted: str) -> Tensor:
+    """The loss among a model's outputs: the one named ``wanted``, else ``loss``, else the only scalar with gradient."""
+    output = plain_structure(output)
+    if isinstance(output, Tensor):
+        return output
+    named = output.items() if isinstance(output, Mapping) else enumerate(output)
+    scalars = {str(k): v for k, v in named if isinstance(v, Tensor) and v.ndim == 0 and v.requires_grad}
+    if wanted in scalars:
+        return scalars[wanted]
+    if "loss" in scalars:
+        return scalars["loss"]
+    if wanted == "auto" and len(scalars) == 1:
+        return next(iter(scalars.values()))
+    raise PlanError(
+        f"no output of the model is the loss {wanted!r} (scalars with a gradient: {', '.join(scalars) or 'none'})",
+        where="loss",
+        fix="set loss: {output: NAME}",
+    )
