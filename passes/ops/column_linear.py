@@ -10,7 +10,8 @@ gathered first (sequence parallelism; Korthikanti et al. 2022, section 4.2), its
     backward    all-gather(part) starts;  gx = Σ g_i W_iᵀ  →  reduce-scatter starts;  all-gather ends;
                 gW_i = xᵀ g_i,  gb_i = Σ g_i;  reduce-scatter ends
 
-Gradients of weights that are put aside (passes.ops.weight_gradients) gather the part when they are computed.
+Gradients of weights that are put aside (passes.ops.weight_gradients) gather the part when they are computed. Where no
+weight trains, x is not kept: its own gradient needs none of it.
 """
 
 from __future__ import annotations
@@ -54,16 +55,18 @@ class _ColumnLinears(torch.autograd.Function):
     ) -> Any:
         ctx.axis, ctx.transposed, ctx.handle, ctx.places = axis, transposed, handle, places
         ctx.weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
-        ctx.save_for_backward(x)
+        ctx.shape = x.shape
+        if _any_trains(ctx.weights):
+            ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         return tuple(product(x, w, b, transposed) for w, b in zip(ctx.weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x = ctx.saved_tensors[0].detach()  # where it waits, its history would hold all of the graph that led to it
+        x = _kept(ctx)
         rows, gradient, work = _as_matrices(grads), None, None
         if ctx.needs_input_grad[0]:
-            gradient = of_input(x, ctx.weights, rows, ctx.transposed)
+            gradient = of_input(ctx.shape, ctx.weights, rows, ctx.transposed)
             work = start_all_reduce(gradient, ctx.axis, "backward")
         of_edges: Any = ()
         if ctx.places is None:
@@ -103,19 +106,22 @@ class _GatheredLinears(torch.autograd.Function):
         ctx.axis, ctx.cut, ctx.again, ctx.transposed, ctx.handle, held, ctx.places = given
         ctx.weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
         whole = all_gather(part, ctx.axis, ctx.cut, "forward")
-        ctx.save_for_backward(part if ctx.again else whole)
+        ctx.shape = whole.shape
+        if _any_trains(ctx.weights):
+            ctx.save_for_backward(part if ctx.again else whole)
         ctx.set_materialize_grads(False)
         return tuple(product(whole, w, b, ctx.transposed) for w, b in zip(ctx.weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kept = ctx.saved_tensors[0].detach()  # as above
-        rows, summed, of_edges = _as_matrices(grads), None, ()
-        begin = partial(start_all_gather, kept, ctx.axis, ctx.cut, "backward", ahead=True) if ctx.again else None
+        kept = _kept(ctx)
+        rows, summed, of_edges, begin = _as_matrices(grads), None, (), None
+        if ctx.again and kept is not None:
+            begin = partial(start_all_gather, kept, ctx.axis, ctx.cut, "backward", ahead=True)
         waits = ctx.places is not None and ctx.handle.waits
         gathered = begin() if begin is not None and not waits else None
         if ctx.needs_input_grad[0]:
-            gradient = of_input(_whole_like(kept, ctx), ctx.weights, rows, ctx.transposed)
+            gradient = of_input(ctx.shape, ctx.weights, rows, ctx.transposed)
             summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", ahead=True)
             del gradient  # what is summed is held there, as a copy where the parts had to be laid behind each other
         if waits:
@@ -130,22 +136,23 @@ class _GatheredLinears(torch.autograd.Function):
         return summed() if summed is not None else None, None, *of_edges
 
 
-def _add(kept: Tensor, rows: Any, places: Any, transposed: bool, gathered: Tensor | None) -> None:
+def _any_trains(weights: Any) -> bool:
+    return any(weight.requires_grad for weight in weights)
+
+
+def _kept(ctx: Any) -> Tensor | None:
+    """Without its history: where it waits, that would hold all of the graph that led to it."""
+    return ctx.saved_tensors[0].detach() if ctx.saved_tensors else None
+
+
+def _add(kept: Tensor | None, rows: Any, places: Any, transposed: bool, gathered: Tensor | None) -> None:
     """What waits: ``gathered``, where the whole was not kept."""
     add_held(_as_matrix(kept if gathered is None else gathered), rows, places, transposed)
 
 
 def _as_matrices(grads: Any) -> list[Tensor | None]:
-    return [None if g is None else _as_matrix(g) for g in grads]
+    return [_as_matrix(g) for g in grads]
 
 
-def _as_matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _whole_like(kept: Tensor, ctx: Any) -> Tensor:
-    """Without memory: the shape, dtype and device of the gathered value."""
-    shape = list(kept.shape)
-    if ctx.again:
-        shape[ctx.cut.dim] = sum(segment.size for segment in ctx.cut.segments)
-    return kept.new_empty(()).expand(shape)
+def _as_matrix(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(-1, x.shape[-1])

@@ -111,8 +111,13 @@ def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, tr
             place.add_product(gradient.t(), x)  # pyright: ignore[reportArgumentType]
 
 
-def of_held(x: Tensor, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool) -> list[Tensor | None]:
-    """Gradients of the weights, then of the biases, for autograd; None where nobody asks."""
+def of_held(
+    x: Tensor | None, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool
+) -> list[Tensor | None]:
+    """Gradients of the weights, then of the biases, for autograd; None where nobody asks.
+
+    ``x``: None where no weight is asked for.
+    """
     count, found = len(rows), list[Tensor | None]()
     for number, asked in enumerate(needed):
         gradient = rows[number % count]
@@ -121,16 +126,16 @@ def of_held(x: Tensor, rows: Sequence[Tensor | None], needed: Sequence[bool], tr
         elif number >= count:
             found.append(gradient.sum(0))
         else:
-            found.append(x.t() @ gradient if transposed else gradient.t() @ x)
+            found.append(x.t() @ gradient if transposed else gradient.t() @ x)  # pyright: ignore
     return found
 
 
-def of_input(x: Tensor, weights: Sequence[Tensor], rows: Sequence[Tensor | None], transposed: bool) -> Tensor:
-    """The gradient of x over all products, in memory of its own."""
+def of_input(shape: Any, weights: Sequence[Tensor], rows: Sequence[Tensor | None], transposed: bool) -> Tensor:
+    """The gradient of x of that shape over all products, in memory of its own."""
     total = None
     for weight, gradient in zip(weights, rows, strict=True):
         if gradient is None:
             continue
         matrix = weight.t() if transposed else weight
         total = torch.mm(gradient, matrix) if total is None else total.addmm_(gradient, matrix)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format) if total is None else total.view(x.shape)
+    return weights[0].new_zeros(shape) if total is None else total.view(shape)

@@ -33,6 +33,18 @@ def test_kept_bytes_are_those_that_autograd_keeps(family: str, layout: str) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("frozen", ["layers.0.", "mlp", "q_proj"])
+def test_a_product_with_a_frozen_weight_keeps_no_input(frozen: str, layout: str) -> None:
+    def make() -> nn.Module:
+        model = hugging_face.build("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in name)
+        return model
+
+    check(make, hugging_face.batch("llama"), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> None:
     torch.manual_seed(0)
     entry = FAMILIES["gpt2-dropout"]()
