@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Text = str | None
 File = Path | None
 Number = int | None
+MOST_SECONDS = 7 * 24 * 3600  # --timeout
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Running:
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="Start the ranks again, at most N times, when one fails.")
     ] = 0
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, max=MOST_SECONDS, metavar="SECONDS", help="How long a rank waits for the others."),
+    ] = 600.0
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
 
 
@@ -99,4 +104,4 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"])
-    return Job(model, str(spec), num_steps=running.steps, **given)
+    return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, **given)

@@ -24,11 +24,13 @@ from torch.distributed import TCPStore
 from runtime.distributed.default_group import BOARD
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.failure import Failure
+from runtime.distributed.faults.judge import STOPPED
 from runtime.distributed.faults.page import Page
 from runtime.distributed.faults.processes import start_of, state_of
 from runtime.distributed.forwarding import Forwarding
 from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.rank_process import run_rank
+from runtime.distributed.standstill import Standstill
 
 HOST = "127.0.0.1"
 FORK_SERVER = "runtime.distributed.fork_server"
@@ -71,6 +73,7 @@ class LocalRanks:
         """Until all ranks ended well, or one failed (then shortly for the rest), or time ran out."""
         running = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         failed_at = inf
+        standstill = Standstill()
         if signals.received is not None:
             signals.tell()
         while running:
@@ -85,6 +88,10 @@ class LocalRanks:
                 if self._processes[rank].exitcode:
                     failed_at = min(failed_at, time.monotonic())
                     self._tell_end(rank)
+            pids = {rank: self._processes[rank].pid for rank in running.values()}
+            for rank, seconds in standstill.look(pids).items():
+                failed_at = min(failed_at, time.monotonic())
+                self._publish(Failure(rank, self._place(rank), f"{STOPPED}, seen for {seconds:.0f} s"))
 
     def _grace(self, running: Iterable[int]) -> float:
         """What the ranks that still run have after the first end by a failure."""
@@ -114,14 +121,22 @@ class LocalRanks:
         outcome = self._outboxes[rank].read()
         if outcome is None:
             outcome = _silent(rank, self._processes[rank].exitcode)
-            told = Failure(rank, self._pages[rank].read() or f"rank {rank}", outcome.last_line)
+            told = Failure(rank, self._place(rank), outcome.last_line)
         elif outcome.failed and not outcome.of_a_peer:
             assert outcome.failure is not None
             told = outcome.failure
         else:
             return
-        if all(failure.rank != rank for failure in self._board.failures()):
-            Board(self._store).publish(told)
+        self._publish(told)
+
+    def _publish(self, failure: Failure) -> None:
+        """Unless the rank, or another that watched it, has told of it."""
+        if all(told.rank != failure.rank for told in self._board.failures()):
+            Board(self._store).publish(failure)
+
+    def _place(self, rank: int) -> str:
+        """What the rank was at."""
+        return self._pages[rank].read() or f"rank {rank}"
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 from planner.errors import PlanError
 from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
+from runtime.distributed.unnamed_memory import unnamed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Outbox:
     """A file without a name, shared by the launching process and one rank; it is gone when both let go of it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = _anonymous() if descriptor is None else descriptor
+        self._descriptor = unnamed_memory("meshwright-outcome") if descriptor is None else descriptor
 
     def __reduce__(self) -> tuple[Callable[..., Outbox], tuple[Any, ...]]:
         """To another process as it is started."""
@@ -75,13 +75,6 @@ class Outbox:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def _anonymous() -> int:
-    if hasattr(os, "memfd_create"):  # memory: a full disk cannot keep a rank from telling of it
-        return os.memfd_create("meshwright-outcome")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _received(duplicate: Any) -> Outbox:

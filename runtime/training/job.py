@@ -13,6 +13,7 @@ from runtime.report.step_row import StepRow
 AUTO = "auto"
 DEFAULT_SAVES = "checkpoints"
 DEFAULT_TRACE = "trace.json"
+GROUPS_TIMEOUT = 600.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Job:
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
     ``quiet``: no line of a step is shown. ``audit``: steps between two audits, in place of the spec's; None for those.
+    ``timeout``: seconds that a rank waits for others in an exchange.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Job:
     profile_to: str | None = None
     quiet: bool = False
     audit: int | None = None
+    timeout: float = GROUPS_TIMEOUT
 
     @property
     def trace(self) -> str:

@@ -93,7 +93,7 @@ def run_rank(job: Job) -> Trained:
     del model
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
-    with Engine(decided) as engine, RunSaves(engine, job, data.identity) as saves:
+    with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
         save = saves.resumed()
         if save is None and weights is not None:
             engine.load_pretrained(weights)

@@ -21,6 +21,7 @@ STOPPED_SECONDS = 6.0
 REMOTE_SECONDS = 30.0
 LOST_SECONDS = 6.0
 HELD_UP_SECONDS = 4.0
+STOPPED = "its process is stopped (SIGSTOP)"
 
 
 class Judge:
@@ -59,7 +60,7 @@ def _reason(state: State, silent: float, peers_were_lost: bool, was_gone: bool) 
     if state == "gone":
         return "its process has died" if was_gone else ""
     if state == "stopped":
-        return f"its process is stopped (SIGSTOP), no heartbeat for {silent:.0f} s" if silent > STOPPED_SECONDS else ""
+        return f"{STOPPED}, no heartbeat for {silent:.0f} s" if silent > STOPPED_SECONDS else ""
     if state == "unknown" and silent > (LOST_SECONDS if peers_were_lost else REMOTE_SECONDS):
         return f"no heartbeat for {silent:.0f} s: its process or its host is down"
     return ""

@@ -14,6 +14,8 @@ from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any
 
+from runtime.distributed.unnamed_memory import unnamed_memory
+
 _SLOT = 1024
 _SIZE = 2 * _SLOT + 1
 _own: Page | None = None
@@ -22,8 +24,9 @@ _own: Page | None = None
 def own_page() -> Page | None:
     """That of this process, for all its engines; None where this system has no memory without a name."""
     global _own
-    if _own is None and hasattr(os, "memfd_create"):
-        _own = Page.make()
+    if _own is None:
+        with suppress(OSError):
+            _own = Page.make()
     return _own
 
 
@@ -41,15 +44,12 @@ class Page:
 
     @classmethod
     def make(cls) -> Page:
-        descriptor = os.memfd_create("meshwright-place") if hasattr(os, "memfd_create") else -1
-        if descriptor >= 0:
-            os.ftruncate(descriptor, _SIZE)
+        descriptor = unnamed_memory("meshwright-place")
+        os.ftruncate(descriptor, _SIZE)
         return cls(mmap.mmap(descriptor, _SIZE), descriptor)
 
     def __reduce__(self) -> tuple[Callable[..., Page], tuple[Any, ...]]:
-        """To another process as it is started; where memory has no descriptor, it has another page."""
-        if self.descriptor < 0:
-            return Page.make, ()
+        """To another process as it is started."""
         return _received, (reduction.DupFd(self.descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod

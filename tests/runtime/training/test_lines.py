@@ -127,3 +127,26 @@ def test_a_save_of_the_version_before_is_gone_on_from(runs: Runs, tmp_path: Path
     old, new = (read_manifest(save)[0] for save in saves_in(tmp_path))
     assert old.line.id == ""
     assert ("", 2) in new.line.before
+
+
+def test_saves_go_on_where_old_ones_cannot_be_removed(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "step-00000002":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    runs.start("first", 8, keep=1)
+    assert "step-00000008" in names(tmp_path)
+    assert "warning: cannot remove old saves: Permission denied" in capfd.readouterr().err
+
+
+def test_a_save_that_lost_its_manifest_is_named(runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    runs.start("first", 4)
+    (tmp_path / "step-00000004" / MANIFEST).unlink()
+    assert runs.start("second", 3, resume=AUTO) == 2
+    assert f"warning: step-00000004 in {tmp_path} have no manifest: they are no saves" in capfd.readouterr().err

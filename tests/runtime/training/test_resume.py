@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import yaml
 
 from runtime import Engine
 from runtime.checkpoint.saves import saves_in
-from runtime.distributed.launch import launch
+from runtime.distributed.launch import RankError, launch
 from runtime.training.job import AUTO, Job
 from runtime.training.loop import run_rank
 
@@ -152,6 +153,19 @@ def test_a_run_that_is_told_to_end_finishes_its_step_and_saves(
 def test_only_so_many_saves_stay(tmp_path: Path) -> None:
     run(job_in(tmp_path, keep=2))
     assert [save.name for save in saves_in(tmp_path / "saves")] == ["step-00000009", "step-00000012"]
+
+
+def run_and_hang(job: Job) -> Any:
+    if os.environ["RANK"] == "1":
+        Engine.train_step = lambda *_: time.sleep(200)  # pyright: ignore[reportAttributeAccessIssue]
+    return run_rank(job)
+
+
+@pytest.mark.slow
+def test_the_timeout_of_a_run_is_that_of_its_groups(tmp_path: Path) -> None:
+    """A rank that hangs is named when it is over, not after ten minutes."""
+    with pytest.raises(RankError, match=r"rank 1 .*: stuck for \d+ s at test_resume.py"):
+        launch(run_and_hang, 2, job_in(tmp_path, timeout=4.0), timeout_seconds=100)
 
 
 @pytest.mark.slow
