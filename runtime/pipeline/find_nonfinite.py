@@ -7,8 +7,9 @@ The same dropout is drawn, as it depends on the step and the microbatch alone; n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,26 @@ from torch import Tensor
 
 from passes.stage_module import StageModule
 from runtime.distributed.groups import Groups
-from runtime.optimizer.unmixed import Bad
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
 
 
+class Before(Protocol):
+    """What was not finite on this rank when the step ran, before ranks exchanged it: "NaN" or "infinity" by name."""
+
+    @property
+    def parameters(self) -> Mapping[str, str]: ...
+    @property
+    def gradients(self) -> Mapping[str, str]: ...
+
+
 def find_nonfinite(
-    executor: Executor, step: Step, groups: Groups, gradients: Callable[[], dict[str, Tensor]], before: Bad
+    executor: Executor, step: Step, groups: Groups, gradients: Callable[[], dict[str, Tensor]], before: Before
 ) -> NonFinite | None:
     """The first value of ``step`` that is not finite; the same on every rank, which all call it.
 
-    ``gradients``: finishes the sums of gradients, and gives what this rank owns of them. ``before``: what was not
-    finite on this rank when the step ran, before ranks exchanged it. Buffers are as before afterwards.
+    ``gradients``: finishes the sums of gradients, and gives what this rank owns of them. Buffers are as before
+    afterwards.
     """
     watch = Watch(groups.rank, step.first_microbatch)
     _look_at_parameters(watch, executor.stages, before)
@@ -53,7 +62,7 @@ def _of_all(groups: Groups, seen: Seen) -> list[Seen]:
     return found
 
 
-def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Bad) -> None:
+def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Before) -> None:
     """As they were before ranks exchanged them, and as they are now: where they hold NaN since, all ranks do."""
     for name, bad in before.parameters.items():
         watch.parameter(name, bad, is_first=True)
