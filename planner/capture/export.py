@@ -236,7 +236,7 @@ def _export(
                 fix="name the keys under `inputs` as the arguments of the model's forward",
             ) from error
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "data-dependent" in what:
+        if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
             raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
         raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
 

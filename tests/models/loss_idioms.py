@@ -256,12 +256,61 @@ def lengths_first(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return each.view(labels.shape[1], -1).mean(0).sum() / len(labels)
 
 
+def pair_losses(logits: Tensor, labels: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sequence the log-probability under two policies, as DPO and ORPO join and split them."""
+    joined, both = torch.cat([logits, logits.flip(-1)]), torch.cat([labels, labels]).clamp(min=0)
+    each = joined.log_softmax(-1).gather(-1, both.unsqueeze(-1)).squeeze(-1).mean(-1) - 0.01
+    return joined[: len(labels)], each
+
+
+def preferences(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    chosen, rejected = pair_losses(logits, labels, _)[1].chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def odds_ratio(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    first, each = pair_losses(logits, labels, _)
+    chosen, rejected = each[: len(labels)], each[len(labels) :]
+    odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    return F.cross_entropy(first.flatten(0, 1), labels.flatten()) - 0.1 * F.logsigmoid(odds).mean()
+
+
+def cosine_embedding(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    same = torch.where(labels[:, 0] > 3, 1, -1)
+    return F.cosine_embedding_loss(logits.mean(1), logits.flip(-1).mean(1), same)
+
+
+def margin_ranking(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    first, second = logits.sum((1, 2)), logits.pow(2).sum((1, 2))
+    return F.margin_ranking_loss(first, second, torch.ones(len(labels)), margin=0.5)
+
+
+def triplets(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return F.triplet_margin_loss(logits.mean(1), logits.flip(-1).mean(1), logits.pow(2).mean(1))
+
+
+def hinge_embedding(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return F.hinge_embedding_loss(logits.sum((1, 2)), torch.where(labels[:, 0] > 3, 1, -1))
+
+
+def two_less_cosine(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return 2 - 2 * F.cosine_similarity(logits.mean(1), logits.flip(-1).mean(1), dim=-1).mean()
+
+
+def ranges_of_rows(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """Chunks of so many tokens, whatever sequences they are of."""
+    x, y = logits.flatten(0, 1), labels.flatten()
+    losses = [F.cross_entropy(x[i : i + 4], y[i : i + 4], reduction="sum") for i in range(0, len(x), 4)]
+    return torch.stack(losses).sum() / (y != IGNORED).sum()
+
+
 SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     arange_mask, filled_mask, cat_mask, new_full_mask, ones_like_mask, ones_like_labels, zeros_plus_one,
     tensor_of_number, float_tensor, count_times_size, full_of_ones, both_masks, view_mean_sum, minus_ignored,
     size_less_one, ones_product, weights_product, einsum_of_mask, nested_means, mean_over_batch_first,
     transposed_means, normalised_weights, position_weights, weighted_by_size, cumulated_size, penalty_by_size,
-    penalty_each, guarded, stacked_terms, gathered, shifted,
+    penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding, margin_ranking,
+    triplets, hinge_embedding, two_less_cosine, ranges_of_rows,
 )}  # fmt: skip
 LOOPS: dict[str, Loss] = {f.__name__: f for f in (
     python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_losses,

@@ -16,13 +16,14 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from planner.capture.batch.mixing import mixes
-from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of
+from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
 from planner.capture.loss.counts import AVERAGES, SUMS, input_only
 from planner.capture.loss.joins import Joins
 from planner.capture.loss.kinds import (
@@ -48,6 +49,7 @@ from planner.capture.loss.loss_ops import (
     LAYOUT,
     MEAN,
     NONE,
+    OF_ROWS,
     OVER_ROWS,
     PRODUCTS,
     SCALED,
@@ -62,6 +64,17 @@ from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
 from planner.graph.ops.aten import arguments, reduced_dims
 from planner.graph.program import Program
+
+
+def _size(node: fx.Node, dim: int) -> int:
+    return node.meta["val"].shape[dim]
+
+
+def _pieces(sizes: Sequence[Fraction]) -> list[Part]:
+    """Where pieces of these relative sizes stand in what they were joined to."""
+    ends = [sum(sizes[:i], Fraction(0)) / sum(sizes) for i in range(len(sizes) + 1)]
+    return [Part(a, b) for a, b in pairwise(ends)]
+
 
 EVERYTHING = Part(Fraction(0), Fraction(1))
 
@@ -80,6 +93,7 @@ class Typing(Joins):
         self._parts, self._likeness = Parts(captures, program.graph.graph, second), Likeness()
         self._from_inputs = input_only(program)
         self._counted: set[fx.Node] = set()  # what reads counts
+        self._pieces: set[fx.Node] = set()  # cuts that are what was concatenated
         for node in program.graph.graph.nodes:
             if node.op != "output":
                 self._note(node)
@@ -129,7 +143,9 @@ class Typing(Joins):
         return kind
 
     def takes_apart(self, node: fx.Node) -> bool:
-        """Whether a cut along the batch is one of several that make up the whole."""
+        """Whether a cut along the batch is one of several that make up the whole, or one of what was joined before."""
+        if node in self._pieces or (splits(node) and all(user in self._pieces for user in node.users)):
+            return True
         cut = next((c for c in map(cut_of, (node, *node.users)) if c is not None), None)
         return cut is not None and self._parts.how(cut[0], cut[1]) is not None
 
@@ -146,7 +162,7 @@ class Typing(Joins):
             return self._of_wholes(node)
         cut = cut_of(node)
         if cut is not None and self.kinds[cut[0]].name == ROWS and self.kinds[cut[0]].dim == cut[1]:
-            return self._cut(cut)
+            return self._cut(node, cut)
         rule = self._RULES.get(node.target)
         return rule(self, node, given) if rule is not None else self._joined(node, given)
 
@@ -166,9 +182,16 @@ class Typing(Joins):
         alike = node.target in (aten.expand.default, aten.repeat.default)
         return Kind(ROWS, next(iter(changed))) if alike and len(changed) == 1 else unknown
 
-    def _cut(self, cut: tuple[fx.Node, int, int, int]) -> Kind:
+    def _cut(self, node: fx.Node, cut: tuple[fx.Node, int, int, int]) -> Kind:
         source, dim, start, stop = cut
         how, kind = self._parts.how(source, dim), self.kinds[source]
+        other = cut_of(self.captures.others.get(node, node))
+        if isinstance(kind.order, tuple) and kind.order[0] == "cat" and other is not None:
+            spans = [Part(Fraction(a, n), Fraction(b, n)) for (x, d, a, b) in (cut, other) for n in [_size(x, d)]]
+            is_piece = spans[0] == spans[1] and spans[0] in _pieces(kind.order[1])
+            if is_piece:
+                self._pieces.add(node)
+            return Kind(ROWS, dim, kind.part, kind.order[2]) if is_piece else unknown
         if how is None or kind.part is not None or kind.order is not None:
             return unknown
         part = self._parts.of(source, dim, start, stop)
@@ -253,7 +276,7 @@ class Typing(Joins):
         moving = [k for k in given if k.name != WHOLE]
         first = moving[0]
         alike = all((k.name, k.dim, k.part, k.order) == (ROWS, first.dim, first.part, first.order) for k in moving)
-        if reduction_of(node) == NONE or not alike:
+        if reduction_of(node) == NONE or not alike or (node.target in OF_ROWS and first.dim != 0):
             return self._joined(node, given)
         means = reduction_of(node) == MEAN and first.part is not None
         return Kind(SHARE, part=first.part, order=MEANS if means else None)

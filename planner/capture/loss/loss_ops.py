@@ -19,6 +19,7 @@ NONE, MEAN, SUM = 0, 1, 2
 share = Kind(SHARE)
 
 CROSS_ENTROPIES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
+OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of whole rows, along dim 0
 OVER_ROWS = {
     aten.mse_loss.default,
     aten.l1_loss.default,
@@ -27,10 +28,14 @@ OVER_ROWS = {
     aten.binary_cross_entropy_with_logits.default,
     aten.binary_cross_entropy.default,
     aten.kl_div.default,
+    aten.soft_margin_loss.default,
+    aten.margin_ranking_loss.default,
+    aten.hinge_embedding_loss.default,
+    *OF_ROWS,
 }
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.divide.Tensor}
 SCALED = DIVISIONS | {aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor}
-ADDED = {aten.add.Tensor, aten.sub.Tensor, aten.subtract.Tensor}
+ADDED = {aten.add.Tensor, aten.sub.Tensor, aten.subtract.Tensor, aten.rsub.Scalar}
 CASTS = {aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.neg.default}
 LAYOUT = CASTS | {
     aten.reshape.default,

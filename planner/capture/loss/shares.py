@@ -120,6 +120,7 @@ class _Rewriter:
         self.kinds: dict[fx.Node, Kind] = {}
         self.together: Together | None = None
         self.single: set[fx.Node] = set()
+        self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.on_batch: set[fx.Node] = set()
         for node in self.graph.nodes:
             reads = any(n in self.on_batch for n in node.all_input_nodes) and node.target not in SHAPE_READERS
@@ -161,6 +162,7 @@ class _Rewriter:
         scaling.compare_numbers(self.graph)
         typing = Typing(self.program, captures, scaling, region, program.graph.graph)
         self.kinds, self.single = typing.kinds, typing.single
+        self.growing = {n for n in captures.more if n.target is aten.add.Tensor and not n.meta["val"].dim()}
         self._warn_of_mixing(typing)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
@@ -249,7 +251,10 @@ class _Rewriter:
     def _by_op(self, node: fx.Node) -> fx.Node:
         linear = self._linear_in(node)
         if self.kinds[node].name == UNKNOWN and (not linear or any(self.kinds[n].name == UNIT for n in linear)):
+            self._refuse_other_size(node)
             return self._inexact(node)
+        if self.kinds[node].name == UNKNOWN and node in self.growing:
+            raise _other_size(node, "adds up terms of which a larger batch has more, each of another part of it")
         if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node)
         if node.target in OVER_ROWS:
@@ -295,6 +300,22 @@ class _Rewriter:
                 return self._average(made)
         self._tell(self.terms.inexact, node)
         return self._average(node)
+
+    def _refuse_other_size(self, node: fx.Node) -> None:
+        """Raise PlanError where the mean over microbatches is of another size than the value: a sum over the batch that
+        is divided by what is no count of it."""
+        if node.target in DIVISIONS and not self.at_once:
+            above, below = (n if isinstance(n, fx.Node) else None for n in node.args[:2])
+            if above is not None and below is not None and self._is_sum(above) and below in self.on_batch:
+                raise _other_size(node, "divides a sum over the batch by a number that is no count of the batch")
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether a value over the batch is a sum and no mean."""
+        if self.kinds[node].name != SHARE:
+            return False
+        if node.target in CROSS_ENTROPIES | OVER_ROWS:
+            return reduction_of(node) == SUM
+        return node.target in SUMS and self.kinds[node.all_input_nodes[0]].name == ROWS
 
     # ---- cross-entropy
 
@@ -348,3 +369,12 @@ def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | 
         return recapture(times), times
     except PlanError:
         return None
+
+
+def _other_size(node: fx.Node, does: str) -> PlanError:
+    return PlanError(
+        f"the loss {does}: its mean over microbatches would be of another size than the loss of the global batch",
+        where=where_of(node),
+        fix="divide the sum over all tokens by a count of the labels, such as mask.sum(); or keep one microbatch "
+        "(batch.micro = batch.global, dp: 1)",
+    )

@@ -25,6 +25,7 @@ from planner.capture.loss.loss_ops import (
     CROSS_ENTROPIES,
     MEAN,
     NONE,
+    OF_ROWS,
     OVER_ROWS,
     SCALED,
     SUM,
@@ -93,9 +94,8 @@ def _unreduced(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         args[position] = NONE
     else:
         kwargs["reduction"] = NONE
-    given = arguments(node)
-    rows = [given["target"]] if node.target in CROSS_ENTROPIES else [given["self"], given["target"]]
-    shape = torch.broadcast_shapes(*(row.meta["val"].shape for row in rows))
+    rows = [arguments(node)["target"]] if node.target in CROSS_ENTROPIES else node.all_input_nodes
+    shape = torch.broadcast_shapes(*(row.meta["val"].shape[: 1 if node.target in OF_ROWS else None] for row in rows))
     value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
     each = _call(graph, node, node.target, tuple(args), value, kwargs)
     with graph.inserting_after(each):

@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 import torch
-from sympy.logic.boolalg import Boolean
+from sympy.logic.boolalg import BooleanFunction
 from torch import fx
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -75,7 +75,7 @@ class Questions:
     def _told(self, question: Any) -> bool | None:
         """The answer to a question in numbers of rows or truths; None where it asks for anything else."""
         mode = proxy_tensor.get_proxy_mode()
-        if mode is None or not isinstance(question, Boolean) or not question.free_symbols:
+        if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)) or not question.free_symbols:
             return None
         makers = {s: self._maker(mode.tracer.graph, s) for s in sorted(question.free_symbols, key=str)}
         again = self._identity(question, makers)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planner import PlanError
 from tests.models.loss_idioms import LOOPS, SHAPES
-from tests.models.no_sums import NO_SUMS
+from tests.models.no_sums import NO_SUMS, OF_ANOTHER_SIZE
 from tests.tools.loss_shares import Loss, Shared, Small, shared
 
 EXACT = 1e-9
@@ -37,7 +38,16 @@ def test_the_mean_of_chunks_means_is_exact_where_the_chunks_are_equal_and_told_w
     assert uneven.is_told
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("name", NO_SUMS)
+REFUSED = [*((name, 1) for name in OF_ANOTHER_SIZE), ("neighbours", 2)]
+
+
+@pytest.mark.parametrize(("name", "micro"), [(n, m) for n in NO_SUMS for m in (1, 2) if (n, m) not in REFUSED])
 def test_a_loss_that_is_no_sum_over_sequences_is_never_silent(name: str, micro: int) -> None:
     assert of(NO_SUMS[name], micro, 3).is_told
+
+
+@pytest.mark.parametrize(("name", "micro"), REFUSED)
+def test_a_loss_whose_mean_over_microbatches_is_of_another_size_is_refused_at_its_line(name: str, micro: int) -> None:
+    with pytest.raises(PlanError, match="of another size") as error:
+        of((NO_SUMS | OF_ANOTHER_SIZE)[name], micro, 3)
+    assert "loss_shares.py" in str(error.value.where)

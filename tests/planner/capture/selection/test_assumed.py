@@ -175,3 +175,27 @@ def test_the_branch_that_does_not_raise_is_what_the_plain_model_computes() -> No
     given = [own[program.parameters[n.name]] if n.name in program.parameters else ids
              for n in program.graph.graph.find_nodes(op="placeholder")]  # fmt: skip
     torch.testing.assert_close(program.graph(*given)[0], model(ids))
+
+
+def as_an_integer(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x * int(ids.max())
+
+
+def as_an_index(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x * [1, 2, 3][ids[0, 0]]
+
+
+def as_a_range(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return sum((x for _ in range(ids.max().item())), x)  # pyright: ignore
+
+
+def as_text(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x if f"{ids.float().mean().item():.3f}" else -x
+
+
+@pytest.mark.parametrize("check", [as_an_integer, as_an_index, as_a_range, as_text], ids=lambda f: f.__name__)
+def test_a_number_of_data_in_python_is_refused_at_its_line_in_words(check: Any) -> None:
+    with pytest.raises(PlanError, match="depends on the values of tensors") as error:
+        planned(check)
+    assert "ids" in error.value.where.code  # pyright: ignore
+    assert not any(word in str(error.value) for word in ("u0", "unhinted", "Sym", "Boolean"))
