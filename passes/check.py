@@ -39,6 +39,7 @@ from passes.ops.gathered_attention import gathered_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.own_tokens import of_gathered
 from passes.ops.parameter_gate import await_bucket
+from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.region import run_region
 from passes.ops.scores import scores_of_targets
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
@@ -99,6 +100,9 @@ _OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the f
     cut_log_softmax: (2, 1),
     cut_layer_norm: (2, 2),
     cut_rms_norm: (1, 1),
+    cut_vector_norm: (1, 0),
+    cut_amax: (1, 0),
+    cut_amin: (1, 0),
     column_linears: (0, 1),
 }
 _MOVES = (meeting.dispatch, meeting.give_back)

@@ -8,6 +8,7 @@
     cross_entropy        columns of this rank (passes.ops.vocabulary)
     logsumexp, softmax   over the ranks' parts of a cut dim (passes.ops.softmax); gather from one likewise
     norms                over the ranks' parts of the features (passes.ops.norm)
+    vector_norm, amax    over the ranks' parts of a cut dim (passes.ops.reductions)
     attention            key heads that this rank's query heads read (passes.ops.attention)
 
 Needs:   typed edges (passes.insert_collectives).
@@ -28,6 +29,7 @@ from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.context.local_calls import local_arguments
@@ -161,6 +163,15 @@ def _rms_norm(scene: _Scene, given: dict[str, Any]) -> None:
     scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
 
 
+def _vector_norm(scene: _Scene, given: dict[str, Any]) -> None:
+    scene.become(cut_vector_norm, (given["self"], given["dim"], given["keepdim"], AXIS))
+
+
+def _extreme(scene: _Scene, given: dict[str, Any]) -> None:
+    function = cut_amax if scene.node.target is aten.amax.default else cut_amin
+    scene.become(function, (given["self"], given["dim"], given["keepdim"], AXIS))
+
+
 def _cut_size(scene: _Scene, x: fx.Node) -> int:
     """The whole size of the dim of ``x`` that is cut."""
     return int(x.meta["val"].shape[scene.input_type(0).dim])
@@ -202,4 +213,7 @@ STATISTICS: dict[Any, Callable[[_Scene, dict[str, Any]], None]] = {
     aten.log_softmax.int: _softmax,
     aten.layer_norm.default: _layer_norm,
     aten.rms_norm.default: _rms_norm,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
 }

@@ -25,7 +25,7 @@ from planner.experts.domain import in_domain, is_here, share_of_rows
 from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
-from planner.placement.rules.reduction import EXCHANGES, SOFTMAX
+from planner.placement.rules.reduction import EXCHANGES, EXTREMES, REDUCED, SOFTMAX
 from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
@@ -149,7 +149,8 @@ def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Pl
     """What the ranks exchange of each row of the cut dim: maximum and sum of exponentials, or mean and mean square."""
     cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
     dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.dtype
-    size = x.numel() // int(x.shape[cut.dim]) * max(4, dtype.itemsize)
+    rows = node.meta["val"].numel() if node.target in REDUCED else x.numel() // int(x.shape[cut.dim])
+    size = rows * (dtype.itemsize if node.target in EXTREMES else max(4, dtype.itemsize))
     forward, backward = EXCHANGES[node.target]
     for phase in ["forward"] * forward + ["backward"] * (backward if node.meta["grad"] else 0):
         yield CollectivePlan(

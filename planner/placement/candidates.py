@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from planner.experts.domain import axis_of, domain_of
+from planner.graph.ops.products import computed_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R
@@ -37,6 +38,7 @@ class Candidates:
         self.sizes = {"tp": tp, "etp": etp or tp}
         self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
+        self._weights = computed_of_weights(self.nodes[0].graph.nodes) if self.nodes else frozenset[str]()
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
         self._feeds: dict[str, set[str]] = defaultdict(set)
@@ -88,7 +90,7 @@ class Candidates:
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
-        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes)
+        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes, self._weights)
         options = self.options[node.name] = options_of(site)
         grown = [node] if self._add(node, (o.out for o in options)) else []
         for position, value in enumerate(site.inputs):

@@ -14,6 +14,7 @@ from planner.experts.domain import axis_of
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.ops.aten import value_bytes
 from planner.graph.ops.flops import node_flops
+from planner.graph.ops.products import computed_of_weights
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.candidates import Candidates
@@ -133,8 +134,8 @@ def _costs(
         {k: v / block_bytes for k, v in matrix.items()},
         {n.name: value_bytes(n) / residual for n in nodes},
         dict(instances),
-        of_weights=_made_of_weights(nodes, 0),
-        of_matrices=_made_of_weights(nodes, 2),
+        of_weights=computed_of_weights(nodes),
+        of_matrices=computed_of_weights(nodes, 2),
     )
 
 
@@ -146,17 +147,6 @@ def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node], t
         return float(max(sizes[len(sizes) // 2], 1))
     made = sorted(value_bytes(n) for n in products if n.meta.get("grad"))
     return float(max(made[len(made) // 4], 1)) if made else 1.0
-
-
-def _made_of_weights(nodes: list[fx.Node], least_dims: int) -> frozenset[str]:
-    """Calls that read parameters of so many dims, or what such calls made, and nothing else."""
-    found = {n.name for n in nodes if n.meta.get("parameter") and n.meta["val"].dim() >= least_dims}
-    parameters = frozenset(found)
-    for node in nodes:
-        read = node.all_input_nodes
-        if node.op == "call_function" and read and all(n.name in found for n in read):
-            found.add(node.name)
-    return frozenset(found - parameters)
 
 
 def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:

@@ -243,6 +243,27 @@ def rms_norm(x: Tensor, size: list[int], weight: Tensor | None = None, eps: floa
     return normed if weight is None else normed * weight
 
 
+class _VectorNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        norm = _wide(x).square().sum(dims, keepdim=True).sqrt_()
+        ctx.save_for_backward(x, norm)
+        return norm.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, norm = ctx.saved_tensors
+        return (x * (grads[0] / norm).masked_fill_(norm == 0, 0)).to(x.dtype), None
+
+
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: list[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = sorted({d % x.dim() for d in dim or range(x.dim())})
+    result = _VectorNorm.apply(x, dims)
+    return result if keepdim else result.squeeze(dims)
+
+
 def _mean(x: Tensor) -> Tensor:
     return summed(x.sum(-1, keepdim=True)) / 2
 
@@ -269,5 +290,8 @@ SPELLED_ANEW: dict[Any, Any] = {
     aten.log_softmax.int: log_softmax,
     aten.layer_norm.default: layer_norm,
     aten.rms_norm.default: rms_norm,
+    aten.linalg_vector_norm.default: vector_norm,
+    aten.amax.default: torch.amax,
+    aten.amin.default: torch.amin,
     aten.gather.default: gather,
 }

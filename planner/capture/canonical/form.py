@@ -27,6 +27,7 @@ from planner.capture.canonical.heads import join_heads
 from planner.capture.canonical.indexing import INDEXING
 from planner.capture.canonical.layout import LAYOUT
 from planner.capture.canonical.products import PRODUCTS
+from planner.capture.canonical.stopped import stop_early
 from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
 from planner.errors import PlanError
 from planner.graph.ops.aten import aten
@@ -59,7 +60,7 @@ def canonicalize(
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
     module = fx.GraphModule(torch.nn.Module(), writer.graph)
     prune(module)
-    if join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
+    if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
         prune(module)
     return module
 

@@ -7,6 +7,7 @@ A label of the result is kept, any other is summed over. Canonical form leaves t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from string import ascii_letters
 
 from torch import fx
@@ -29,6 +30,23 @@ def is_made_of_weights(node: fx.Node) -> bool:
     if node.op == "call_function" and node.target in {*SEE_THROUGH, aten.cat.default, aten.slice.Tensor}:
         return all(is_made_of_weights(n) for n in node.all_input_nodes)
     return holds_weight(node)
+
+
+def computed_of_weights(nodes: Iterable[fx.Node], least_dims: int = 0) -> frozenset[str]:
+    """Calls that read parameters of so many dims, or results of such calls, and nothing else, as a normed weight does.
+
+    ``nodes``: in the order of the graph.
+    """
+    parameters, made = set[str](), set[str]()
+    for node in nodes:
+        if node.meta.get("parameter"):
+            if node.meta["val"].dim() >= least_dims:
+                parameters.add(node.name)
+            continue
+        read = node.all_input_nodes if node.op == "call_function" else []
+        if read and all(n.name in parameters or n.name in made for n in read):
+            made.add(node.name)
+    return frozenset(made)
 
 
 def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:

@@ -18,6 +18,7 @@ from torch import fx
 
 from planner.graph.ops.aten import ops_named
 from planner.graph.ops.own_backward import adds_up
+from planner.graph.ops.products import is_made_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 
@@ -61,7 +62,8 @@ class Site:
     """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values.
 
     ``tp``: ranks over which its value is typed, those of etp in the experts' domain. ``sizes``: of both axes, where
-    they differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of.
+    they differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of. ``weights``: values
+    that are computed of parameters alone.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Site:
         candidates: Mapping[str, Iterable[Placement]],
         vocabulary_multiple: int = 128,
         sizes: Mapping[str, int] | None = None,
+        weights: Set[str] = frozenset(),
     ) -> None:
         self.node = node
         self.tp = tp
@@ -78,6 +81,7 @@ class Site:
         self.vocabulary_multiple = vocabulary_multiple
         self.inputs = tuple(node.all_input_nodes)
         self._candidates = candidates
+        self._weights = weights
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
         """Global shape of an input, or of the output; of a tuple-valued node the first tensor's."""
@@ -91,6 +95,10 @@ class Site:
 
     def grad(self, node: fx.Node) -> bool:
         return bool(node.meta.get("grad"))
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether an input is a parameter, or was computed of parameters alone."""
+        return node.name in self._weights or is_made_of_weights(node)
 
     def divides(self, size: int) -> bool:
         return size % self.tp == 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from planner.graph.ops.products import equation, is_made_of_weights
+from planner.graph.ops.products import equation
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
@@ -51,7 +51,7 @@ def grouped(site: Site) -> Iterator[Option]:
 
 
 def _cut_label(site: Site, operands: list[fx.Node], labels: list[str], out: str, label: str) -> Iterator[Option]:
-    attends = not any(is_made_of_weights(n) for n in operands)
+    attends = not any(site.is_weight(n) for n in operands)
     for segments, padding in _segmentations(site, operands, labels, out, label):
         given = {
             n: Placement("V", w.index(label), segments, padding)
@@ -79,7 +79,7 @@ def _segmentations(
         found |= {(c.segments, c.padding) for c in site.candidates() if c.dim == out.index(label)}
     for node, word in zip(operands, labels, strict=True):
         size = site.shape(node)[word.index(label)] if label in word else 0
-        if size and is_made_of_weights(node) and site.divides(size):
+        if size and site.is_weight(node) and site.divides(size):
             found.add(((Segment(size),), 0))
     return sorted(found)
 

@@ -2,6 +2,7 @@
 
 sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
 logsumexp, softmax over the cut dim → I, V     (ranks exchange the maximum and the sum)
+amax, amin of what has no gradient  → I        (ranks exchange theirs); a Euclidean norm: the sum of squares
 norms over the cut dim              → V        (ranks exchange the mean and the mean square)
 softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
 """
@@ -12,18 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.graph.ops.aten import aten, reduced_dims
+from planner.graph.ops.aten import aten, named, reduced_dims
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement
 
 SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
+EXTREMES = {aten.amax.default, aten.amin.default}
+REDUCED = {*EXTREMES, aten.linalg_vector_norm.default}
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),
     aten.softmax.int: (2, 1),
     aten.log_softmax.int: (2, 1),
     aten.layer_norm.default: (2, 2),
     aten.rms_norm.default: (1, 1),
+    aten.linalg_vector_norm.default: (1, 0),
+    aten.amax.default: (1, 0),
+    aten.amin.default: (1, 0),
 }
 
 
@@ -46,6 +52,27 @@ def mean(site: Site) -> Iterator[Option]:
 def logsumexp(site: Site) -> Iterator[Option]:
     def over_ranks(cut: Placement) -> Iterator[Option]:
         if reduced_dims(site.node) == {cut.dim} and len(cut.segments) == 1:
+            yield Option((cut,), I, Form.OVER_RANKS, detour=True)
+
+    yield from _reduction(site, over_ranks)
+
+
+def extreme(site: Site) -> Iterator[Option]:
+    """amax, amin; between equal elements of several ranks a gradient would have to be shared."""
+
+    def over_ranks(cut: Placement) -> Iterator[Option]:
+        if not site.grad(site.node) and not cut.padding and not cut.has_whole_segment:
+            yield Option((cut,), I, Form.OVER_RANKS, detour=True)
+
+    yield from _reduction(site, over_ranks)
+
+
+def vector_norm(site: Site) -> Iterator[Option]:
+    given, x = named(site.node), site.inputs[0].meta["val"]
+    is_euclidean = given["ord"] == 2 and given["dtype"] is None and not x.is_complex()
+
+    def over_ranks(cut: Placement) -> Iterator[Option]:
+        if is_euclidean and not cut.padding and not cut.has_whole_segment:
             yield Option((cut,), I, Form.OVER_RANKS, detour=True)
 
     yield from _reduction(site, over_ranks)
@@ -128,13 +155,15 @@ COVERS = (
     Covers(norm, "layer_norm rms_norm", gives={Form.PARTS, Form.OVER_RANKS}),
     Covers(
         reduction,
-        "amax amin var var.dim var.correction std std.dim std.correction var_mean.dim var_mean.correction "
+        "var var.dim var.correction std std.dim std.correction var_mean.dim var_mean.correction "
         "std_mean.dim std_mean.correction nansum nanmean prod prod.dim_int any any.dim any.dims all all.dim "
         "all.dims argmax argmin max min max.dim min.dim median.dim aminmax count_nonzero.dim_IntList "
-        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm",
+        "norm.Scalar norm.ScalarOpt_dim",
     ),
     Covers(total, "sum sum.dim_IntList", gives={Form.PARTS, Form.SUM}),
     Covers(mean, "mean mean.dim", gives={Form.PARTS, Form.MEAN}),
+    Covers(extreme, "amax amin", gives={Form.PARTS, Form.OVER_RANKS}),
+    Covers(vector_norm, "linalg_vector_norm", gives={Form.PARTS, Form.OVER_RANKS}),
     Covers(logsumexp, "logsumexp", gives={Form.PARTS, Form.OVER_RANKS}),
     Covers(softmax, "softmax.int log_softmax.int", gives={Form.PARTS, Form.OVER_RANKS}),
     Covers(

@@ -125,7 +125,7 @@ REDUCTIONS = [
 def test_reductions(data):
     target = data.draw(st.sampled_from(REDUCTIONS))
     shape = sizes(data.draw, data.draw(st.integers(1, 3)))
-    x = real(*shape)
+    x = real(*shape, grad=data.draw(st.booleans()))
     dims = data.draw(st.sets(st.integers(-len(shape), len(shape) - 1), min_size=1))
     dims = list({d % len(shape): d for d in dims}.values())
     keepdim = data.draw(st.booleans())

@@ -1,0 +1,83 @@
+"""Where every reader of a value stops its gradient, the gradient stops before the value is made.
+
+    detach(f(x, y))                      → f(detach(x), detach(y))          straight-through estimators, scales of bits
+    max(x, dim)[0], min of no gradient   → amax(x, dim), amin
+
+So no gradient is planned, and nothing is kept, for calls that none flows through.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.graph.ops.aten import aten, named
+from planner.graph.ops.own_backward import OwnBackward
+
+PICKS: dict[Any, Any] = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
+
+
+def stop_early(graph: fx.Graph) -> bool:
+    """Move every detach up to the values that others read with a gradient; whether anything changed."""
+    stopped = _stopped(graph)
+    detached: dict[fx.Node, fx.Node] = {}
+    for node in stopped:
+        for value in node.all_input_nodes:
+            if value.meta["grad"] and value not in stopped:
+                if value not in detached:
+                    detached[value] = _detach(graph, value, node)
+                node.replace_input_with(value, detached[value])
+    for node in stopped:
+        node.meta["grad"] = False
+        node.meta["val"] = _without_gradient(node.meta["val"])
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        if node.all_input_nodes[0] in stopped:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+    for node in stopped:
+        if node.target in PICKS:
+            _pick(graph, node)
+    return bool(stopped)
+
+
+def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Calls of whose readers some stop the gradient and none passes it on, in the order of the graph."""
+    found: dict[fx.Node, None] = {}
+
+    def stops(user: fx.Node) -> bool:
+        return user in found or user.target is aten.detach.default
+
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or not node.meta["grad"] or isinstance(node.target, OwnBackward):
+            continue
+        if any(map(stops, node.users)) and all(stops(u) or u.meta.get("grad") is False for u in node.users):
+            found[node] = None
+    return dict.fromkeys(n for n in reversed(found) if n.target is not operator.getitem or n.args[0] in found)
+
+
+def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
+    with graph.inserting_before(reader):
+        new = graph.call_function(aten.detach.default, (value,))
+    new.meta = {k: v for k, v in reader.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    new.meta |= {"val": value.meta["val"].detach(), "grad": False}
+    return new
+
+
+def _without_gradient(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        return val.detach()
+    return type(val)(map(_without_gradient, val)) if isinstance(val, (tuple, list)) else val
+
+
+def _pick(graph: fx.Graph, node: fx.Node) -> None:
+    """Which of equal elements was picked matters to a gradient, and to who reads the index."""
+    if any(user.target is not operator.getitem or user.args[1] for user in node.users):
+        return
+    given = named(node)
+    with graph.inserting_before(node):
+        new = graph.call_function(PICKS[node.target], (given["self"], [given["dim"]], given["keepdim"]))
+    new.meta = node.meta | {"val": node.meta["val"][0]}
+    for user in list(node.users):
+        user.replace_all_uses_with(new)
