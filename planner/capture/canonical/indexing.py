@@ -2,6 +2,7 @@
 
 x[.., [2, 3], ..]                    → slice                       where the index is a constant run
 slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
+… of every n-th element              → the same along a dim of n of its own
 select_scatter, copy                 → the same, or the source itself
 repeat                               → a new dim, expanded, merged
 """
@@ -46,10 +47,26 @@ def _slice_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     size, length = shape_of(x)[dim], shape_of(source)[dim]
     start = kwargs.get("start", args[3] if len(args) > 3 else None) or 0
     step = kwargs.get("step", args[5] if len(args) > 5 else 1)
-    if step != 1:
-        return emit(node.target, args, kwargs, node.meta["val"])
     start = min(start + size if start < 0 else start, size)
+    if step != 1:
+        if size % step or length != size // step or start >= step:
+            return emit(node.target, args, kwargs, node.meta["val"])
+        return _every_nth(emit, x, source, dim, start, step, node.meta["val"])
     return _between(emit, x, source, dim, start, start + length, node.meta["val"])
+
+
+def _every_nth(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, step: int, val: Any) -> fx.Node:
+    """``x`` seen as [.., n/step, step, ..] with row ``start`` of the strides replaced by ``source``."""
+    sizes = list(shape_of(source))
+    strides = _viewed_back(emit, x, [*sizes[: dim + 1], step, *sizes[dim + 1 :]])
+    row = viewed(emit, source, [*sizes[: dim + 1], 1, *sizes[dim + 1 :]])
+    return reshaped(emit, _between(emit, strides, row, dim + 1, start, start + 1, strides.meta["val"]), val)
+
+
+def _viewed_back(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
+    """``x.reshape(shape)``; where ``x`` is such a tensor in another shape, that tensor."""
+    seen = x.all_input_nodes[0] if x.target is aten.reshape.default else x
+    return seen if shape_of(seen) == tuple(shape) else viewed(emit, x, shape)
 
 
 def _between(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, end: int, val: Any) -> fx.Node:

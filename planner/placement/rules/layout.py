@@ -140,9 +140,11 @@ def cat(site: Site) -> Iterator[Option]:
 
 
 def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """Each operand cut along the dim of concatenation: the result's segments are theirs in a row."""
+    """Each operand cut along the dim of concatenation, where some cut of it is wanted: the result's segments are theirs
+    in a row, whatever segments its readers had in mind."""
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
-    if any(choices) and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
+    wanted = any(choices) or any(c.dim == dim for c in site.candidates())
+    if wanted and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
         cuts = [
             c[0] if c else Placement("V", dim, (Segment(site.shape(n)[dim]),))
             for c, n in zip(choices, operands, strict=True)

@@ -153,3 +153,34 @@ def test_a_repeat_of_nothing_is_nothing():
 v0 = aten.sin(x)
 """,
     )
+
+
+def test_even_and_odd_features_written_are_put_together_in_a_dim_of_two():
+    def written(m: OneBody, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[..., ::2] = x[..., ::2].sin()
+        y[..., 1::2] = x[..., 1::2].cos()
+        return y
+
+    assert_expected_inline(
+        canonical(written),
+        """\
+v0 = aten.slice.Tensor(x, 2, 0, 7, 2)
+v1 = aten.sin(v0)
+v2 = aten.reshape(v1, [2, 6, 4, 1])
+v3 = aten.slice.Tensor(x, 2, 1, 8, 2)
+v4 = aten.cos(v3)
+v5 = aten.reshape(v4, [2, 6, 4, 1])
+v6 = aten.cat([v2, v5], 3)
+v7 = aten.reshape(v6, [2, 6, 8])
+""",
+    )
+
+
+def test_every_third_feature_of_eight_stays_a_write():
+    def written(m: OneBody, x: Tensor) -> Tensor:
+        y = x * 2
+        y[..., ::3] = x[..., ::3].sin()
+        return y
+
+    assert canonical(written).count("aten.slice_scatter") == 1
