@@ -3,6 +3,7 @@
     linear, mm, bmm, matmul     2 · (elements of the result) · (length of the contracted dim)
     attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     convolution                 2 · (elements of the result) · (weights that one of them reads)
+    lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
     embedding, elementwise, …   0 operations; bytes = what it reads + what it writes
 
 Forward, for one microbatch and the whole (unsharded) tensors. Backward is about twice that, for every node alike, so
@@ -85,6 +86,13 @@ def _convolution(node: fx.Node) -> int:
     return 2 * _numel(node) * math.prod(weight[1:])
 
 
+def _recurrence(node: fx.Node) -> int:
+    given = arguments(node)
+    x = shape_of(given["input"] if "input" in given else given["data"])
+    matrices = [shape_of(n) for n in given["params"] if len(shape_of(n)) == 2]
+    return 2 * math.prod(x[:-1]) * sum(map(math.prod, matrices))
+
+
 def _einsum(node: fx.Node) -> int:
     """Operands are taken in from left to right; each product loops over all letters then in play."""
     equation, operands = _operand(node, 0), _operand(node, 1)
@@ -127,6 +135,7 @@ _FLOPS: dict[Any, Callable[[fx.Node], int]] = {
         ),
         _convolution,
     ),
+    **dict.fromkeys((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu), _recurrence),
     aten.scaled_dot_product_attention: _bilinear_attention,
     causal_attention: _bilinear_attention,
     gathered_attention: lambda node: int(node.args[4]) * _bilinear_attention(node),  # pyright: ignore[reportArgumentType]

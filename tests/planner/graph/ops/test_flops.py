@@ -37,6 +37,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def two_ways(size: int, gates: int) -> list[torch.Tensor]:
+    """Weights and biases of a bidirectional recurrent layer with a state of 4."""
+    return [meta(gates, size), meta(gates, 4), meta(gates), meta(gates)] * 2
+
+
 @pytest.mark.parametrize(
     ("node", "flops"),
     [
@@ -47,6 +52,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda: call(aten.baddbmm.default, meta(4, 3, 7), meta(4, 3, 5), meta(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         (lambda: call(aten.matmul.default, meta(2, 4, 3, 5), meta(4, 5, 7)), 2 * 2 * 4 * 3 * 5 * 7),
         (lambda: call(aten.matmul.default, meta(3, 5), meta(5)), 2 * 3 * 5),
+        (
+            lambda: call(
+                aten.gru.input, meta(2, 3, 5), meta(2, 2, 4), two_ways(5, 3 * 4), True, 1, 0.0, True, True, True
+            ),
+            2 * 2 * 6 * 12 * (5 + 4),
+        ),
         (
             lambda: call(
                 aten.scaled_dot_product_attention.default, meta(2, 4, 3, 8), meta(2, 4, 6, 8), meta(2, 4, 6, 10)
