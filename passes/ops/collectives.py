@@ -86,7 +86,7 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
     """From a part of one dim to a part of another: each rank sends every rank what that one holds of its own part."""
     note(axis, "all_to_all", phase, x, axis.size)
-    sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)])
+    sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)]).contiguous()
     received = torch.empty_like(sent)
     if not x.is_meta:
         dist.all_to_all_single(received, sent, group=axis.group)
@@ -114,8 +114,8 @@ def start_reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str
         return lambda: out
     if cut.dim == 0 and len(cut.segments) == 1:
         parts = x.contiguous()
-    else:
-        parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)])
+    else:  # parts of an image that lies with its channels last stack up without being contiguous
+        parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)]).contiguous()
     work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)
 
     def end() -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.branches import join_branches
+from planner.capture.canonical.cells import CELLS
 from planner.capture.canonical.decompose import HasRule, written_out
 from planner.capture.canonical.emit import Emit, reshaped, table
 from planner.capture.canonical.heads import join_heads
@@ -310,4 +311,5 @@ REWRITES: dict[Any, Callable[..., Any]] = (
     | LAYOUT
     | INDEXING
     | PRODUCTS
+    | CELLS
 )
