@@ -178,9 +178,11 @@ def test_every_node_says_its_value_and_whether_it_has_a_gradient(body):
     def summed(m: OneBody, x: Tensor) -> Tensor:
         return x * m.scale + body(m, x).sum()
 
-    for node in capture(OneBody(summed), batch()).graph.graph.nodes:
+    program = capture(OneBody(summed), batch())
+    for node in program.graph.graph.nodes:
         if node.op != "output":
             floating = node.meta["val"].is_floating_point()
             detached = node.target is torch.ops.aten.detach.default
             reads = node.op == "placeholder" or any(n.meta["grad"] for n in node.all_input_nodes)
-            assert node.meta["grad"] == (floating and reads and not detached), node.name
+            passed_on = node.name == program.loss or any(user.meta.get("grad") for user in node.users)
+            assert node.meta["grad"] == (floating and reads and not detached and passed_on), node.name
