@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.export.graph_signature import InputKind, OutputKind
 
 from planner.capture.buffer_writes import notes_of_writes
@@ -236,6 +241,11 @@ def _export(
                 fix="name the keys under `inputs` as the arguments of the model's forward",
             ) from error
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            what = (
+                f"what {what.removesuffix('.default').removesuffix('.Tensor')} makes depends on the values of tensors"
+            )
+            raise PlanError(f"the model cannot be captured: {what} (data-dependent)", where=where, fix=FIX) from error
         if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
             raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
         raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
