@@ -20,4 +20,5 @@ def test_the_second_paper_is_predicted_without_having_been_looked_at() -> None:
     rows = second_paper()
     print(table_of(rows))
     assert len(rows) == 10
-    assert all(abs(row.relative) < 0.25 for row in rows), table_of(rows)
+    assert all(abs(row.relative) < 0.18 for row in rows), table_of(rows)
+    assert all(abs(row.relative) < 0.05 for row in rows[3:]), table_of(rows)  # with one microbatch and vpp: 7 %
