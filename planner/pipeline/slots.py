@@ -15,7 +15,8 @@ Two questions are answered by the same queue, with another kind:
 
 The first two are what is in flight at once, so they do not grow with the number of microbatches. With several chunks
 Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
-where 11 are in flight at once).
+where 11 are in flight at once). A graph reads and writes the addresses of its capture: were the 11 buffers for both
+chunks, each chunk would be given all of them in turn and need as many graphs, 11 + 11 pairs, to save one slot.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def num_static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> int:
 def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
     """Which pair of graphs, forward and backward, runs each (microbatch, chunk, layer): a pair has one layer."""
     return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in enumerate(num_layers)])
+
+
+def num_graph_slots(order: Order) -> int:
+    """How many slots a layer has on all chunks together where each slot of a chunk is a pair of graphs of its own."""
+    return len(set(graph_slots(order, _one_layer(order)).values()))
 
 
 def num_graphs_by_microbatch(order: Order, num_layers: Sequence[int]) -> int:

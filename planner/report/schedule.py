@@ -10,7 +10,7 @@ from typing import Any
 from planner.pipeline.actions import without_weights
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import Simulation
-from planner.pipeline.slots import num_static_input_slots
+from planner.pipeline.slots import num_graph_slots, num_static_input_slots
 
 
 def schedule_to_dict(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def _rank_to_dict(schedule: Schedule, rank: int) -> dict[str, Any]:
         "order": [a.chunk + 1 if a.kind == "F" else -a.chunk - 1 for a in without_weights(order)],
         "steps": [list(action) for action in order],
         "static_input_slots": num_static_input_slots(order),
+        "graph_slots": num_graph_slots(order),
     }
 
 
@@ -43,6 +44,7 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
     peaks = " ".join(map(str, simulation.peak_in_flight))
     warmups = " ".join(str(schedule.num_warmup(rank)) for rank in range(schedule.pp))
     slots = " ".join(str(num_static_input_slots(order)) for order in schedule.orders)
+    graphs = " ".join(str(num_graph_slots(order)) for order in schedule.orders)
     weights = ", W the gradients of its weights" if schedule.has_weights else ""
     waiting = " ".join(map(str, simulation.peak_waiting))
     return "\n".join(
@@ -56,6 +58,7 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
             f"warm-up forwards     {warmups}   (by pp rank)",
             f"peak in flight       {peaks}   (by pp rank)",
             *([f"most waiting for W   {waiting}   (by pp rank)"] if schedule.has_weights else []),
-            f"static input slots   {slots}   (by pp rank)",
+            f"static input slots   {slots}   (by pp rank; chunks share them: impl transformer_engine)",
+            f"slots of graphs      {graphs}   (by pp rank; graphs of a chunk keep their own: impl local)",
         ]
     )

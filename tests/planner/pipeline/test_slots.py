@@ -17,7 +17,8 @@ from planner.pipeline.slots import (
     slots_by_kind,
     static_input_slots,
 )
-from planner.report.schedule import schedule_to_dict
+from planner.regions.static_memory import num_slots, slots_of
+from planner.report.schedule import schedule_text, schedule_to_dict
 from tests.tools.paths import ORACLES
 
 CASES = json.loads((ORACLES / "schedules.json").read_text())["cases"]
@@ -171,3 +172,19 @@ def test_json_of_a_schedule_counts_the_static_inputs_of_one_layer_a_chunk(case):
     schedule = build_schedule(kind, case["pp"], case["num_microbatches"], case["vpp"] or 1, group)
     rank = schedule_to_dict(schedule, simulate(schedule))["ranks"][case["pp_rank"]]
     assert rank["static_input_slots"] == case["num_unique_static_input_buffers"]
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "slots", "graphs"), [(4, 2, (11, 9, 7, 5), (12, 12, 10, 6)), (4, 1, *[(4, 3, 2, 1)] * 2)]
+)
+def test_a_printed_schedule_has_the_slots_of_either_kind_of_graphs(pp, vpp, slots, graphs):
+    """Those of graphs are what a plan with `cuda_graphs: {impl: local}` holds."""
+    schedule = build_schedule(None, pp, 8, vpp)
+    simulation = simulate(schedule)
+    ranks = schedule_to_dict(schedule, simulation)["ranks"]
+    assert tuple(rank["static_input_slots"] for rank in ranks) == slots
+    assert tuple(rank["graph_slots"] for rank in ranks) == graphs
+    assert graphs == tuple(sum(num_slots(slots_of(order)).values()) for order in schedule.orders)
+    text = schedule_text(schedule, simulation)
+    for counts in (slots, graphs):
+        assert f" {' '.join(map(str, counts))}   (by pp rank; " in text
