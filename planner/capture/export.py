@@ -146,10 +146,10 @@ def _attempted(
         with gradients.watched():
             exported = _export(model, kwargs, watch, asked)
         for answer in OTHER_ANSWERS if asked.asked else ():
-            with watch.as_before(), PythonGradients(model).watched():
+            with watch.as_before(), PythonGradients(model, gradients).watched():
                 others.append((again := Questions(sites, assumed, answer), _export(model, kwargs, watch, again)))
         if watch.doubts:
-            with watch.moved_on(), PythonGradients(model).watched():
+            with watch.moved_on(), PythonGradients(model, gradients).watched():
                 watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
     return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
 

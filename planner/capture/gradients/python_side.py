@@ -45,10 +45,10 @@ _WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or cha
 
 
 class PythonGradients:
-    """Watches one export. ``notes``: what a user should know."""
+    """Watches one export. ``notes``: what a user should know. ``first``: of an earlier export of the model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.functions = CustomFunctions(model)
+    def __init__(self, model: nn.Module, first: PythonGradients | None = None) -> None:
+        self.functions = CustomFunctions(model, None if first is None else first.functions)
         self.notes = self.functions.notes
         self.regions = Regions(self._here, self._elsewhere)
         self._model = model

@@ -44,16 +44,20 @@ HIDDEN_FIX = "give the Function every tensor that it reads as an argument of app
 
 
 class CustomFunctions:
-    """Owns what was decided for the Functions of one model; equal uses are tried once."""
+    """Owns what was decided for the Functions of one model; equal uses are tried once.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``known``: of an earlier export of the model, whose trials count here too.
+    """
+
+    def __init__(self, model: nn.Module, known: CustomFunctions | None = None) -> None:
         self.notes: list[str] = []
         self.model = model
-        self._derived: dict[Any, bool | None] = {}
-        self._facts: dict[Any, Facts] = {}
+        self._derived: dict[Any, bool | None] = {} if known is None else known._derived
+        self._facts: dict[Any, Facts] = {} if known is None else known._facts
         self._calls: dict[Any, OwnBackward] = {}
         self._met: list[object] = []  # what has no plain value and is told apart in labels, by order of appearance
-        self._kept: list[Application] = []  # their arguments live on, so that no id is given twice
+        # their arguments live on, so that no id is given twice
+        self._kept: list[Application] = [] if known is None else known._kept
 
     def kept_as_call(self, use: Application, args: tuple[Any, ...]) -> OwnBackward | None:
         """The one call that stands for this use; None where the ops of its forward do."""
