@@ -50,7 +50,7 @@ def cut_regions(stage: StageGraph, context: LowerContext) -> None:
 def owners(stage: StageGraph, context: LowerContext) -> dict[str, Region]:
     """Captured name → the region of this stage that holds it."""
     mine = [r for r in context.regions if r.stage == stage.index and not r.refused]
-    return {name: region for region in mine for name in region.nodes}
+    return {name: region for region in mine for name in sorted(region.nodes)}
 
 
 def region_of(node: fx.Node, owner: dict[str, Region]) -> Region | None:

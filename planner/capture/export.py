@@ -33,6 +33,7 @@ from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.canonical.form import canonicalize, prune
+from planner.capture.canonical.side_calls import order_side_calls
 from planner.capture.data_dependence import FIX, NUMBER_OF_DATA, refuse_dynamic_shapes, refuse_numbers_from_tensors
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.autocast import write_casts
@@ -311,6 +312,7 @@ def _program(
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
     program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=has_rule)
+    order_side_calls(program.graph.graph, program.parameters)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = find_loss(program, loss)

@@ -111,10 +111,10 @@ def _numbered(
 
 def _of_others(regions: Sequence[Region], recomputed: Sequence[Piece]) -> Iterator[tuple[str, str]]:
     for piece in recomputed:
-        yield from ((name, f"its block is computed again (recompute: {piece.kind})") for name in piece.nodes)
+        yield from ((name, f"its block is computed again (recompute: {piece.kind})") for name in sorted(piece.nodes))
     for region in regions:
         if not region.refused:
-            yield from ((name, f"a graph captures it ({region.scope})") for name in region.nodes)
+            yield from ((name, f"a graph captures it ({region.scope})") for name in sorted(region.nodes))
 
 
 def _on_gradient(decisions: Decisions) -> set[str]:

@@ -77,11 +77,11 @@ class _Summands:
 
     def _below(self) -> set[fx.Node]:
         """What tips lead to, up to the end."""
-        found, work = set(self.tips), list(self.tips)
+        found, work = set(self.tips), sorted(self.tips)
         while work:
             new = {u for u in work.pop().users if u <= self.end.node} - found
             found |= new
-            work += new
+            work += sorted(new)
         return found
 
     def run(self) -> None:

@@ -87,7 +87,7 @@ def _values_of_one(space: Space) -> dict[fx.Node, int]:
 
 
 def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
-    for node in space.ids:
+    for node in sorted(space.ids):
         yield from ((u, u.args[1]) for u in node.users if u.target is aten.eq.Scalar)  # pyright: ignore[reportReturnType]
     for node in space.places:
         dim = space.dim(node)
@@ -136,7 +136,7 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
     above = {n: set(walk([n], operands, into=is_near)) for n in tips}
     holders: dict[fx.Node, set[int]] = {}
     for tip, nodes in above.items():
-        for node in nodes:
+        for node in sorted(nodes):
             holders.setdefault(node, set()).add(tips[tip])
     return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
 

@@ -123,7 +123,9 @@ def _made(
     way, carried = between(products, combined)
     before = carrying(space, tokens, products)
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
-    orders = [n for n in space.below if packet_of(n.target) in (aten.sort, aten.argsort) and n.args[0] in space.ids]
+    orders = [
+        n for n in sorted(space.below) if packet_of(n.target) in (aten.sort, aten.argsort) and n.args[0] in space.ids
+    ]
     router = [n for n in space.places if is_weight(n) and n in space.scored and sum(d > 1 for d in shape_of(n)) > 1]
     return ExpertLayer(
         space.size,

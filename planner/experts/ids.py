@@ -68,7 +68,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
 
 def dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
     """(node, dim) that count experts since ids say which."""
-    for node in ids:
+    for node in sorted(ids):
         for user in node.users:
             if user.op == "call_function":
                 yield from _made(user, node, size)

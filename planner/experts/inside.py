@@ -12,7 +12,7 @@ from planner.graph.walks import operands, readers, walk
 def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
     """Stacks, and calls that read nothing else."""
     known = set(stacks)
-    work = [u for n in known for u in n.users]
+    work = [u for n in sorted(known) for u in n.users]
     while work:
         node = work.pop()
         if node not in known and node.op == "call_function" and all(n in known for n in node.all_input_nodes):
@@ -37,8 +37,8 @@ def inside_of(of_stacks: set[fx.Node]) -> set[fx.Node]:
 
 
 def border_of(inside: set[fx.Node]) -> list[fx.Node]:
-    """Calls inside that others read."""
-    return [n for n in inside if any(u not in inside for u in n.users)]
+    """Calls inside that others read, in the graph's order."""
+    return [n for n in sorted(inside) if any(u not in inside for u in n.users)]
 
 
 def _joins(user: fx.Node, inside: set[fx.Node]) -> bool:

@@ -74,7 +74,7 @@ class _Opening:
         for stack in self.stacks:
             if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
                 raise self._refusal(stack, "a stack of experts is read where no expert is meant")
-        for node in self.inside:
+        for node in sorted(self.inside):
             if is_random(node):
                 raise self._refusal(node, "dropout inside of experts draws for rows, which other ranks hold")
             for value in self._outer(node):

@@ -66,7 +66,7 @@ class _Opening:
         brought = [self._bring(build, list(column), here, order, token) for column in zip(*entries, strict=True)]
         parts = []
         for number, own in enumerate(entries):
-            for weight in self.weights[number]:
+            for weight in sorted(self.weights[number]):
                 weight.meta["domain"] = self.tokens.domain(-1, number)
             parts.append(self._branch(build, number, dict(zip(own, brought, strict=True)), here))
         joined = build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=Domain(rows=0))

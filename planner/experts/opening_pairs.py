@@ -119,8 +119,8 @@ class _Opening:
         if len(ends) != 1:
             raise self._refusal(self.combined, f"what they make is put together in {len(ends)} places")
         inside = set(self.way) & set(self._above(ends))
-        left = [n for n in inside if n not in ends and any(u not in inside for u in n.users)]
-        beside = [s for s in self.seeds if s not in inside]
+        left = [n for n in sorted(inside) if n not in ends and any(u not in inside for u in n.users)]
+        beside = [s for s in sorted(self.seeds) if s not in inside]
         if left or beside:
             raise self._refusal([*left, *beside][0], "what is computed by expert is read elsewhere too")
         return ends[0]
@@ -166,7 +166,7 @@ class _Opening:
         for node, dim in rows.known.items():
             if any(u in self.way or u in self.looked_up for u in node.users):
                 self.ops.held[node] = stack_of(self.build, node, dim)
-        for node in self.looked_up:
+        for node in sorted(self.looked_up):
             found = lookup(node)
             assert found is not None
             table, dim, ids = found

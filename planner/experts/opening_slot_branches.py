@@ -85,7 +85,7 @@ class _Opening:
         weights, tip = self.weights[number], self.tips[number]
         below = set(walk(weights, readers, into=lambda n: n <= tip)) - weights
         body = below & set(walk([tip], operands, into=lambda n: n >= min(weights)))
-        work = [v for n in body for v in n.all_input_nodes if v not in body and v not in weights]
+        work = [v for n in sorted(body) for v in n.all_input_nodes if v not in body and v not in weights]
         found: dict[_Part, None] = {}
         while work:
             node = work.pop()
@@ -100,7 +100,7 @@ class _Opening:
         if len(found) != 1:
             raise self.refusal(tip, "a branch reads more than its part of the slots of all")
         self.parts += found
-        for node in body:
+        for node in sorted(body):
             if is_random(node):
                 raise self.refusal(node, "dropout inside of experts draws for slots, which other ranks hold")
         return sorted(body)
@@ -144,7 +144,7 @@ class _Opening:
         part.node.replace_all_uses_with(own)
         for node in self.bodies[number]:
             node.meta["domain"] = domain(node)
-        for node in self.weights[number]:
+        for node in sorted(self.weights[number]):
             node.meta["domain"] = Domain(number=number, num_experts=self.layer.num_experts)
 
     def _join(self, slots: dict[fx.Node, int]) -> None:

@@ -54,9 +54,9 @@ class _Opening:
         sent = [self._send(value, experts[value], slots[value]) for value in self.entries]
         for node in border_of(self.inside):
             self.sending.give_back(node, self.inside, experts[node], slots[node])
-        for node in self.of_stacks:
+        for node in sorted(self.of_stacks):
             node.meta["domain"] = Domain(experts=experts[node])
-        for node in self.inside:
+        for node in sorted(self.inside):
             node.meta["domain"] = Domain(experts=experts[node], slots=slots[node])
         return replace(self.layer, sent=tuple(sent), limit=self.sending.limit)
 
@@ -74,7 +74,7 @@ class _Opening:
         for stack in self.stacks:
             if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
                 raise self.refusal(stack, "a stack of experts is read where no expert is meant")
-        for node in self.inside:
+        for node in sorted(self.inside):
             if is_random(node):
                 raise self.refusal(node, "dropout inside of experts draws for slots, which other ranks hold")
         for value, node in self.entries.items():

@@ -32,7 +32,7 @@ def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node
         return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
 
     numbers = set(walk(ids, readers, into=lambda n: n.op != "output" and not _is_float(n)))
-    placed = [u for n in numbers for u in n.users if u not in numbers and _is_placed(u, numbers)]
+    placed = [u for n in sorted(numbers) for u in n.users if u not in numbers and _is_placed(u, numbers)]
     for product in sorted(u for n in walk(placed, through) for u in n.users if u.target in PRODUCTS):
         yield from kept_apart(product, size)
 

@@ -76,11 +76,13 @@ def _move_late(
     calls = [node for node in anchor if node in needed]
     reading = _parameter_readers(program, recomputed, set(calls))
     for group in _groups_before_blocks(calls, block_of, recomputed):
-        read_at = [anchor[user] for node in group for user in node.users if user in anchor and user not in group]
+        read_at = [
+            anchor[user] for node in sorted(group) for user in node.users if user in anchor and user not in group
+        ]
         target = min(read_at, default=0)
         shared = {n for names in reading.values() if names & group for n in names - group}
         if target and all(anchor[n] >= target for n in shared):
-            anchor.update(dict.fromkeys(group, target))
+            anchor.update(dict.fromkeys(sorted(group), target))
 
 
 def _groups_before_blocks(

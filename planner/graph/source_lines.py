@@ -32,6 +32,12 @@ def module_of(node: fx.Node) -> str:
     return str(path).removeprefix("L['self'].")
 
 
+def lines_of(node: fx.Node) -> tuple[int, ...]:
+    """The lines of the user's code that led to a node, the outermost first."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return tuple(int(m["line"]) for m in frames if not is_foreign_frame(m["file"]))
+
+
 def where_of(node: fx.Node) -> Where:
     """Module and the user's source line of a node, as far as capture could tell."""
     frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not is_foreign_frame(m["file"])]

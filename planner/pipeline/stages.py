@@ -139,8 +139,8 @@ def _stage_of_calls(
     """Calls go with the block that they are anchored to; what is before or after all of them where E and L stand."""
     stage_of_block = [s for s, size in enumerate(layout.sizes) for _ in range(size)] or [0]
     stage = {node: stage_of_block[block] for node, block in anchor.items()}
-    stage.update(dict.fromkeys(before, layout.stage_of("E")))
-    stage.update(dict.fromkeys(after, layout.stage_of("L")))
+    stage.update(dict.fromkeys(sorted(before), layout.stage_of("E")))
+    stage.update(dict.fromkeys(sorted(after), layout.stage_of("L")))
     return stage
 
 

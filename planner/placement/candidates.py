@@ -110,7 +110,7 @@ class Candidates:
         for placement in placements:
             if placement.is_sharded and len(cuts) < MAX_CUTS and placement.dim not in taken:
                 cuts.add(placement)
-        for inner in self._feeds[node.name]:
+        for inner in sorted(self._feeds[node.name]):
             self.cuts[inner] |= cuts
         return len(cuts) > before
 

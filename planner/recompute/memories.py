@@ -74,7 +74,7 @@ class Scene:
             if change is not None and change.how.name in ("f", "gather") and is_overlapped(self.decisions, change):
                 homes = {id(self.homes.of_call(name)) for name in change.readers}
                 found |= set(change.readers) if len(homes) > 1 else set()
-        nodes = map(self.decisions.program.node, found)
+        nodes = map(self.decisions.program.node, sorted(found))
         return found | {user.name for node in nodes for user in node.users if is_fused_bias(self.decisions, user)}
 
     @cached_property

@@ -59,9 +59,9 @@ class Homes:
 
     def __init__(self, stage: int, pieces: Sequence[Piece], regions: Sequence[Region]) -> None:
         mine = [piece for piece in pieces if piece.stage == stage]
-        self._owner = {name: piece for piece in mine for name in piece.nodes}
+        self._owner = {name: piece for piece in mine for name in sorted(piece.nodes)}
         self._eager = {name: piece for name, piece in self._owner.items() if piece.region is None}
-        self._regions = {name: r for r in regions if r.stage == stage and not r.refused for name in r.nodes}
+        self._regions = {name: r for r in regions if r.stage == stage and not r.refused for name in sorted(r.nodes)}
         self._captured = {piece.region: piece for piece in mine if piece.region is not None}
 
     def of_call(self, name: str) -> Piece | None:
@@ -75,7 +75,7 @@ class Homes:
 
 def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[Region]) -> list[Piece]:
     """The pieces of the blocks that ``kinds`` names, with what is in them."""
-    region_of = {name: region.index for region in regions if not region.refused for name in region.nodes}
+    region_of = {name: region.index for region in regions if not region.refused for name in sorted(region.nodes)}
     pieces: list[Piece] = []
     for block in decisions.blocks.instances:
         if block.index not in kinds:

@@ -31,7 +31,7 @@ def gather_again(shards: Shards, decisions: Decisions, regions: Sequence[Region]
 
     One op gathers and multiplies: where its linears stand in more than one region, the whole is kept.
     """
-    home = {name: region.index for region in regions if not region.refused for name in region.nodes}
+    home = {name: region.index for region in regions if not region.refused for name in sorted(region.nodes)}
     changes = tuple(
         tuple(replace(c, again=True) if _is_for_products(c, decisions, home) else c for c in of_stage)
         for of_stage in shards.changes

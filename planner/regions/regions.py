@@ -201,7 +201,7 @@ def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:
 
 def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, shards: Shards) -> None:
     program, stages, placements = decisions.program, decisions.stages, decisions.placements
-    owner = {name: region for region in regions for name in region.nodes if not region.refused}
+    owner = {name: region for region in regions for name in sorted(region.nodes) if not region.refused}
     homes = {(c.value, c.after): home_of(c, owner) for c in shards.changes[stage]}
     held = program.parameters.keys() | program.buffers.keys() | program.constants.keys()
     value = partial(value_at, decisions)
@@ -250,8 +250,8 @@ def _some_after(outer: Collection[fx.Node], region: Region, program: Program) ->
 
     One walk, no further up than to where the region begins.
     """
-    nodes = [program.node(name) for name in region.nodes]
-    first = min(nodes)  # nodes of one graph are in its order
+    nodes = sorted(map(program.node, region.nodes))  # nodes of one graph are in its order
+    first = nodes[0]
     needed = set(walk(nodes, operands, into=lambda node: node >= first))
     return any(node > first and node not in needed for node in outer)
 

@@ -39,7 +39,7 @@ def _chain_errors(given: dict[str, InputSpec], name: str) -> Iterator[PlanError]
 
 def _filled(given: dict[str, InputSpec], name: str) -> InputSpec:
     chain = _chain(given, name)
-    values = {key: getattr(given[n], key) for n in reversed(chain) for key in given[n].model_fields_set}
+    values = {key: getattr(given[n], key) for n in reversed(chain) for key in sorted(given[n].model_fields_set)}
     return InputSpec(**{**values, "like": given[name].like})
 
 

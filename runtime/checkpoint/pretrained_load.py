@@ -128,7 +128,7 @@ def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
     """
     votes: Counter[tuple[str, str]] = Counter()
     for name in lost[:_MOST_SAMPLES]:
-        for other in known:
+        for other in sorted(known):
             if other.endswith(f".{name}"):
                 votes[other.removesuffix(name), ""] += 1
             elif name.endswith(f".{other}"):

@@ -23,7 +23,7 @@ def ignored_labels(program: Program) -> dict[str, int]:
     for node in nodes:
         if _name(node) == "cross_entropy_loss":
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
-            labels = [n for n in ancestors([node.args[1]]) if n.name in program.inputs]
+            labels = [n for n in sorted(ancestors([node.args[1]])) if n.name in program.inputs]
             found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
     read_as_ids = {program.inputs[n.name] for n in _looked_up(nodes) if n.name in program.inputs}
     return {name: ignored for name, ignored in found.items() if name not in read_as_ids}

@@ -142,7 +142,9 @@ def _is_of_python(frame: FrameType) -> bool:
 
 def users_modules(model: nn.Module) -> list[ModuleType]:
     """The Python modules, other than PyTorch's, in which the model's classes and their bases are written."""
-    names = dict.fromkeys(base.__module__ for kind in {type(m) for m in model.modules()} for base in kind.__mro__)
+    names = dict.fromkeys(
+        base.__module__ for kind in dict.fromkeys(type(m) for m in model.modules()) for base in kind.__mro__
+    )
     found = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
     return [module for module in found if module is not None]
 

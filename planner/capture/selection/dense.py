@@ -148,7 +148,7 @@ class _Rewriter:
         return Positions(space, dims)
 
     def _note(self, space: Space, value: Any) -> None:
-        self.spaces.update(dict.fromkeys(symbols_of(value), space))
+        self.spaces.update(dict.fromkeys(sorted(symbols_of(value), key=str), space))
         origin = self.write.origin
         assert origin is not None
         self.told.append(where_of(origin))

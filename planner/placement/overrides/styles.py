@@ -47,8 +47,8 @@ class Overrides:
             for name, wish in self.asked.items()
             if not self._is_vector(program.node(name))
         }
-        unread = {wish for name, wish in asked.items() if name not in self.asked and not program.node(name).users}
-        for wish in unread - {asked[name] for name in asked if program.node(name).users}:
+        read = {wish for name, wish in asked.items() if program.node(name).users}
+        for wish in dict.fromkeys(wish for name, wish in asked.items() if name not in self.asked and wish not in read):
             if wish.style != "replicate":
                 self._refuse(next(n for n in asked if asked[n] == wish), wish, "it does not reach the loss", set())
 

@@ -1,0 +1,102 @@
+"""Calls that read no weight stand in an order that does not depend on the one in which Python walked a set.
+
+    for kind in set(config.layer_types):              cos, sin and masks of each kind
+        tables[kind] = self.rotary(positions, kind)
+
+A set of strings is walked in another order in each process, and its iterations make the same lines of other values.
+Within a run of such calls, calls of one line stand as they are first read; lines stand as in the source. Straight code
+stays as it was traced. Names follow: the first ``mul`` of a run has its lowest number.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from planner.graph.ops.aten import is_random
+from planner.graph.source_lines import lines_of
+from planner.graph.walks import in_order
+
+_NUMBERED = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
+
+
+def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
+    """Bring each run of neighbouring calls that depend on none of ``weights`` into that order."""
+    aside = _aside(graph, weights)
+    first_read = _first_read(graph, aside)
+    for run in _runs(graph, aside):
+        order = _ordered(run, first_read)
+        if order != run:
+            _place(run, order)
+
+
+def _aside(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
+    """Calls that depend on no weight, and draw nothing."""
+    weighed: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_source = node.name in weights if node.op == "placeholder" else node.op == "output" or is_random(node)
+        if is_source or any(n in weighed for n in node.all_input_nodes):
+            weighed.add(node)
+    return {node for node in graph.nodes if node.op == "call_function" and node not in weighed}
+
+
+def _first_read(graph: fx.Graph, aside: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """The place of each call among all, as those with weights ask for them, in the order of their arguments."""
+    found: dict[fx.Node, int] = {}
+    for reader in graph.nodes:
+        if reader not in aside:
+            read = [n for n in reader.all_input_nodes if n in aside]
+            above = in_order(read, found, step=lambda n: [x for x in n.all_input_nodes if x in aside])
+            found |= {node: len(found) + i for i, node in enumerate(above)}
+    return found
+
+
+def _runs(graph: fx.Graph, aside: Collection[fx.Node]) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node in aside:
+            run.append(node)
+        elif run:
+            yield run
+            run = []
+
+
+def _ordered(run: Sequence[fx.Node], first_read: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Each call behind what it reads; else by line, and then as it is first read."""
+    keys = {node: (lines_of(node), first_read.get(node, len(first_read))) for node in run}
+    by_key = {key: node for node, key in keys.items()}
+    waiting = {node: sum(n in keys for n in node.all_input_nodes) for node in run}
+    ready: list[Any] = [keys[node] for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        node = by_key[heapq.heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            if user in waiting:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    heapq.heappush(ready, keys[user])
+    return order
+
+
+def _place(run: Sequence[fx.Node], order: Sequence[fx.Node]) -> None:
+    before, numbers = run[0].prev, defaultdict[str, list[tuple[int, str]]](list)
+    for node in run:
+        numbers[_base(node.name)[0]].append((_base(node.name)[1], node.name))
+    names = {base: iter(sorted(found)) for base, found in numbers.items()}
+    for node in order:
+        before.append(node)
+        before = node
+        node.name = next(names[_base(node.name)[0]])[1]
+
+
+def _base(name: str) -> tuple[str, int]:
+    found = _NUMBERED.fullmatch(name)
+    assert found is not None
+    return found["base"], int(found["number"] or -1)

@@ -1,0 +1,74 @@
+"""Tables and masks that a loop over kinds makes stand in one order, whichever the loop took."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from planner.capture.canonical.side_calls import order_side_calls
+from planner.graph.source_lines import lines_of
+from tests.tools.captured import capture
+
+KINDS = ("full", "sliding", "chunked")
+
+
+class Kinds(nn.Module):
+    """Of each kind a table by position and a mask; ``walked``: the order in which the loop takes them."""
+
+    def __init__(self, walked: tuple[str, ...]) -> None:
+        super().__init__()
+        self.walked, self.linear = walked, nn.Linear(4, 4)
+        for i, kind in enumerate(KINDS):
+            self.register_buffer(kind, torch.arange(4.0) + i)
+
+    def table(self, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        angles = positions.unsqueeze(-1) * getattr(self, kind)
+        return angles.cos(), angles.sin() * 2
+
+    def mask(self, positions: Tensor, kind: str) -> Tensor:
+        away = positions[:, None] - positions[None]
+        if kind == "full":
+            return away >= 0
+        return (away >= 0) & (away < 3) if kind == "sliding" else (away // 2 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        tables, masks = {}, {}
+        for kind in self.walked:
+            tables[kind], masks[kind] = self.table(positions, kind), self.mask(positions, kind)
+        x = self.linear(x)
+        for kind in KINDS:
+            cos, sin = tables[kind]
+            x = torch.einsum("ij,bjd->bid", masks[kind].to(x.dtype), x * cos + x.flip(-1) * sin)
+        return x.square().mean()
+
+
+def captured(*walked: str):
+    torch.manual_seed(0)
+    return capture(Kinds(walked), {"x": torch.ones(2, 6, 4)})
+
+
+def test_a_captured_graph_does_not_depend_on_the_order_of_a_loop_over_kinds():
+    graphs = {str(captured(*walked).graph.graph) for walked in (KINDS, KINDS[::-1], ("chunked", "full", "sliding"))}
+    assert len(graphs) == 1
+
+
+def test_straight_code_stays_as_it_was_traced():
+    graph = captured(*KINDS).graph.graph
+    made = [node for node in graph.nodes if node.op == "call_function" and not node.meta["grad"]]
+    assert [lines_of(node) for node in made] == sorted(lines_of(node) for node in made)
+    before = str(graph)
+    order_side_calls(graph, ["p_linear_weight", "p_linear_bias"])
+    assert str(graph) == before
+
+
+def test_calls_that_read_weights_and_draws_stay_in_their_places():
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            noise = torch.rand_like(x)
+            return (x * w + noise * 2 + torch.ones(4) * 3).sum()
+
+    graph = torch.fx.symbolic_trace(Drawing()).graph
+    names = [node.name for node in graph.nodes]
+    order_side_calls(graph, ["w"])
+    assert [node.name for node in graph.nodes] == names
