@@ -29,7 +29,7 @@ BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value th
 
 
 def has_gradient(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(n.meta.get("grad") for n in node.all_input_nodes)
+    return node.op == "call_function" and any(n.meta.get("grad") or n.meta.get("stopped") for n in node.all_input_nodes)
 
 
 def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collection[fx.Node]) -> list[fx.Node]:

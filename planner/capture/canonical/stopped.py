@@ -3,7 +3,8 @@
     detach(f(x, y))                      → f(detach(x), detach(y))          straight-through estimators, scales of bits
     max(x, dim)[0], min of no gradient   → amax(x, dim), amin
 
-So no gradient is planned, and nothing is kept, for calls that none flows through.
+So no gradient is planned, and nothing is kept, for calls that none flows through. ``meta["stopped"]`` says that their
+values depend on some that have one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def stop_early(graph: fx.Graph) -> bool:
                     detached[value] = _detach(graph, value, node)
                 node.replace_input_with(value, detached[value])
     for node in stopped:
-        node.meta["grad"] = False
+        node.meta["grad"], node.meta["stopped"] = False, True
         node.meta["val"] = _without_gradient(node.meta["val"])
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
         if node.all_input_nodes[0] in stopped:
@@ -61,7 +62,7 @@ def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
     with graph.inserting_before(reader):
         new = graph.call_function(aten.detach.default, (value,))
     new.meta = {k: v for k, v in reader.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    new.meta |= {"val": value.meta["val"].detach(), "grad": False}
+    new.meta |= {"val": value.meta["val"].detach(), "grad": False, "stopped": True}
     return new
 
 
