@@ -156,8 +156,9 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
-        program, blocks, placements, stages, terms, mesh, spec.seed, model, experts=experts, context=context
-    )
+        program, blocks, placements, stages, terms, mesh, spec.seed, model, experts=experts, context=context,
+        on_gpu=cluster is not None and cluster.device.is_gpu,
+    )  # fmt: skip
     with shown_if_slow("laying out what each rank holds and exchanges"):
         shards = decide_shards(spec, decisions)
         if spec.recompute == "none" and spec.cuda_graphs.impl == "none":

@@ -46,6 +46,7 @@ class Decisions:
     hub: HubFormat = field(default_factory=HubFormat, repr=False)
     experts: Experts = field(default_factory=Experts, repr=False)
     context: Context = field(default_factory=Context, repr=False)
+    on_gpu: bool = False  # where the cluster says so: which kernels ops are counted with
 
     def __post_init__(self) -> None:
         if self._model is not None:

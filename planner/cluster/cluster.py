@@ -54,6 +54,11 @@ class Device(Section):
     )
     usable_memory: Share = key(0.92, "of the memory that a process may fill")
 
+    @property
+    def is_gpu(self) -> bool:
+        """Only a GPU has multiprocessors: its kernels are torch's for CUDA."""
+        return self.processors is not None
+
 
 class Link(Section):
     name: Name = required("of the link", "NVSwitch")

@@ -15,7 +15,7 @@ from planner.graph.ops.aten import arguments, is_random, named
 from planner.graph.ops.over_data import over_data
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
-from planner.saved import stand_ins
+from planner.saved import attention_kernels, of_sequence, stand_ins
 from planner.saved.fused import loses_logits
 from planner.saved.of_sequence import OF_SEQUENCE
 
@@ -37,6 +37,18 @@ OF_EXPERTS = {
     exchange.ids_of,
 }
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _by_kernel(target: Any) -> Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    return lambda kwargs: (target, {**kwargs, "attend": attention_kernels.attention})
+
+
+# What stands for attention on a GPU, from its keywords.
+ON_GPU: dict[Any, Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
+    aten.scaled_dot_product_attention.default: lambda kwargs: (attention_kernels.attention, kwargs),
+    stand_ins.shared_key_attention: _by_kernel(stand_ins.shared_key_attention),
+    of_sequence.causal_attention: _by_kernel(of_sequence.causal_attention),
+}
 
 
 def local_call(node: fx.Node, option: Option, tp: int, shape: Sequence[int]) -> Call | None:

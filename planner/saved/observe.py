@@ -4,8 +4,9 @@
     softmax(x)             keeps its result
     layer_norm(x, w, b)    keeps x, w, and two tensors that are no operand and no result: mean and 1 / deviation
 
-A tensor is known by its memory, so a kept view of an operand is that operand. Which kernel an op takes, as attention
-does by its mask and dropout, is that of the CPU. Each signature (op, shapes, strides, dtypes, constants) is seen once.
+A tensor is known by its memory, so a kept view of an operand is that operand. Which kernel an op takes is that of the
+CPU, but for attention of a cluster of GPUs (planner.saved.attention_kernels). Each signature (op, shapes, strides,
+dtypes, constants) is seen once.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ def causal_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    attend: Any = F.scaled_dot_product_attention,
 ) -> Tensor:
     if dropout_p == 0.0 and _takes(q, k, v):
         return _Attended.apply(q, k, v, None, 1)
@@ -64,7 +66,7 @@ def causal_attention(
         keys = torch.arange(end, device=q.device)
         mask = keys[start:].view(-1, 1) >= keys
         operands = (rows, k.narrow(2, 0, end), v.narrow(2, 0, end), mask)
-        found.append(F.scaled_dot_product_attention(*operands, dropout_p=dropout_p, enable_gqa=enable_gqa))
+        found.append(attend(*operands, dropout_p=dropout_p, enable_gqa=enable_gqa))
     return torch.cat(found, 2)
 
 

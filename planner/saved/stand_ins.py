@@ -268,8 +268,13 @@ def _mean(x: Tensor) -> Tensor:
     return summed(x.sum(-1, keepdim=True)) / 2
 
 
-def shared_key_attention(q: Tensor, k: Tensor, v: Tensor, tp: int, **given: Any) -> Tensor:
-    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] whole: it picks the key heads that they read."""
+def shared_key_attention(
+    q: Tensor, k: Tensor, v: Tensor, tp: int, *, attend: Any = F.scaled_dot_product_attention, **given: Any
+) -> Tensor:
+    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] whole: it picks the key heads that they read.
+
+    ``attend``: by which kernel.
+    """
     local, per_group = q.shape[1], q.shape[1] * tp // k.shape[1]
     heads = [head // per_group for head in range(local)]
     count = heads[-1] + 1
@@ -279,7 +284,7 @@ def shared_key_attention(q: Tensor, k: Tensor, v: Tensor, tp: int, **given: Any)
         k, v = (torch.cat([x.narrow(1, head, 1) for head in heads], 1) for x in (k, v))
     gqa = k.shape[1] != local
     mask = given.pop("mask", given.pop("attn_mask", None))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **{**given, "enable_gqa": gqa})
+    return attend(q, k, v, attn_mask=mask, **{**given, "enable_gqa": gqa})
 
 
 SPELLED_ANEW: dict[Any, Any] = {

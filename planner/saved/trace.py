@@ -22,7 +22,7 @@ from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
 from planner.placement.types import Placement
 from planner.saved import stand_ins
 from planner.saved.fused import PRODUCTS, is_fused_bias, is_overlapped, is_summed_in_place
-from planner.saved.local_calls import local_call
+from planner.saved.local_calls import ON_GPU, local_call
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange, sent_type, type_at
@@ -217,6 +217,8 @@ class _Tracer:
         shape = self._local_shape(node) if isinstance(node.meta["val"], torch.Tensor) else ()
         call = local_call(node, option, self.decisions.placements.size(node), shape)
         target, args, kwargs = call or (None, node.args, node.kwargs)
+        if self.decisions.on_gpu and target in ON_GPU:
+            target, kwargs = ON_GPU[target](kwargs)
         given: Any = fx.map_arg((args, kwargs), operand)
         seen = None if target is None else _observed(target, given[0], given[1], [v.like for v in operands])
         if seen is None:

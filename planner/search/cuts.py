@@ -66,9 +66,9 @@ class _Variant:
 class Cuts:
     """Owns the folded model, its variants and the work of each cut. The captured program stays as it is."""
 
-    def __init__(self, captured: Captured, spec: Spec, kinds: Sequence[str]) -> None:
+    def __init__(self, captured: Captured, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
         """``kinds``: of recompute that will be asked about."""
-        self.captured, self.spec = captured, spec
+        self.captured, self.spec, self.on_gpu = captured, spec, on_gpu
         program = captured.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
@@ -110,7 +110,7 @@ class Cuts:
         check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
         decisions = Decisions(
             program, blocks, placements, assign_stages(program, blocks, 1), self.captured.terms, mesh, self.spec.seed,
-            experts=variant.experts, context=variant.context,
+            experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
 

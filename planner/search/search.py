@@ -75,7 +75,7 @@ class _Search:
         self.refused: dict[Cut, PlanError] = {}
         with self._clock("blocks"):
             kinds = _kinds(spec)
-            self.cuts = Cuts(captured, spec, kinds)
+            self.cuts = Cuts(captured, spec, kinds, on_gpu=cluster.device.is_gpu)
             inner = cluster.links[0].devices
             self.space = Space(spec, devices, inner, self.cuts.facts)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.errors import Where
 from planner.exchanges.collectives import scalars_of_loss
+from planner.graph.ops.aten import is_random, named, packet_of
 from planner.graph.ops.flops import node_cost, node_flops
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import holds_weight
@@ -25,6 +27,7 @@ from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
+from planner.saved.attention_kernels import MATH, kernel_of
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.tables.rows import Diagnostic, Summary
@@ -48,6 +51,7 @@ def diagnostic_rows(
         *_untrained(decisions.program),
         *_skipped(decisions),
         *_own_backwards(decisions, places),
+        *_kernels(decisions, places),
         *_experts(decisions, parameters, places),
     ]
     if decisions.mesh.tp > 1:
@@ -156,6 +160,31 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
                 why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
                 why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
                 yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
+
+
+def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
+    """With which kernel the memory of attention is counted, where that decides what is kept."""
+    for node in decisions.program.graph.graph.nodes:
+        if node.op != "call_function" or packet_of(node.target) is not aten.scaled_dot_product_attention:
+            continue
+        drops = " with dropout" if is_random(node) else ""
+        if decisions.on_gpu:
+            given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
+            values: list[Any] = [None if x is None else x.meta["val"] for x in given]
+            kernel = kernel_of(*values)
+            keeps = "its scores and shares" if kernel == MATH else "its result and one number a row, no shares"
+            yield Diagnostic(
+                "info",
+                f"attention{drops} is counted with the {kernel} kernel of a GPU, which keeps {keeps}",
+                places.text(node),
+            )
+        elif drops:
+            yield Diagnostic(
+                "info",
+                "attention with dropout is counted with the kernel of a CPU, which keeps its scores and shares",
+                places.text(node),
+                "name a cluster of GPUs for what theirs keep",
+            )
 
 
 def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:

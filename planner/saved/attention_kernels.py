@@ -1,0 +1,83 @@
+"""Attention as the kernels of a GPU keep it: its result and one number a row, with dropout too, and never the shares.
+
+    flash               16-bit, no mask, up to 256 features a head          keeps q, k, v, y, Σexp of each row
+    memory-efficient    a mask or float32; as many key heads as heads       the same, and the mask
+    math                all else: float64, shared keys with a mask          keeps scores and shares, [b, h, s, t]
+
+With dropout the first two keep two numbers of the generator in place of a mask of what was dropped. The rules are those
+by which torch chooses (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), without strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FLASH, EFFICIENT, MATH = "flash", "memory-efficient", "math"
+_HALF = (torch.bfloat16, torch.float16)
+_WIDEST = 256  # features of a head
+_ROWS = 32  # the memory-efficient kernel rounds up the rows of its sums
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """Which kernel a GPU takes."""
+    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or q.dtype not in (*_HALF, torch.float32):
+        return MATH
+    widths = {x.shape[-1] for x in (q, k, v)}
+    if q.dtype in _HALF and mask is None and len(widths) == 1 and q.shape[-1] <= _WIDEST:
+        return FLASH
+    step = 8 if q.dtype in _HALF else 4
+    if q.shape[1] == k.shape[1] == v.shape[1] and all(width % step == 0 for width in widths):
+        return EFFICIENT
+    return MATH
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention, as far as memory goes."""
+    kernel = kernel_of(query, key, value, attn_mask)
+    if kernel != MATH:
+        return _Fused.apply(query, key, value, attn_mask, kernel)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
+        batch, heads, rows, _ = q.shape
+        ctx.kernel = kernel
+        if kernel == FLASH:
+            y = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)  # as the query lies, if it lies without gaps
+        else:
+            y = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
+            rows = -(-rows // _ROWS) * _ROWS
+        generator = q.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(q, k, v, mask, y, q.new_empty(batch, heads, rows, dtype=torch.float32), generator)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, mask, _, sums, _ = ctx.saved_tensors
+        beside = [torch.empty_like(sums)]
+        if ctx.kernel == FLASH:
+            beside.append(q.new_empty(q.shape, dtype=torch.float32))  # the gradient of q is summed up there
+            if k.shape[1] != q.shape[1]:  # those of shared keys, for each head
+                beside += [x.new_empty(x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v)]
+        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), of_mask, None
