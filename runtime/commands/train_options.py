@@ -20,9 +20,11 @@ MOST_SECONDS = 7 * 24 * 3600  # --timeout
 @dataclass(frozen=True)
 class Reading:
     data: Annotated[
-        str,
+        list[str],
         typer.Option(
-            metavar="PATH|stdlib", help="A token file, or a text file or directory; stdlib: Python's own source."
+            metavar="PATH|stdlib",
+            help="A token file, or a text file or directory; stdlib: Python's own source. PATH=SHARE, several times: "
+            "a mixture.",
         ),
     ]
     tokenizer: Annotated[
@@ -59,6 +61,10 @@ class Checking:
         Number, typer.Option(min=1, metavar="N", help="Each N updates, the loss of what the spec holds out.")
     ] = None
 
+    patience: Annotated[
+        Number, typer.Option(min=1, metavar="N", help="End after N validations without a smaller loss.")
+    ] = None
+
 
 @dataclass(frozen=True)
 class Showing:
@@ -67,6 +73,12 @@ class Showing:
     ] = None
     tensorboard: Annotated[
         File, typer.Option(metavar="DIR", help="Write every step here for TensorBoard (extra tensorboard).")
+    ] = None
+    wandb: Annotated[
+        Text, typer.Option(metavar="PROJECT", help="Log every step to this project of Weights & Biases (pip wandb).")
+    ] = None
+    callback: Annotated[
+        Text, typer.Option(metavar="FILE.py:FUNCTION", help="Call it on rank 0 with the row of each step.")
     ] = None
     plot: Annotated[File, typer.Option(metavar="FILE.png|svg", help="At the end, draw the loss here (extra plot).")] = (
         None
@@ -91,6 +103,9 @@ class Saving:
     keep: Annotated[
         Number, typer.Option(min=1, metavar="K", help="Let only the K newest saves stay; all if not given.")
     ] = None
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="Keep the save with the least validation loss in DIR/best.")
+    ] = False
     resume: Annotated[
         Text, typer.Option(metavar="auto|DIR", help="Go on from a save; auto: the newest good one of --save, if any.")
     ] = None
@@ -99,9 +114,11 @@ class Saving:
 def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking | Showing | Saving) -> Job:
     """What the ranks are asked for. An option has the name of its field in the job."""
     from runtime.training.job import Job, saves_directory
+    from runtime.training.mixture import read_mixture
 
     given: dict[str, Any] = {
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
-    given["save"] = saves_directory(given["save"], given["save_every"], given["resume"])
+    given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
+    given["data"], given["mixture"] = read_mixture(given["data"])
     return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, **given)

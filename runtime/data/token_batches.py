@@ -7,7 +7,7 @@ So every sample comes once an epoch, each epoch in another order, and step 1000 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -40,10 +40,31 @@ class TokenBatches:
         self._dtypes = {name: getattr(torch, spec.dtype) for name, spec in inputs.items()}
         self._check_first(inputs)
 
+    @property
+    def num_samples(self) -> int:
+        return self.objective.num_samples
+
     def indices(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
         """(epoch, index) of each row of the step's global batch, or of some of its rows."""
+        return self._indices([step * self.global_size + row for row in range(self.global_size)[rows or slice(None)]])
+
+    def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]:
+        """The global batch of a step, or some of its rows: each input as [rows, *shape]."""
+        return self.stacked([self.objective.sample(index, epoch) for epoch, index in self.indices(step, rows)])
+
+    def samples(self, numbers: Sequence[int]) -> list[Mapping[str, np.ndarray]]:
+        """Those with these numbers in the order of training."""
+        return [self.objective.sample(index, epoch) for epoch, index in self._indices(numbers)]
+
+    def stacked(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+        """Each input as [samples, *shape]."""
+        return {
+            name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(self._dtypes[name])
+            for name, role in self.roles.items()
+        }
+
+    def _indices(self, places: Sequence[int]) -> list[tuple[int, int]]:
         num_samples = self.objective.num_samples
-        places = [step * self.global_size + row for row in range(self.global_size)[rows or slice(None)]]
         epochs = [place // num_samples for place in places]
         found = {
             epoch: iter(
@@ -54,14 +75,6 @@ class TokenBatches:
             for epoch in dict.fromkeys(epochs)
         }
         return [(epoch, next(found[epoch])) for epoch in epochs]
-
-    def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]:
-        """The global batch of a step, or some of its rows: each input as [rows, *shape]."""
-        samples = [self.objective.sample(index, epoch) for epoch, index in self.indices(step, rows)]
-        return {
-            name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(self._dtypes[name])
-            for name, role in self.roles.items()
-        }
 
     def _check_first(self, inputs: Mapping[str, InputSpec]) -> None:
         """Raise PlanError for an input that the objective has nothing for."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.data.mixture import MixedBatches
 from runtime.data.reading import read_tokens
 from runtime.data.roles import roles_of
 from runtime.data.text.sources import STDLIB, files_of
@@ -34,8 +35,8 @@ class RunData:
     ``identity``: goes with each save.
     """
 
-    training: TokenBatches
-    validation: TokenBatches | None
+    training: TokenBatches | MixedBatches
+    validation: TokenBatches | MixedBatches | None
     identity: dict[str, Any]
     validate_every: int | None = None
 
@@ -44,30 +45,41 @@ class RunData:
         if self.validation is None or self.validate_every is None or step % self.validate_every:
             return None
         size = self.validation.global_size
-        num_batches = min(MOST_VALIDATED, max(1, self.validation.objective.num_samples // size))
+        num_batches = min(MOST_VALIDATED, max(1, self.validation.num_samples // size))
         return fmean(evaluate(self.validation.batch(step)) for step in range(num_batches))
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     """What ``job`` reads. Raises PlanError where the text does not serve it."""
-    tokens = read_tokens(job.data, job.tokenizer)
-    _check_ids(tokens, spec, plan)
+    texts = [read_tokens(source, job.tokenizer) for source in job.sources]
+    for tokens in texts:
+        _check_ids(tokens, spec, plan)
     if job.validate_every is not None and not spec.data.validation:
         fix = "add `data: {validation: 0.05}` to the spec"
         raise PlanError("--validate-every, but the spec holds nothing out", where="--validate-every", fix=fix)
-    training, held_out = split(tokens, spec.data.validation)
-    identity = {"data": training.identity, "seed": spec.seed, "batch.global": spec.batch.global_size}
-    validation = None if held_out is None else _validation(held_out, spec)
-    return RunData(token_batches(training, spec), validation, identity, job.validate_every)
+    parts = [split(tokens, spec.data.validation) for tokens in texts]
+    weights = [weight for _, weight in job.mixture]
+    content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))
+    of_data = content if weights else parts[0][0].identity
+    identity = {"data": of_data, "seed": spec.seed, "batch.global": spec.batch.global_size}
+    training = _mixed([token_batches(tokens, spec) for tokens, _ in parts], weights, spec)
+    held_out = [_validation(tokens, spec) for _, tokens in parts if tokens is not None]
+    validation = _mixed(held_out, weights, spec) if held_out else None
+    return RunData(training, validation, identity, job.validate_every)
+
+
+def _mixed(texts: list[TokenBatches], weights: list[float], spec: Spec) -> TokenBatches | MixedBatches:
+    return MixedBatches(texts, weights, spec.seed) if weights else texts[0]
 
 
 def check_source(job: Job) -> None:
     """Raise PlanError for a source that is not there, or a token file that is damaged: before anything takes long."""
-    path = Path(job.data)
-    if job.data == STDLIB or not is_token_file(path):
-        files_of(job.data)
-    elif read_header(path).num_bytes <= _MOST_CHECKED:
-        check_content(path)
+    for source in job.sources:
+        path = Path(source)
+        if source == STDLIB or not is_token_file(path):
+            files_of(source)
+        elif read_header(path).num_bytes <= _MOST_CHECKED:
+            check_content(path)
 
 
 def _validation(tokens: Tokens, spec: Spec) -> TokenBatches:

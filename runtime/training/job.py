@@ -38,6 +38,9 @@ class Job:
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
     ``quiet``: no line of a step is shown. ``audit``: steps between two audits, in place of the spec's; None for those.
     ``timeout``: seconds that a rank waits for others in an exchange.
+    ``mixture``: several texts in place of ``data``, with the share of each. ``keep_best``: the save with the least
+    validation loss stays; ``patience``: validations without a smaller one before the run ends, None for no such end.
+    ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to.
     """
 
     model: str
@@ -59,6 +62,15 @@ class Job:
     quiet: bool = False
     audit: int | None = None
     timeout: float = GROUPS_TIMEOUT
+    mixture: tuple[tuple[str, float], ...] = ()
+    keep_best: bool = False
+    patience: int | None = None
+    callback: str | None = None
+    wandb: str | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(source for source, _ in self.mixture) or (self.data,)
 
     @property
     def trace(self) -> str:
@@ -73,9 +85,11 @@ def spec_of(job: Job) -> Spec:
     return spec.model_copy(update={"audit": spec.audit.model_copy(update={"every": job.audit})})
 
 
-def saves_directory(save: str | None, save_every: int | None, resume: str | None) -> str | None:
+def saves_directory(
+    save: str | None, save_every: int | None, resume: str | None, keep_best: bool = False
+) -> str | None:
     """Where saves go: ``save``, or ``checkpoints`` where an option asks for saves without saying where."""
-    return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO else None)
+    return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO or keep_best else None)
 
 
 def check_saves(job: Job, *, goes_on: bool = False) -> None:

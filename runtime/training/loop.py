@@ -20,6 +20,7 @@ from runtime.engine import Engine
 from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
+from runtime.training.best import Best
 from runtime.training.data import RunData, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
@@ -46,6 +47,7 @@ class _Run:
         self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
         self.profile = profile
         self.is_stopped = False
+        self.validation_loss: float | None = None
         self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
         self._guard = NonFiniteGuard(engine)
         self._lag = int(engine.groups.device.type != "cpu")
@@ -57,8 +59,8 @@ class _Run:
         if self.profile is not None:
             self.profile.after_step(self.engine.step_index)
         alone = self.beside.train_step(batch) if self.beside else None
-        validation = self.data.validation_after(self.engine.step_index, self.engine.evaluate)
-        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, validation)
+        self.validation_loss = self.data.validation_after(self.engine.step_index, self.engine.evaluate)
+        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss)
         self._waiting.append((batch, report, seen))
         self.show(self._lag)
 
@@ -94,7 +96,8 @@ def run_rank(job: Job) -> Trained:
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
-        save = saves.resumed()
+        save, best = saves.resumed(), Best(engine, job, data.identity)
+        best.go_on(saves.taken)
         if save is None and weights is not None:
             engine.load_pretrained(weights)
         # after the engine has taken its weights: the one process trains the model itself
@@ -106,10 +109,11 @@ def run_rank(job: Job) -> Trained:
             ahead = Prefetched(data.training, engine.step_index, job.num_steps)
             try:
                 with ahead as batches:
-                    while engine.step_index < job.num_steps and not run.is_stopped:
+                    while engine.step_index < job.num_steps and not run.is_stopped and not best.is_over:
                         with showing.pace.making_batch():
                             batch = batches.batch(engine.step_index)
                         run.step(batch)
+                        best.see(run.validation_loss)
                         saves.after_step()
                 run.finish()
             except (NonFiniteError, AuditError) as error:  # of all ranks at the same step

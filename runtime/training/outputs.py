@@ -10,6 +10,8 @@ from planner.errors import PlanError, Where
 from planner.files.atomic import try_new_file
 from runtime.profiling.window import Window
 from runtime.report.curve import SUFFIXES
+from runtime.training.best import check_best
+from runtime.training.callback import Callback
 from runtime.training.job import Job
 
 
@@ -24,6 +26,11 @@ def check_outputs(job: Job) -> None:
     if job.tensorboard is not None:
         _check_package("tensorboard", "--tensorboard", "tensorboard")
         _check_directory(job.tensorboard)
+    if job.wandb is not None:
+        _check_package("wandb", "--wandb")
+    if job.callback is not None:
+        Callback(job.callback)
+    check_best(job)
     if job.profile is not None:
         Window.parse(job.profile, job.num_steps)
         _check_replaceable(job.trace, "trace")
@@ -61,12 +68,13 @@ def _check_directory(path: str) -> None:
         raise _cannot_write("directory for TensorBoard", path, error) from error
 
 
-def _check_package(name: str, option: str, extra: str) -> None:
+def _check_package(name: str, option: str, extra: str | None = None) -> None:
     if importlib.util.find_spec(name) is None:
+        wanted = name if extra is None else f"'meshwright[{extra}]'"
         raise PlanError(
             f"{option} needs the package {name}, which is not installed",
             where=option,
-            fix=f"pip install 'meshwright[{extra}]', or leave out {option}",
+            fix=f"pip install {wanted}, or leave out {option}",
         )
 
 

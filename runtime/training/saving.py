@@ -43,6 +43,7 @@ class RunSaves:
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
+        self.taken: dict[str, Any] = {}  # what came with the save that the run goes on from
         self._saved: int | None = None
         self._line = line_of_run(os.environ)
 
@@ -135,7 +136,7 @@ class RunSaves:
         return None
 
     def _take(self, save: Path) -> Path:
-        extra = self.engine.load(save)
+        extra = self.taken = self.engine.load(save)
         self._say(f"going on from {save}: {self.engine.step_index} steps are made")
         if self.job.save is not None and save.resolve().parent == Path(self.job.save).resolve():
             self._saved = self.engine.step_index

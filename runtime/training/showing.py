@@ -16,6 +16,8 @@ from runtime.report.progress import Progress, Sink
 from runtime.report.step_report import StepReport
 from runtime.report.step_row import StepRow
 from runtime.report.tensorboard import TensorBoard
+from runtime.report.wandb import WandB
+from runtime.training.callback import Callback
 from runtime.training.job import Job
 
 
@@ -92,4 +94,8 @@ class Showing:
             found.append(Log(self.job.log, self._first))
         if self.job.tensorboard is not None:
             found.append(TensorBoard(self.job.tensorboard, self._first))
+        if self.job.wandb is not None:
+            found.append(WandB(self.job.wandb))
+        if self.job.callback is not None:
+            found.append(Callback(self.job.callback))
         return found
