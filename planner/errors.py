@@ -60,8 +60,16 @@ def require(ok: bool, what: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """An error of other code in one line: its kind and the first line of its message."""
-    text = str(error).strip().splitlines()
+    text = message_of(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:1000]}" if text else type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """Its text; empty where the error's own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 _MOST_SHOWN = 20  # errors of one spec

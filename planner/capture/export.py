@@ -52,7 +52,7 @@ from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
-from planner.errors import PlanError, Where
+from planner.errors import PlanError, Where, first_line, message_of
 from planner.graph.assumptions import Assumption
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
@@ -231,9 +231,9 @@ def _export(
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
         return exported
-    except PlanError:
+    except (PlanError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # of the user's forward: it may derive from any class
         where = CallSites(model).of(error)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
             raise PlanError(
@@ -241,7 +241,8 @@ def _export(
                 where="inputs",
                 fix="name the keys under `inputs` as the arguments of the model's forward",
             ) from error
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = message_of(error).strip()
+        what = text.splitlines()[0] if text and isinstance(error, Exception) else first_line(error)
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             what = (
                 f"what {what.removesuffix('.default').removesuffix('.Tensor')} makes depends on the values of tensors"

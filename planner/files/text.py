@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -55,6 +55,33 @@ def read_text(
         raise error(
             f"the {what} is not UTF-8 text", where=Where(file=shown, line=line), fix="save the file as UTF-8"
         ) from None
+
+
+def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str = "") -> Iterator[tuple[str, bool]]:
+    """The lines of the file at ``path``, each with whether it is ended, one after another: no more is in memory.
+
+    ``most_bytes``: of one line. Raises PlanError as ``read_text`` does.
+    """
+    if not is_file(Path(path)):
+        read_text(path, what, most_bytes=0, fix=fix)  # raises, in its words
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            number = 0
+            while content := file.readline(most_bytes + 1):
+                number += 1
+                if len(content) > most_bytes:
+                    words = f"a line of the {what} is longer than {most_bytes // KIB} KiB"
+                    raise PlanError(words, where=Where(file=shorten(path), line=number), fix=fix)
+                try:
+                    yield content.decode("utf-8-sig" if number == 1 else "utf-8"), content.endswith(b"\n")
+                except UnicodeDecodeError:
+                    where = Where(file=shorten(path), line=number)
+                    raise PlanError(
+                        f"the {what} is not UTF-8 text", where=where, fix="save the file as UTF-8"
+                    ) from None
+    except OSError as failed:
+        words = f"cannot read the {what} {shorten(path)}: {reason(failed)}"
+        raise PlanError(words, where=shorten(path), fix=fix) from None
 
 
 def open_regular(path: str | PathLike[str]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import Any
 
-from planner.errors import PlanError
+from planner.errors import PlanError, message_of
 from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
 from runtime.distributed.unnamed_memory import unnamed_memory
 
@@ -37,13 +37,14 @@ class Outcome:
     @classmethod
     def failed_by(cls, rank: int, error: BaseException) -> Outcome:
         """Of a function; what an engine's error names, it has published itself."""
-        where = str(error).partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
+        text = message_of(error)
+        where = text.partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
         return cls(
             rank,
             failure=Failure.of(rank, where, error),
             error=error if isinstance(error, PlanError) else None,
             of_a_peer=is_of_a_peer(error),
-            last_line=str(error).splitlines()[-1] if str(error) else type(error).__name__,
+            last_line=text.splitlines()[-1] if text else type(error).__name__,
             seconds=time.monotonic(),
         )
 

@@ -50,7 +50,9 @@ def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
                 return build()
             with meta_parameters():
                 return build()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code: it may derive from any class
         raise PlanError(
             f"{path}: the model of this config cannot be built: {first_line(error)}", where=Where(file=str(path))
         ) from error
@@ -68,7 +70,9 @@ def _read_config(path: Path) -> Any:
     try:
         with _offline():
             config = AutoConfig.from_pretrained(str(file), **_LOCAL)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code: it may derive from any class
         raise PlanError(f"{file} is no config that transformers knows: {first_line(error)}", where=where) from error
     if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
         raise PlanError(

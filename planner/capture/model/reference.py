@@ -69,7 +69,9 @@ def _import_module(name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code: it may derive from any class
         raise _import_error(f"module {shorten(name)!r}", error, Path.cwd()) from error
 
 
@@ -86,13 +88,15 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules.setdefault(path.stem, source)
     try:
         spec.loader.exec_module(source)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code: it may derive from any class
         sys.modules.pop(path.stem, None)
         raise _import_error(f"file {path}", error, directory) from error
     return source
 
 
-def _import_error(what: str, error: Exception, directory: Path) -> PlanError:
+def _import_error(what: str, error: BaseException, directory: Path) -> PlanError:
     missing = getattr(error, "name", None) or ""
     package = missing.partition(".")[0]
     if isinstance(error, ImportError) and package in OUR_PACKAGES and (directory / package).exists():
@@ -133,7 +137,9 @@ def _call(build: Any, reference: str) -> nn.Module:
         )
     try:
         model = build()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code: it may derive from any class
         raise PlanError(
             f"MODEL {shorten(reference)!r} failed when called without arguments: {first_line(error)}",
             where=_line_of(error),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from planner.errors import PlanError, RunError
+from planner.errors import PlanError, RunError, message_of
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
 _WORDS_OF_TIME = ("timed out", "timeout")
@@ -61,7 +61,7 @@ class Failure:
         cause = cause_of(error)
         if isinstance(cause, PlanError):
             return cls(rank, where, first_line(cause.what), str(cause.where or ""), cause.fix, True, frames_of(cause))
-        told = f"{type(cause).__name__}: {first_line(str(cause))}".removesuffix(": ")
+        told = f"{type(cause).__name__}: {first_line(message_of(cause))}".removesuffix(": ")
         return cls(rank, where, told, place_of(cause), frames=frames_of(cause))
 
     def __str__(self) -> str:
@@ -102,12 +102,12 @@ def is_of_a_peer(error: BaseException) -> bool:
     error = cause_of(error)
     if isinstance(error, PlanError) or not isinstance(error, RuntimeError | ConnectionError):
         return False
-    text = str(error).lower()
+    text = message_of(error).lower()
     return any(words in text for words in _WORDS_OF_PEERS)
 
 
 def is_of_time(error: BaseException) -> bool:
-    text = str(cause_of(error)).lower()
+    text = message_of(cause_of(error)).lower()
     return any(words in text for words in _WORDS_OF_TIME)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from planner.errors import PlanError, RunError
+from planner.errors import PlanError, RunError, message_of
 from runtime.distributed.faults.activity import BETWEEN, START, Activity
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import (
@@ -72,7 +72,7 @@ class Faults:
         self.publish(error)
         if isinstance(error, RunError | PlanError) or not isinstance(error, Exception):
             return error
-        return StepError(f"{self.activity}: {type(error).__name__}: {error}")
+        return StepError(f"{self.activity}: {type(error).__name__}: {message_of(error)}")
 
     def told_as_it_is(self, error: BaseException) -> BaseException:
         """The same, and an error of this rank's own keeps its type: of a constructor, where no step has begun."""

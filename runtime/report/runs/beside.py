@@ -69,6 +69,6 @@ def _object(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, what, most_bytes=_MOST_BYTES, fix=_MOVE)
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise PlanError(f"the {what} is damaged: this is no JSON", where=shorten(path), fix=_MOVE) from None
     return values if isinstance(values, dict) else {}

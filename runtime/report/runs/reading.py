@@ -13,13 +13,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from planner.errors import PlanError
-from planner.files.text import MIB, read_text, shorten
+from planner.files.text import MIB, lines_of, shorten
 from runtime.report.memory_rows import MemoryReport
 from runtime.report.runs.beside import LOG, memory_beside, trace_beside
 from runtime.report.step_row import StepRow
 
 FIX = "write one with `meshwright train … --log FILE.jsonl`"
-_MOST_BYTES = 1024 * MIB
+_MOST_OF_A_LINE = MIB
 _KEYS = {field.name for field in dataclasses.fields(StepRow)}
 _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default is dataclasses.MISSING}
 
@@ -65,20 +65,20 @@ def _logs_at(path: Path) -> list[Path]:
 
 def read_rows(log: Path) -> tuple[StepRow, ...]:
     """The steps of a log; a last line that a kill cut short is left out. Raises PlanError, naming the line."""
-    text = read_text(log, "log", most_bytes=_MOST_BYTES, fix=FIX)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    rows = tuple(_rows(log, lines, is_whole=text.endswith("\n")))
+    rows = tuple(_rows(log))
     if not rows:
         raise PlanError("the log holds no step", where=shorten(log), fix=FIX)
     return rows
 
 
-def _rows(log: Path, lines: Sequence[tuple[int, str]], *, is_whole: bool) -> Iterator[StepRow]:
-    for position, (number, line) in enumerate(lines):
+def _rows(log: Path) -> Iterator[StepRow]:
+    for number, (line, is_ended) in enumerate(lines_of(log, "log", most_bytes=_MOST_OF_A_LINE, fix=FIX), 1):
+        if not line.strip():
+            continue
         try:
             values = json.loads(line)
-        except ValueError:
-            if position == len(lines) - 1 and not is_whole:
+        except (ValueError, RecursionError):
+            if not is_ended:  # the last one
                 return
             raise _damaged(log, number, f"this is no JSON: {shorten(line, 60)}") from None
         yield _row(log, number, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 
@@ -103,3 +104,28 @@ def test_what_lies_beside_a_log_is_read_or_is_one_error(tmp_path):
             read_runs([tmp_path])
         assert name in str(error.value)
         beside.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("beside", ["run.jsonl", "run.json", "run.memory.json"])
+def test_deep_json_is_one_error(tmp_path, beside):
+    write(tmp_path / "run.jsonl", rows())
+    (tmp_path / beside).write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    with pytest.raises(PlanError, match="this is no JSON"):
+        read_runs([tmp_path / "run.jsonl"])
+
+
+def test_a_log_is_read_line_by_line(tmp_path):
+    """Beside the steps themselves there is no copy of the text, however long its lines are."""
+    log = tmp_path / "run.jsonl"
+    line = json.dumps(asdict(rows()[0])) + " " * 100_000 + "\n"
+    log.write_text(line * 200)
+    tracemalloc.start()
+    try:
+        assert len(read_rows(log)) == 200
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < log.stat().st_size / 10
+    log.write_text(json.dumps("x" * (1 << 21)))
+    with pytest.raises(PlanError, match="a line of the log is longer than 1024 KiB"):
+        read_rows(log)
