@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from planner.errors import PlanError, RunError
 from planner.files.atomic import write_for_user
@@ -27,6 +28,7 @@ from planner.pipeline.schedule import KINDS
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
     from planner.report.section import Section
+    from planner.search.search import Result
 
 BAD_INPUT, RUN_FAILED = 2, 1
 MOST_PRINTED_RANKS = 1 << 17
@@ -49,8 +51,33 @@ class Commands(TyperGroup):
         """``plan`` first: all begins with it."""
         return sorted(super().list_commands(ctx), key=lambda name: name != "plan")
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_take_no_value(super().get_params(ctx))
 
-app = typer.Typer(
+
+class Command(TyperCommand):
+    """A command whose help shows flags as such."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_take_no_value(super().get_params(ctx))
+
+
+def _flags_take_no_value(params: list[Any]) -> list[Any]:
+    """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class App(typer.Typer):
+    """All its commands are of the class ``Command``."""
+
+    def command(self, *names: Any, **options: Any) -> Any:
+        return super().command(*names, **{"cls": Command, **options})
+
+
+app = App(
     name="meshwright",
     cls=Commands,
     help="Plan and run tensor, pipeline and data parallel training of an unmodified PyTorch Transformer.",
@@ -58,6 +85,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        write_text(f"meshwright {version('meshwright')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    shows_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of no command."""
+
 
 MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -100,13 +143,20 @@ def show_plan(plan: Plan, *, full: bool = False) -> None:
 
 def show_sections(parts: list[Section]) -> None:
     """Tables on stdout, as a plan's are."""
-    from planner.report.text import WIDTH, sections_text
+    from planner.report.text import print_sections, sections_text
 
-    width = Console().width if sys.stdout.isatty() else WIDTH
-    write_text(sections_text(parts, width=width))
+    if sys.stdout.isatty():
+        print_sections(parts)
+    else:
+        write_text(sections_text(parts))
 
 
-def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
+def title_of(model: str, spec: Path) -> str:
+    """The names of a model and its spec, for the title of a page."""
+    return f"{Path(model.removeprefix('hf:')).name or model} · {spec.name}"
+
+
+def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: str = "") -> str:
     """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
     from planner.report.text import to_yaml
 
@@ -118,12 +168,12 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False) -> str:
         case PlanFormat.html:
             from planner.report.page.plan_page import plan_page  # templates are loaded where a page is asked for
 
-            return plan_page(plan, full=full)
+            return plan_page(plan, full=full, title=title)
         case PlanFormat.table:
             return plan.describe(full=full)
 
 
-@app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5 -o best.yaml")
+@app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5 --best best.yaml")
 def search_command(
     model: Model,
     spec: SpecFile,
@@ -131,32 +181,57 @@ def search_command(
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to print.")] = 5,
     format: Annotated[SearchFormat, typer.Option(help="How to print them.")] = SearchFormat.table,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="SPEC", help="Write the spec of the fastest one here.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the report here, not to stdout.")
+    ] = None,
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SPEC.yaml",
+            help="Write the spec of the fastest one here. -o FILE.yaml without it and without --format does the same.",
+        ),
     ] = None,
 ) -> None:
     """Rank the layouts of what the spec leaves to `auto`, fastest first, and say why the others lose."""
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model
     from planner.search.progress import shown_progress
-    from planner.search.table import result_sections, result_to_dict
+    from planner.search.table import result_sections
     from planner.search.winner import chosen, winner_text
     from planner.spec.spec import Spec
 
+    if best is None and _names_a_spec(output, format):
+        best, output = output, None
     asked = Spec.load(spec)
     if devices is not None:
         asked = asked.with_devices(devices)
     with shown_progress() as progress:
         result = find_layouts(load_model(model), asked, top=top, progress=progress)
-    if output is not None:
-        write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), output)
-    if format is SearchFormat.json:
-        write_text(json.dumps(result_to_dict(result), indent=2))
-    elif format is SearchFormat.html:
-        from planner.search.page import search_page  # templates are loaded where a page is asked for
-
-        write_text(search_page(result))
-    else:
+    if best is not None:
+        write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), best, "--best")
+    if format is SearchFormat.table and output is None:
         show_sections(result_sections(result))
+    else:
+        write_text(_format_result(result, format, title_of(model, spec)), output)
+
+
+def _names_a_spec(output: Path | None, format: SearchFormat) -> bool:
+    """``-o best.yaml``: a table is no YAML, so that the file can only be meant for the spec."""
+    return output is not None and format is SearchFormat.table and output.suffix in (".yaml", ".yml")
+
+
+def _format_result(result: Result, format: SearchFormat, title: str) -> str:
+    from planner.report.text import sections_text
+    from planner.search.table import result_sections, result_to_dict
+
+    match format:
+        case SearchFormat.json:
+            return json.dumps(result_to_dict(result), indent=2)
+        case SearchFormat.html:
+            from planner.search.page import search_page  # templates are loaded where a page is asked for
+
+            return search_page(result, title=title)
+        case SearchFormat.table:
+            return sections_text(result_sections(result))
 
 
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
@@ -166,7 +241,9 @@ def groups_command(
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
     cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[int | None, typer.Option(help="Tensor parallel size of the experts; as --tp if not given.")] = None,
+    etp: Annotated[
+        int | None, typer.Option(help="Tensor parallel size inside an expert; as --tp if not given.")
+    ] = None,
     order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
     format: Annotated[Format, typer.Option(help="How to print the groups.")] = Format.table,
 ) -> None:
@@ -187,8 +264,14 @@ def groups_command(
     for kind, tokens in groups.items():
         print_table(
             f"{kind} groups of {world_size} ranks", ("axis", "groups", "ranks"),
-            [(token, str(len(rows)), "  ".join(map(_ranks, rows))) for token, rows in tokens.items()],
+            [(_axis_name(token, kind), str(len(rows)), "  ".join(map(_ranks, rows))) for token, rows in tokens.items()],
         )  # fmt: skip
+
+
+def _axis_name(token: str, kind: str) -> str:
+    """``tp`` of the experts is etp, their ``dp`` edp: in JSON the generator's own names stay."""
+    names = {"tp": "etp", "dp": "edp"} if kind == "expert" else {}
+    return "-".join(names.get(axis, axis) for axis in token.split("-"))
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -240,7 +323,7 @@ def schema_command(
     write_text(json.dumps(schema, indent=2, ensure_ascii=False), output)
 
 
-def write_text(text: str, path: Path | None = None) -> None:
+def write_text(text: str, path: Path | None = None, option: str = "--output") -> None:
     """To stdout, or to ``path``. Raises PlanError where the file cannot be written."""
     if path is None:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -248,9 +331,7 @@ def write_text(text: str, path: Path | None = None) -> None:
     try:
         write_for_user(path, text if text.endswith("\n") else text + "\n")
     except OSError as error:
-        raise PlanError(
-            f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"
-        ) from error
+        raise PlanError(f"cannot write {path}: {error.strerror}", where=option, fix="name a writable file") from error
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

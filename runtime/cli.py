@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, write_text
+from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
 from planner.errors import PlanError
 from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, report, train
 
@@ -55,7 +55,7 @@ def plan_command(
     elif format is PlanFormat.table and output is None:
         show_plan(result, full=full)
     else:
-        write_text(format_plan(result, format, full=full), output)
+        write_text(format_plan(result, format, full=full, title=title_of(model, spec)), output)
 
 
 def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:

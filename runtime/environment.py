@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -15,6 +16,7 @@ from runtime.distributed.shared_memory.neighbours import OFF, shared_host
 
 PACKAGE = "meshwright"
 EXTRAS = ("transformers", "tokenizers", "transformer-engine", "triton", "matplotlib", "tensorboard")
+_NAME = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")  # of a requirement, before its versions
 COMPILERS = ("c++", "g++", "clang++", "ptxas")
 _SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", OFF)
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
@@ -62,7 +64,7 @@ def _required() -> list[str]:
 
 
 def _name_of(requirement: str) -> str:
-    return requirement.split(";")[0].rstrip().rstrip("0123456789.<>=!~, ")
+    return _NAME.match(requirement)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def _machine() -> tuple[tuple[str, str], ...]:

@@ -9,13 +9,39 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from passes.lower import PASSES
+from planner.spec.spec import Spec
 from runtime.cli import app
+from runtime.commands.evaluate import evaluate_command
+from runtime.commands.train import train_command
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT, GPT_SPEC = f"{ROOT / 'examples' / 'gpt.py'}:build", str(ROOT / "examples" / "gpt.yaml")
+
+AUTO = (
+    "mesh: auto\nbatch: {global: 8, micro: auto}\ncluster: dgx-h100\ndevices: 2\n"
+    "inputs: {input_ids: {shape: [16], dtype: int64, high: 256}, targets: {like: input_ids}}\n"
+)
+ADVISED = """
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils.logging import get_logger
+
+logger = get_logger("transformers.advice")
+
+
+class Advised(GPT2LMHeadModel):
+    def forward(self, input_ids, labels):
+        logger.warning("advice in the forward")
+        return super().forward(input_ids, labels=labels)
+
+
+def build():
+    logger.warning("advice in the constructor")
+    return Advised(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=16))
+"""
 
 
 def run(*arguments):
@@ -178,14 +204,94 @@ def test_plan_prints_in_every_format(format, words):
 
 def test_search_prints_a_page(tmp_path):
     spec = tmp_path / "auto.yaml"
-    spec.write_text(
-        "mesh: auto\nbatch: {global: 8, micro: auto}\ncluster: dgx-h100\ndevices: 2\n"
-        "inputs: {input_ids: {shape: [16], dtype: int64, high: 256}, targets: {like: input_ids}}\n"
-    )
-    result = run("search", GPT, spec, "--format", "html", "--top", 2)
+    spec.write_text(AUTO)
+    best = tmp_path / "best.yaml"
+    result = run("search", GPT, spec, "--format", "html", "--top", 2, "--best", best)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("<!doctype html>")
-    assert "Layouts of 2 devices of dgx-h100" in result.stdout
+    assert "<title>gpt.py:build · auto.yaml: layouts of 2 devices of dgx-h100</title>" in result.stdout
+    assert Spec.load(best).mesh.to_mesh().world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        (["-o", "found.txt"], {"found.txt": "The fastest layouts"}),
+        (["-o", "found.yaml"], {"found.yaml": "mesh: {"}),  # as it was before --best
+        (["-o", "found.yaml", "--best", "best.yaml"], {"found.yaml": "The fastest layouts", "best.yaml": "mesh: {"}),
+        (["-o", "found.json", "--format", "json"], {"found.json": '"best": ['}),
+    ],
+)
+def test_o_of_search_is_the_report_and_best_the_spec(tmp_path, monkeypatch, options, written):
+    monkeypatch.chdir(tmp_path)
+    Path("auto.yaml").write_text(AUTO)
+    result = run("search", GPT, "auto.yaml", "--top", 1, *options)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"auto.yaml", *written}
+    for name, words in written.items():
+        assert words in Path(name).read_text()
+    assert ("The fastest layouts" in result.stdout) == (list(written) == ["found.yaml"])
+
+
+def test_version_and_flags_take_no_value():
+    from importlib.metadata import version
+
+    assert run("--version").stdout == f"meshwright {version('meshwright')}\n"
+    for command in ("plan", "train", "verify", "schema"):
+        assert "<bool>" not in run(command, "--help").stdout
+    assert "<bool>" not in run("--help").stdout
+
+
+def test_the_experts_own_tensor_axis_is_called_etp():
+    lines = run("groups", "--world-size", 8, "--tp", 2, "--ep", 2, "--etp", 1).stdout.partition("expert groups")[2]
+    axes = [line.split()[0] for line in lines.splitlines()[3:]]
+    assert axes == ["etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp", "ep-edp"]
+
+
+@pytest.mark.parametrize("command", [train_command, evaluate_command])
+def test_torchrun_takes_no_option_of_ours_for_its_own(command):
+    """It abbreviates: `--log` behind the script is ambiguous to it, and it ends."""
+    from torch.distributed.run import get_args_parser
+
+    app = typer.Typer()
+    app.command()(command)
+    for option in (p for p in typer.main.get_command(app).params if p.opts[0].startswith("--")):
+        if option.name == "nproc":  # under torchrun, torchrun says how many
+            continue
+        assert any(_is_left_alone(get_args_parser(), name) for name in option.opts), option.opts
+
+
+def _is_left_alone(parser, option):
+    try:
+        return parser.parse_args(["-m", "runtime.cli", option, "x"]).training_script_args == [option, "x"]
+    except SystemExit:
+        return False
+
+
+def test_the_help_of_train_names_the_spelling_for_torchrun():
+    assert "Under torchrun: --log-file" in " ".join(run("train", "--help").stdout.replace("│", " ").split())
+
+
+def test_a_name_of_the_hub_is_not_looked_up_and_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("plan", "hf:meta/tiny-2", GPT_SPEC)
+    assert_bad_input(
+        result, "names of the Hugging Face Hub are not looked up", "hf download meta/tiny-2 --local-dir tiny-2"
+    )
+
+
+def test_advice_of_transformers_does_not_come_between_our_lines(tmp_path):
+    model, spec = tmp_path / "advised.py", tmp_path / "spec.yaml"
+    model.write_text(ADVISED)
+    spec.write_text(
+        "mesh: {tp: 1}\nbatch: {global: 2, micro: 1}\n"
+        "inputs: {input_ids: {shape: [16], dtype: int64, high: 64}, labels: {like: input_ids}}\n"
+    )
+    command = [sys.executable, "-m", "runtime.cli", "plan", f"{model}:build", str(spec), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mesh"]["tp"] == 1
+    assert "advice" not in done.stderr
 
 
 def test_plan_shows_what_every_pass_changes_for_a_rank():

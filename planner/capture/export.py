@@ -254,16 +254,17 @@ def _export(
 
 
 def _quietly(run: Any) -> Any:
-    """torch.export warns, logs and prints half graphs: no concern of a user who only plans."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """torch.export warns, logs and prints half graphs, transformers advises: no concern of a user who only plans."""
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, ("torch", "transformers"))]
+    for logger, _ in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             return run()
     finally:
-        logger.setLevel(level)
+        for logger, level in levels:
+            logger.setLevel(level)
 
 
 def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) -> bool:

@@ -22,3 +22,4 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     note: str = ""
     right: frozenset[str] = frozenset()
+    opened: bool = True  # on a page: else a reader opens it

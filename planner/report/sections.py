@@ -8,6 +8,7 @@ from typing import Any
 from planner.fold import V
 from planner.regions.regions import GraphRegion
 from planner.report.compiled import compiled_section
+from planner.report.diagnostics import remarks_section, warnings_section
 from planner.report.experts import experts_section
 from planner.report.fold import Fold, fold, ranges, unfolded
 from planner.report.recompute import recompute_section
@@ -15,7 +16,6 @@ from planner.report.section import TIMES, Section
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.rows import Diagnostic
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 
@@ -25,9 +25,14 @@ COST_PARTS = (
 _LONG_ORDER = 24  # actions that still read well one by one
 
 
-def sections(plan: Tables, *, full: bool = False) -> list[Section]:
-    """All sections in reading order; a table without rows is left out, but not parameters and collectives."""
-    head = [_header(plan), _parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
+def sections(plan: Tables, *, full: bool = False, each_remark: bool = False) -> list[Section]:
+    """All sections in reading order; a table without rows is left out, but not parameters and collectives.
+
+    ``full``: a row for every block. ``each_remark``: remarks of one kind are not joined, also where blocks are.
+    """
+    warned = [section for section in (warnings_section(plan, full),) if section.rows]
+    decided = [_parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
+    head = [_header(plan), *warned, *decided]
     graphs = [
         experts_section(plan, full=full),
         _regions(plan, full),
@@ -35,7 +40,7 @@ def sections(plan: Tables, *, full: bool = False) -> list[Section]:
         recompute_section(plan, full=full),
         compiled_section(plan, full=full),
     ]
-    rest = [_optimizer(plan), _memory(plan), _cost(plan), _diagnostics(plan, full)]
+    rest = [_optimizer(plan), _memory(plan), _cost(plan), remarks_section(plan, full, each_remark)]
     return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]
 
 
@@ -281,19 +286,6 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 1e-4
         else f"{seconds * 1e6:.1f} us"
     )
-
-
-def _diagnostics(plan: Tables, full: bool) -> Section:
-    def name(d: Diagnostic) -> str:
-        return d.where
-
-    def same(d: Diagnostic) -> Any:
-        return d.level, d.what, d.fix
-
-    folds = unfolded(plan.diagnostics, name) if full else fold(plan.diagnostics, name, same)
-    rows = tuple((f.rows[0].level, f.name, str(len(f.rows)), f.rows[0].what, f.rows[0].fix) for f in folds)
-    columns = ("level", "where", TIMES, "what", "fix")
-    return Section(f"Diagnostics ({len(plan.diagnostics)})", columns, rows, right=frozenset({TIMES}))
 
 
 def _summary(plan: Tables) -> str:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable
 
 import yaml
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,33 +20,51 @@ from planner.report.sections import Section, sections
 from planner.tables.tables import Tables
 
 WIDTH = 160
+_PROSE_WIDTH = 30  # of a column that may wrap, where the others leave less
+_GAP = 2  # blanks between columns
 
 
 def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
-    """The tables as plain text of ``width`` columns, without colour codes or blanks at line ends."""
+    """The tables as plain text, without colour codes or blanks at line ends: ``sections_text``."""
     return sections_text(sections(plan, full=full), width=width)
 
 
 def sections_text(parts: Iterable[Section], *, width: int = WIDTH) -> str:
-    """Sections as plain text of ``width`` columns, without colour codes or blanks at line ends."""
+    """Sections as plain text of ``width`` columns; a table whose values need more is wider, so that none is cut."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    _print(parts, console)
+    for section in parts:
+        wide = max(width, _needed(section))
+        console = Console(file=out, width=wide, color_system=None, force_terminal=False, force_jupyter=False)
+        _print(section, console)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def print_plan(plan: Tables, console: Console | None = None, *, full: bool = False) -> None:
     """Print the tables on ``console`` (left out: stdout), with its width and colours."""
-    _print(sections(plan, full=full), console or Console())
+    print_sections(sections(plan, full=full), console)
 
 
-def _print(parts: Iterable[Section], console: Console) -> None:
+def print_sections(parts: Iterable[Section], console: Console | None = None) -> None:
+    """Print sections on ``console`` (left out: stdout); values that its width has no room for are folded, not cut."""
+    console = console or Console(highlight=False)
     for section in parts:
-        for part in _renderables(section):
-            console.print(part)
+        _print(section, console)
 
 
-def _renderables(section: Section) -> list[RenderableType]:
+def _print(section: Section, console: Console) -> None:
+    for part in _renderables(section, has_room=_needed(section) <= console.width):
+        console.print(part)
+
+
+def _needed(section: Section) -> int:
+    """Columns of text in which every value stands whole; prose wraps."""
+    most = [max(map(cell_len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+    shown = zip(section.columns, most, strict=True)
+    widths = [min(wide, _PROSE_WIDTH) if column in PROSE else wide for column, wide in shown]
+    return sum(widths) + _GAP * max(0, len(widths) - 1)
+
+
+def _renderables(section: Section, has_room: bool) -> list[RenderableType]:
     # Text, not str: rich would take "[b, s]" in a cell for markup.
     parts: list[RenderableType] = [Text(section.title, style="bold")]
     if section.note:
@@ -54,7 +73,7 @@ def _renderables(section: Section) -> list[RenderableType]:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in section.columns:
             justify = "right" if column in section.right else "left"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=column not in PROSE)
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=has_room and column not in PROSE)
         for row in section.rows:
             table.add_row(*map(Text, row))
         parts.append(table)

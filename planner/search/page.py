@@ -44,8 +44,8 @@ class Entry:
         return gigabytes(self.candidate.fullest.total)
 
 
-def search_page(result: Result) -> str:
-    """One HTML page that needs no other file."""
+def search_page(result: Result, *, title: str = "") -> str:
+    """One HTML page that needs no other file. ``title``: names of the model and the spec."""
     entries = tuple(_entries(result))
     named = {entry.candidate.point for entry in entries}
     cloud = [(c.seconds, float(c.fullest.total)) for c in result.estimated if c.point not in named]
@@ -56,7 +56,7 @@ def search_page(result: Result) -> str:
     tables = tables_of(result_sections(result))
     return render(
         "search.html.j2",
-        title=f"Layouts of {result.devices} devices of {result.cluster.name}",
+        title=f"{title + ': ' if title else ''}layouts of {result.devices} devices of {result.cluster.name}",
         facts=_facts(result),
         plot=scatter(points, cloud, limit, seconds_text, gigabytes),
         size=plots,

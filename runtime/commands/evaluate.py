@@ -12,7 +12,7 @@ from planner.errors import PlanError
 
 EPILOG = (
     "Examples: meshwright evaluate examples/gpt.py:build examples/gpt.yaml --data book.txt --load checkpoints "
-    "· meshwright evaluate hf:gpt2 spec.yaml --data passages.tokens --cloze --format json"
+    "· meshwright evaluate hf:gpt2/ spec.yaml --data passages.tokens --cloze --format json"
 )
 
 

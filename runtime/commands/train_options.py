@@ -69,7 +69,10 @@ class Checking:
 @dataclass(frozen=True)
 class Showing:
     log: Annotated[
-        File, typer.Option("--log", "--log-file", metavar="FILE.jsonl", help="Write every step here as JSON.")
+        File,
+        typer.Option(
+            "--log", "--log-file", metavar="FILE.jsonl", help="Write every step here as JSON. Under torchrun: --log-file."
+        ),
     ] = None
     tensorboard: Annotated[
         File, typer.Option(metavar="DIR", help="Write every step here for TensorBoard (extra tensorboard).")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ def test_versions_and_devices_are_those_of_this_process():
     told = json.loads(report("--format", "json"))
     assert told["versions"]["torch"] == torch.__version__
     assert {"meshwright", "numpy", "pydantic", "transformers", "transformer-engine"} <= told["versions"].keys()
+    assert told["versions"]["jinja2"] == version("jinja2")
     assert told["machine"]["threads of torch"] == str(torch.get_num_threads())
     assert bool(told["devices"].get("cuda:0")) == torch.cuda.is_available()
 

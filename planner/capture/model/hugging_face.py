@@ -6,6 +6,7 @@ up in the network: all that counts is in the directory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from planner.capture.model.meta_init import meta_parameters
 from planner.errors import PlanError, Where, first_line
 from planner.files.json_text import read_json
-from planner.files.text import is_directory
+from planner.files.text import is_directory, is_file
 
 _MOST_MODULES = 500_000  # a config with a digit too many would be built for hours
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 
 
@@ -36,7 +38,6 @@ def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
             "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
         ) from None
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # its advice is for people who call the model themselves
     config = _read_config(path)
     if materialize and is_directory(path) and list(path.glob("*.safetensors")):
         build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(  # noqa: E731
@@ -61,6 +62,7 @@ def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
 def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
+    _refuse_hub_name(path)
     file = path / "config.json" if is_directory(path) else path
     where = Where(file=str(file))
     content = read_json(file, "config", fix="name a directory with config.json, or a config.json")
@@ -81,6 +83,18 @@ def _read_config(path: Path) -> Any:
             fix="remove the attention implementation from the config",
         )
     return config
+
+
+def _refuse_hub_name(path: Path) -> None:
+    """``hf:gpt2``, ``hf:meta-llama/Llama-3.2-1B``: nothing lies there, and it could be a name of the Hub."""
+    name = str(path)
+    if _HUB_NAME.fullmatch(name) and not name.endswith(".json") and not is_directory(path) and not is_file(path):
+        raise PlanError(
+            f"there is no directory {name}, and names of the Hugging Face Hub are not looked up",
+            where="MODEL",
+            fix=f"make the directory by `hf download {name} --local-dir {path.name}`, then write hf:{path.name}; for a "
+            "plan its config.json is enough",
+        )
 
 
 def _refuse_code(content: dict[str, Any], where: Where) -> None:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import random
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +40,7 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -
 
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
+    quiet_transformers()
     if reference.startswith("hf:"):
         seed_generators(seed)
         return hugging_face_model(Path(reference.removeprefix("hf:")), materialize)
@@ -47,6 +51,18 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -
     source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
     seed_generators(seed)
     return _call(_attribute(source, attribute, reference), reference)
+
+
+def quiet_transformers() -> None:
+    """transformers gives advice to people who call the model themselves: none of it over our output, now or later.
+
+    Not where TRANSFORMERS_VERBOSITY asks for it.
+    """
+    logger = logging.getLogger("transformers")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", module=r"transformers\b")
+    if os.environ["TRANSFORMERS_VERBOSITY"] == "error":
+        logger.setLevel(logging.ERROR)
 
 
 def seed_generators(seed: int) -> None:

@@ -23,6 +23,6 @@ def plan_fragment(plan: Tables) -> str:
         facts=facts_of(plan),
         warnings=[d for d in plan.diagnostics if d.level != "info"],
         memory=memory_bars(plan, cluster),
-        tables=[table for table in tables_of(sections(plan)) if table.section.rows],
+        tables=[table for table in tables_of(sections(plan, each_remark=True)) if table.section.rows],
         most_rows=MOST_ROWS,
     )

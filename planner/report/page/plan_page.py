@@ -19,12 +19,15 @@ from planner.tables.tables import Tables
 Facts = tuple[tuple[str, str], ...]
 
 
-def plan_page(plan: Tables, *, full: bool = False) -> str:
-    """One HTML page that needs no other file. ``full``: a row of the tables for every block, also where they repeat."""
+def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
+    """One HTML page that needs no other file.
+
+    ``full``: a row of the tables for every block, also where they repeat. ``title``: names of the model and the spec.
+    """
     cluster, why_not = cluster_of(plan)
     return render(
         "plan.html.j2",
-        title=f"plan {plan.hash()[:12]}",
+        title=f"{title or 'plan'} {plan.hash()[:12]}",
         facts=facts_of(plan),
         warnings=[d for d in plan.diagnostics if d.level != "info"],
         stages=plan.stages,
@@ -34,7 +37,7 @@ def plan_page(plan: Tables, *, full: bool = False) -> str:
         memory=memory_bars(plan, cluster, why_not),
         cost=cost_bars(plan),
         traffic=traffic_bars(plan, cluster),
-        tables=tables_of(sections(plan, full=full)),
+        tables=tables_of(sections(plan, full=full, each_remark=True)),
         format_bytes=format_bytes,
         folded=_folded,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -77,7 +78,50 @@ def test_diagnostics_of_repeated_blocks_fold(small_plan: Plan):
     many = tuple(Diagnostic("warning", "no rule", f"h.{i}.attn", "add one") for i in range(126))
     text = replace(small_plan, diagnostics=many).describe()
     assert "h.{0..125}.attn" in text
-    assert "Diagnostics (126)" in text
+    assert "Warnings (126)" in text
+
+
+def test_warnings_stand_first_and_remarks_of_one_kind_share_a_row(small_plan: Plan):
+    remarks = [Diagnostic("info", f"linear [{n}, 8] is sharded (column): for {n} reasons", f"part{n}") for n in (2, 4)]
+    warned = (
+        *remarks,
+        Diagnostic("info", "chosen of 8 layouts", "mesh"),
+        Diagnostic("warning", "slow", "head", "tp: 1"),
+    )
+    plan = replace(small_plan, diagnostics=warned)
+    titles = [part.split()[0] for part in plan.describe().split("\n\n") if part]
+    assert titles[:3] == ["Plan", "Warnings", "Parameters"]
+    _, _, _, *rows = section(plan.describe(), "Remarks (3)").splitlines()
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["part2, and others", "2", "linear is sharded (column)"],
+        ["mesh", "1", "chosen of 8 layouts"],
+    ]
+    assert "for 4 reasons" in plan.describe(full=True)
+
+
+def wide_plan(plan: Plan) -> Plan:
+    """Its table of memory has all columns, and numbers of many digits."""
+    parts = {part: 3 << 33 for part in ("logits", "working", "communication", "graph_buffers", "slack")}
+    more = {"of_microbatch": (1 << 30,) * 3, "peak": "F6.0, then B12.1"}
+    rows = [replace(row, **parts, **more, total=row.total + sum(parts.values())) for row in plan.memory]
+    return replace(plan, memory=tuple(rows))
+
+
+def test_no_value_is_cut_in_a_file(small_plan: Plan):
+    plan = wide_plan(small_plan)
+    _, *rows = section(plan.describe(), "Memory of one rank").splitlines()[1:]
+    assert len(rows[0]) > 160
+    assert all(row.endswith("peak at F6.0, then B12.1") for row in rows)
+    assert all(row.count("24.00 GiB") == 5 for row in rows)
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_a_narrow_terminal_folds_values_and_cuts_none(small_plan: Plan, width: int):
+    plan, out = wide_plan(small_plan), io.StringIO()
+    print_plan(plan, Console(file=out, width=width, color_system=None))
+    printed = Counter(out.getvalue().replace(" ", "").replace("\n", ""))
+    assert printed == Counter(plan.describe().replace(" ", "").replace("\n", ""))
+    assert max(len(line) for line in out.getvalue().splitlines()) <= width
 
 
 def test_long_orders_show_runs_by_their_ends():

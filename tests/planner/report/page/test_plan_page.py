@@ -46,7 +46,7 @@ def tables_of(page: Element) -> dict[str, list[list[str]]]:
 
 def test_every_table_of_the_terminal_is_on_the_page_cell_by_cell(moe_plan: Plan, moe_page: Element):
     tables = tables_of(moe_page)
-    for section in sections(moe_plan):
+    for section in sections(moe_plan, each_remark=True):
         assert [tuple(row) for row in tables[section.title]] == list(section.rows)
         assert section.note in moe_page.text
 
@@ -89,10 +89,19 @@ def test_messages_between_stages_stand_between_the_stages(moe_plan: Plan, moe_pa
 def test_every_diagnostic_is_on_the_page_and_warnings_are_on_top(small_plan: Plan):
     warned = replace(small_plan, diagnostics=(Diagnostic("warning", "too large", "cluster", "raise tp"),))
     page = read_page(plan_page(warned))
-    assert tables_of(page)["Diagnostics (1)"] == [["warning", "cluster", "1", "too large", "raise tp"]]
+    assert tables_of(page)["Warnings (1)"] == [["warning", "cluster", "1", "too large", "raise tp"]]
     top = page.first("ul", "warnings").text
     assert "too large" in top
     assert "raise tp" in top
+
+
+def test_the_title_names_model_and_spec_and_remarks_are_opened_on_demand(small_plan: Plan):
+    noted = replace(small_plan, diagnostics=(Diagnostic("info", "all is well", "head"),))
+    page = read_page(plan_page(noted, title="gpt.py:build · gpt.yaml"))
+    assert page.first("title").text.startswith("gpt.py:build · gpt.yaml ")
+    assert page.first("h1").text == page.first("title").text
+    remarks = next(part for part in page.all("section", "table") if part.first("h2").text == "Remarks (1)")
+    assert "all is well" in remarks.first("details").text
 
 
 def test_graph_regions_and_what_is_computed_again_are_marked(moe_plan: Plan, moe_page: Element):
