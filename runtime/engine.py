@@ -30,7 +30,16 @@ from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.training_state import TrainingState
 from runtime.data.batches import num_tokens
 from runtime.data.first_batch import tell_failure
-from runtime.distributed.faults.activity import BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, UPDATE, Activity
+from runtime.distributed.faults.activity import (
+    BATCH,
+    BETWEEN,
+    DENOMINATORS,
+    FORWARD,
+    GRADIENTS,
+    SEARCH,
+    UPDATE,
+    Activity,
+)
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
 from runtime.intake import Intake
@@ -112,13 +121,13 @@ class Engine:
             self._audit.judge(self.step_index, *self._audited(self._audit, batch, local))
         return self._train_step(batch, local)
 
-    @shared_call("batch")
+    @shared_call(BATCH)
     def _train_step(self, batch: Mapping[str, Tensor], local: bool) -> StepReport:
         clock = StepClock(self.groups.device)
         loss = self._forward_backward(batch, local)
         return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
 
-    @shared_call("batch")
+    @shared_call(BATCH)
     def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
         ``gather_gradients`` and ``optimizer_step``."""
@@ -128,14 +137,14 @@ class Engine:
         self._gradients_ready = True
         return self._over_world(self._loss)
 
-    @shared_call("update")
+    @shared_call(UPDATE)
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
         if not self._gradients_ready:
             raise PlanError("there are no gradients to update with", fix="call forward_backward(batch) first")
         return self._update(self._loss)
 
-    @shared_call("search for what is not finite")
+    @shared_call(SEARCH)
     def find_nonfinite(
         self, batch: Mapping[str, Tensor], *, local: bool = False, step: int | None = None
     ) -> NonFinite | None:

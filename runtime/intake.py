@@ -10,7 +10,7 @@ from torch.distributed import Store
 from passes.stage_module import RankProgram
 from runtime.data.batches import BatchLayout
 from runtime.data.denominators import denominators
-from runtime.data.first_batch import check_first_batch
+from runtime.data.first_batch import check_first_batch, check_here
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Step
 
@@ -26,7 +26,7 @@ class Intake:
         store, self._store = self._store, None
         groups = self._groups
         if store is None:
-            self._layout.check(batch, local=local)
+            check_here(self._layout, batch, groups.rank, groups.mesh.world_size, local=local)
         else:
             ranks = (groups.mesh.world_size, groups.rank, groups.timeout)
             check_first_batch(self._layout, batch, store, *ranks, local=local)

@@ -64,7 +64,7 @@ class Update:
             refused=self._notes.differ,
             asked=self._asked,
         )
-        check = partial(self._notes.check, step=step)
+        check = partial(self._notes.check, step=step + 1)  # as the log counts
         if is_on_cpu and self._groups.mesh.world_size > 1:
             check(result.figures[-len(notes) :].tolist())
         self.loss_scale.update(result.found_inf)

@@ -71,7 +71,10 @@ class Showing:
     log: Annotated[
         File,
         typer.Option(
-            "--log", "--log-file", metavar="FILE.jsonl", help="Write every step here as JSON. Under torchrun: --log-file."
+            "--log",
+            "--log-file",
+            metavar="FILE.jsonl",
+            help="Write every step here as JSON. Under torchrun: --log-file.",
         ),
     ] = None
     tensorboard: Annotated[

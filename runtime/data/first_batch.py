@@ -33,12 +33,12 @@ def check_first_batch(
     """
     own, expected = "", NO_BATCH
     try:
-        layout.check(batch, local=local)
+        check_here(layout, batch, rank, world_size, local=local)
         expected = _fingerprint(batch, local)
         if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
             own = "this batch is not the one that rank 0 was given"
     except PlanError as error:
-        own = error.what
+        own = error.what.removeprefix(f"rank {rank}: ")
         raise
     finally:
         _tell(store, world_size, rank, own, expected)
@@ -53,6 +53,16 @@ def check_first_batch(
             where="batch",
             fix="give every rank the same global batch, or its own share with train_step(batch, local=True)",
         )
+
+
+def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, world_size: int, *, local: bool) -> None:
+    """This rank's batch; of several ranks an error names the one that was given it."""
+    try:
+        layout.check(batch, local=local)
+    except PlanError as error:
+        if world_size == 1:
+            raise
+        raise PlanError(f"rank {rank}: {error.what}", where=error.where, fix=error.fix) from None
 
 
 def tell_failure(store: Store, world_size: int, rank: int, error: BaseException) -> None:

@@ -18,7 +18,12 @@ def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
     """
     if not share:
         return tokens, None
-    wanted = round((1.0 - share) * len(tokens.ids))
+    first, second = _cut(tokens, round((1.0 - share) * len(tokens.ids)))
+    parts = f"all but what is held out of {tokens.source}", f"the part of {tokens.source} that is held out"
+    return replace(first, source=parts[0]), replace(second, source=parts[1])
+
+
+def _cut(tokens: Tokens, wanted: int) -> tuple[Tokens, Tokens]:
     if len(tokens.ends) == 1:
         return _inside(tokens, wanted)
     inner = tokens.ends[:-1]

@@ -88,7 +88,7 @@ def _validation(tokens: Tokens, spec: Spec) -> TokenBatches:
     except PlanError as error:
         if error.where != "--data":
             raise
-        what = f"what data.validation = {spec.data.validation:g} holds out is too short: {error.what}"
+        what = f"data.validation = {spec.data.validation:g} holds out too little: {error.what}"
         raise spec.error("data.validation", what, "hold out a larger share, or give a longer text") from None
 
 

@@ -200,7 +200,7 @@ def run_with_other_batch(bad: str) -> str | None:
 @pytest.mark.slow
 def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
     good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=60)
-    assert "batch['x'] has shape [7, 6], the plan takes [8, 6]" in bad
+    assert "rank 1: batch['x'] has shape [7, 6], the plan takes [8, 6]" in bad
     assert "the first batch does not fit on every rank: rank 1: batch['x'] has shape [7, 6]" in good
 
 

@@ -24,6 +24,8 @@ DENOMINATORS, FORWARD, LAST_SENDS, GRADIENTS, UPDATE = (
     "sum of gradients",
     "update",
 )
+BATCH, SEARCH = "batch", "search for what is not finite"  # calls of an engine, as errors name them
+_OF_THE_NEXT_STEP = (BATCH, UPDATE)
 WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}  # of the kinds of actions
 _OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))
 
@@ -41,6 +43,7 @@ class Now(NamedTuple):
 class Activity:
     """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out.
 
+    Steps are named as the log counts them, from 1: at work on a step the one that it will be, else the last one made.
     ``listener``: told of each change, in the main thread.
     """
 
@@ -50,6 +53,7 @@ class Activity:
         self.page: Page | None = None
         self.listener: Callable[[Now], None] | None = None
         self.now = Now(START, 0, time.monotonic())
+        self._ahead = 0  # from the index of a step to its number in the log
         self._thread = threading.get_ident()
 
     def name_after(self, rank: int, coordinate: Mapping[str, int] | None) -> None:
@@ -58,9 +62,16 @@ class Activity:
 
     def begin(self, phase: str, step: int) -> None:
         self.is_failing = False
+        self._ahead = int(phase in _OF_THE_NEXT_STEP)
         self._set(Now(phase, step, time.monotonic()))
 
+    def rest(self) -> None:
+        """The call has returned."""
+        self.off(BETWEEN)
+
     def at(self, step: int, stage: int, action: Action) -> None:
+        if self.now.phase == SEARCH:  # in a step that was made
+            self._ahead = 1
         self._set(Now(self.now.phase, step, time.monotonic(), stage, action))
 
     def off(self, phase: str) -> None:
@@ -85,11 +96,11 @@ class Activity:
 
     def __str__(self) -> str:
         """``rank 2 (tp 0 · pp 1 · dp 0), stage 1, step 5, microbatch 3, forward (F3.0)``"""
-        now = self.now
+        now, number = self.now, self.now.step + self._ahead
         if now.action is None:
-            return f"{self.name}, step {now.step}, {now.phase}" if now.phase != START else f"{self.name}, start"
+            return f"{self.name}, step {number}, {now.phase}" if now.phase != START else f"{self.name}, start"
         return (
-            f"{self.name}, stage {now.stage}, step {now.step}, "
+            f"{self.name}, stage {now.stage}, step {number}, "
             f"microbatch {now.action.microbatch}, {WORDS[now.action.kind]} ({now.action})"
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from planner.errors import PlanError, RunError, message_of
-from runtime.distributed.faults.activity import BETWEEN, START, Activity
+from runtime.distributed.faults.activity import START, Activity
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import (
     Failure,
@@ -63,7 +63,7 @@ class Faults:
             if told is error:
                 raise
             raise told from cause_of(error)
-        self.activity.begin(BETWEEN, step)
+        self.activity.rest()
 
     def told(self, error: BaseException) -> BaseException:
         """Publish ``error``, or find whose it is: what to raise in its place."""

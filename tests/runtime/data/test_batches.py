@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from planner.capture.batch.id_ranges import IdRange
 from planner.errors import PlanError
 from runtime.data.batches import BatchLayout, num_tokens
+from runtime.data.first_batch import check_here
 
 CPU = torch.device("cpu")
 
@@ -64,3 +68,14 @@ def test_microbatches_come_to_a_gpu_from_pinned_memory_with_their_values():
     assert all(m["x"].is_cuda for m in placed)
     assert first_column(placed) == first_column(layout().microbatches(batch, ["x"], CPU))
     assert not batch["x"].is_pinned()
+
+
+def test_of_several_ranks_the_one_with_a_bad_id_is_named():
+    rows_of_table = IdRange(0, 3, None, ((0, 2),), "the embedding wte", "rows")
+    strict = replace(layout(), ids={"x": (rows_of_table,)})
+    with pytest.raises(
+        PlanError, match=r"^rank 5: batch\['x'\] holds 3 at \[3, 0\]; the embedding wte has rows 0 to 2"
+    ):
+        check_here(strict, rows(4), 5, 8, local=True)
+    with pytest.raises(PlanError, match=r"^batch\['x'\] holds 3"):
+        check_here(strict, rows(4), 0, 1, local=True)

@@ -45,3 +45,11 @@ def test_without_a_share_nothing_is_held_out(make_tokens: Make) -> None:
     first, second = split(tokens, 0.0)
     assert first is tokens
     assert second is None
+
+
+def test_a_part_is_named_as_such(make_tokens: Make) -> None:
+    tokens = make_tokens([1], [2])
+    first, second = split(tokens, 0.5)
+    assert second is not None
+    assert second.source == f"the part of {tokens.source} that is held out"
+    assert first.source == f"all but what is held out of {tokens.source}"

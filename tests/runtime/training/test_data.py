@@ -151,7 +151,7 @@ def test_a_tokenizer_cuts_the_text_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "where"),
     [
-        ({"section": {"validation": 0.001}}, "what data.validation = 0.001 holds out is too short", "spec.yaml"),
+        ({"section": {"validation": 0.001}}, "data.validation = 0.001 holds out too little: the part of", "spec.yaml"),
         ({"validate_every": 2}, "--validate-every, but the spec holds nothing out", "--validate-every"),
         ({"high": 100}, r"text holds the id 119 at position 0.*, but inputs.input_ids.high is 100", "spec.yaml"),
         ({"vocabulary": 128}, "text as bytes takes tokens up to 255, but the embedding", "spec.yaml"),

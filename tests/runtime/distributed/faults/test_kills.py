@@ -22,7 +22,7 @@ SLACK_SECONDS = 10.0  # of this process, which notes the end of a launch on a ma
 pytestmark = pytest.mark.slow
 
 DIED = "(killed by SIGKILL|its process has died)"
-AT_STEP_2 = r", stage \d, step 2, microbatch \d, "
+AT_STEP_3 = r", stage \d, step 3, microbatch \d, "
 CASES: dict[str, tuple[int, str, str, tuple[Any, ...], str]] = {
     "killed at the start": (3, "start", "kill", (), rf"rank 3.*: {DIED}"),
     "killed in a forward": (
@@ -30,16 +30,16 @@ CASES: dict[str, tuple[int, str, str, tuple[Any, ...], str]] = {
         "forward",
         "kill",
         (),
-        rf"rank 0 \(tp 0 · pp 0 · dp 0\), stage 0, step 2, microbatch 0, forward \(F0.0\): {DIED}",
+        rf"rank 0 \(tp 0 · pp 0 · dp 0\), stage 0, step 3, microbatch 0, forward \(F0.0\): {DIED}",
     ),
     "killed in a backward": (
         1,
         "backward",
         "kill",
         (),
-        rf"rank 1 \(tp 0 · pp 0 · dp 1\), stage 0, step 2, microbatch 0, backward \(B0.0\): {DIED}",
+        rf"rank 1 \(tp 0 · pp 0 · dp 1\), stage 0, step 3, microbatch 0, backward \(B0.0\): {DIED}",
     ),
-    "killed in the update": (2, "update", "kill", (), rf"rank 2 \(tp 0 · pp 1 · dp 0\), step 2, update: {DIED}"),
+    "killed in the update": (2, "update", "kill", (), rf"rank 2 \(tp 0 · pp 1 · dp 0\), step 3, update: {DIED}"),
     "killed in a save": (1, "save", "kill", (), rf"rank 1 \(tp 0 · pp 0 · dp 1\), step 4, save: {DIED}"),
     "ended by SIGTERM": (1, "forward", "terminate", (), r"rank 1 .*: killed by SIGTERM"),
     "stopped": (0, "backward", "stop", (), r"rank 0 .*: its process is stopped \(SIGSTOP\).*"),
@@ -48,16 +48,16 @@ CASES: dict[str, tuple[int, str, str, tuple[Any, ...], str]] = {
         "between",
         "raise_key_error",
         (),
-        r"rank 2 .*, step 1, between steps: KeyError: 'labels'",
+        r"rank 2 .*, step 2, between steps: KeyError: 'labels'",
     ),
     "raises in a forward": (
         3,
         "forward",
         "raise_key_error",
         (),
-        rf"rank 3 .*{AT_STEP_2}forward \(F\d.0\): KeyError: 'labels'",
+        rf"rank 3 .*{AT_STEP_3}forward \(F\d.0\): KeyError: 'labels'",
     ),
-    "raises in the update": (0, "update", "raise_key_error", (), r"rank 0 .*, step 2, update: KeyError: 'labels'"),
+    "raises in the update": (0, "update", "raise_key_error", (), r"rank 0 .*, step 3, update: KeyError: 'labels'"),
 }
 
 
@@ -84,7 +84,7 @@ def test_every_survivor_names_the_rank_and_what_it_was_at_in_its_last_line(tmp_p
 def test_a_rank_that_stands_still_is_named_with_its_line_after_the_groups_timeout(tmp_path):
     with pytest.raises(RankError) as caught:
         launch(train_and_fail, 4, 2, "forward", "hang", str(tmp_path), 10.0, timeout_seconds=150)
-    told = rf"rank 2 \(tp 0 · pp 1 · dp 0\){AT_STEP_2}forward \(F\d.0\): stuck for \d+ s at faulty_ranks.py:\d+ in hang"
+    told = rf"rank 2 \(tp 0 · pp 1 · dp 0\){AT_STEP_3}forward \(F\d.0\): stuck for \d+ s at faulty_ranks.py:\d+ in hang"
     lines = {rank: line for rank, line in caught.value.last_lines.items() if rank != 2}
     assert all(re.fullmatch(told, line) for line in lines.values()), lines
     assert seconds_since(tmp_path) < 10.0 + NAMED_SECONDS + SLACK_SECONDS
