@@ -23,6 +23,11 @@ FIX = (
 NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values of tensors (data-dependent)"
 
 
+def depends_on_data(error: PlanError) -> bool:
+    """Whether a refusal is of a branch, a shape or a number that only the values of tensors tell."""
+    return error.fix == FIX or "data-dependent" in error.what or "read out of a tensor" in error.what
+
+
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""
     for node in _calls(module):

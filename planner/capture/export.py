@@ -34,7 +34,13 @@ from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.canonical.form import canonicalize, prune
 from planner.capture.canonical.side_calls import order_side_calls
-from planner.capture.data_dependence import FIX, NUMBER_OF_DATA, refuse_dynamic_shapes, refuse_numbers_from_tensors
+from planner.capture.data_dependence import (
+    FIX,
+    NUMBER_OF_DATA,
+    depends_on_data,
+    refuse_dynamic_shapes,
+    refuse_numbers_from_tensors,
+)
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.call_sites import CallSites
@@ -46,7 +52,9 @@ from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_backward.recorded import calls_recorded
+from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.python.watch import ForwardWatch
+from planner.capture.real_forward import refuse_another_forward
 from planner.capture.same_forward import refuse_other_constants
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
@@ -82,6 +90,32 @@ def capture(
     refuse_shared_memory(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     exchange = Exchange(model, dtype, mode)
+    answers = EagerAnswers(model, exchange)
+    while True:
+        try:
+            with answers.given():
+                program = _captured(model, inputs, mode, exchange, has_rule=has_rule, loss=loss, dtype=dtype)
+        except PlanError as error:
+            cannot_be_traced = depends_on_data(error) or error.fix == FORWARD_MUST_WORK
+            if not cannot_be_traced or not answers.give_in(error.where):
+                raise
+        else:
+            program.notes += answers.notes
+            if dtype is None:
+                refuse_another_forward(model, inputs, program, answers.traced)
+            return program
+
+
+def _captured(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    mode: FakeTensorMode,
+    exchange: Exchange,
+    *,
+    has_rule: HasRule,
+    loss: str,
+    dtype: torch.dtype | None,
+) -> Program:
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
@@ -146,12 +180,20 @@ def _attempted(
     with watch.installed():
         with gradients.watched():
             exported = _export(model, kwargs, watch, asked)
+        with PythonGradients(model, gradients).watched():
+            _quietly(lambda: watch.refuse_draws(kwargs))
+            _quietly(lambda: watch.call_again(kwargs))
+            if watch.is_unknown:
+                watch.settle_unknown(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
             with watch.as_before(), PythonGradients(model, gradients).watched():
                 others.append((again := Questions(sites, assumed, answer), _export(model, kwargs, watch, again)))
         if watch.doubts:
             with watch.moved_on(), PythonGradients(model, gradients).watched():
                 watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
+        watch.refuse_changing()
+        with PythonGradients(model, gradients).watched():
+            _quietly(lambda: watch.refuse_schedules(kwargs))
     return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import fx
@@ -18,6 +21,7 @@ _OURS = tuple(
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
+@lru_cache(maxsize=4096)
 def is_foreign_frame(filename: str) -> bool:
     """Whether a frame belongs to PyTorch, to us or to generated code, and so tells a user nothing."""
     return filename.startswith((_TORCH, "<", *_OURS)) or "eval_with_key" in filename
@@ -36,6 +40,11 @@ def lines_of(node: fx.Node) -> tuple[int, ...]:
     """The lines of the user's code that led to a node, the outermost first."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     return tuple(int(m["line"]) for m in frames if not is_foreign_frame(m["file"]))
+
+
+def where_of_frame(code: CodeType, line: int) -> Where:
+    """The source line of a frame that ran ``code``."""
+    return Where("", code.co_filename, line, linecache.getline(code.co_filename, line).strip())
 
 
 def where_of(node: fx.Node) -> Where:

@@ -9,7 +9,7 @@ and plain tensor attributes that are not on the CPU; a plain attribute with valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -24,34 +24,34 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class Exchange:
-    """Owns the pairs (object of the model, stand-in that holds its values meanwhile)."""
+    """Owns the pairs (object of the model, stand-in that holds its values meanwhile).
+
+    ``classes``: by name, those of the model's parameters and buffers outside.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> None:
         tensors = _unique([*model.parameters(), *model.buffers()])
         self._tensors = [t for t in tensors if t.layout is torch.strided]  # a sparse one stays, a constant
         self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
         self._modules = list(model.modules())
+        self.classes = {n: type(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
         self._dtype, self._mode = dtype, mode
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def made(self) -> Iterator[None]:
         """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
-        held_by: list[dict[str, Any]] = [d for m in self._modules for d in (m._buffers, m._parameters)]
-        registered = [(held, dict(held)) for held in held_by]
-        try:
-            for tensor in self._tensors:
-                self._exchange(tensor, self._stand_in(tensor))
-            for tensor in self._plain:
-                self._exchange(tensor, fake(tensor, None, self._mode) if tensor.is_meta else tensor.detach().cpu())
-            yield
-        finally:
-            while self._pairs:
-                swap(*self._pairs[-1])
-                self._pairs.pop()
-            for held, before in registered:  # a forward may register a buffer, to keep a table there
-                held.clear()
-                held.update(before)
+        with registry_kept(self._modules):
+            try:
+                for tensor in self._tensors:
+                    self._exchange(tensor, self._stand_in(tensor))
+                for tensor in self._plain:
+                    self._exchange(tensor, fake(tensor, None, self._mode) if tensor.is_meta else tensor.detach().cpu())
+                yield
+            finally:
+                while self._pairs:
+                    swap(*self._pairs[-1])
+                    self._pairs.pop()
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         empty = fake(tensor, self._dtype, self._mode)
@@ -75,6 +75,19 @@ class Exchange:
     def values(self, tensor: Tensor) -> Tensor:
         """While exchanged: the tensor that holds the values of the model's ``tensor``; itself where it stayed."""
         return next((held for own, held in self._pairs if own is tensor), tensor)
+
+
+@contextmanager
+def registry_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards the same parameters and buffers are registered: a forward may register a buffer, to keep a table."""
+    held_by: list[dict[str, Any]] = [d for m in modules for d in (m._buffers, m._parameters)]
+    registered = [(held, dict(held)) for held in held_by]
+    try:
+        yield
+    finally:
+        for held, before in registered:
+            held.clear()
+            held.update(before)
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Tensor:

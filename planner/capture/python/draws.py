@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 import os
 import random
+import secrets
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import FrameType, ModuleType
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch import nn
 
 from planner.capture.canonical.certain_draws import certain_answer
 from planner.capture.gradients.call_sites import CallSites, called_by_user
+from planner.capture.python.modules import foreign_modules, names_replaced
 from planner.capture.python.seeds import TorchSeeds
 from planner.errors import PlanError, Where
 
@@ -41,7 +44,7 @@ class PythonDraws:
     def __init__(self, model: nn.Module) -> None:
         self.clocks: list[Where] = []
         self._sites = CallSites(model)
-        self._modules = users_modules(model)
+        self._modules = foreign_modules()
         self.seeds = TorchSeeds(self._sites)
 
     @contextmanager
@@ -50,10 +53,8 @@ class PythonDraws:
         states = random.getstate(), np.random.get_state()
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         try:
-            with ExitStack() as stack:
-                for module in (random, np.random, time, torch, torch.random, torch.cuda, *self._modules):
-                    stack.enter_context(_replaced(module, replaced))
-                stack.enter_context(self.seeds.watched())
+            owners = [random, np.random, time, os, uuid, secrets, torch, torch.random, torch.cuda, *self._modules]
+            with names_replaced(owners, replaced), self.seeds.watched():
                 yield
         finally:
             random.setstate(states[0])
@@ -64,6 +65,8 @@ class PythonDraws:
             for name, function in vars(module).items():
                 if getattr(function, "__self__", None) is owner and not name.startswith(("_", "get", "set", "seed")):
                     yield function, self._draw(name, function)
+        for function in (os.urandom, uuid.uuid1, uuid.uuid4, secrets.token_bytes, secrets.token_hex, secrets.randbits):
+            yield function, self._draw(function.__name__, function)
         for name in CLOCKS:
             yield getattr(time, name), self._clock(getattr(time, name))
         yield from self.seeds.replacements()
@@ -138,23 +141,3 @@ class Draw(float):
 def _is_of_python(frame: FrameType) -> bool:
     """Whether a frame is in Python's own library: a log record bears its time, which tells nothing of the forward."""
     return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
-
-
-def users_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules, other than PyTorch's, in which the model's classes and their bases are written."""
-    names = dict.fromkeys(
-        base.__module__ for kind in dict.fromkeys(type(m) for m in model.modules()) for base in kind.__mro__
-    )
-    found = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
-    return [module for module in found if module is not None]
-
-
-@contextmanager
-def _replaced(module: ModuleType, replacements: dict[int, tuple[Any, Any]]) -> Iterator[None]:
-    names = vars(module)
-    before = {name: value for name, value in names.items() if id(value) in replacements}
-    names.update({name: replacements[id(value)][1] for name, value in before.items()})
-    try:
-        yield
-    finally:
-        names.update(before)

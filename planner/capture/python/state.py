@@ -27,13 +27,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from planner.capture.python.draws import users_modules
+from planner.capture.python.modules import users_modules
 from planner.errors import Where
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
+MORE = 10  # further calls where a list grows
+NEAR = (*range(2, 11), 99, 999)  # further calls at which a schedule may turn
 MOST = 4096  # entries of a container that are looked at
 _MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
 _MISSING = object()
+_DRAWN = "state of the generator"
 Access = tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]
 
 
@@ -68,6 +71,20 @@ class Change:
         if self.holder.module is None:
             name = f"{name}.{self.key}"
         return f"{self.holder.owner}.{name}" if self.holder.owner else name
+
+    @property
+    def is_a_draw(self) -> bool:
+        """Whether it is the state of a generator of random numbers: the next draw is another."""
+        return self.key == _DRAWN
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a call adds it, to a list or a dict."""
+        return self.before is _MISSING and bool(self.holder.name)
+
+    @property
+    def is_a_number(self) -> bool:
+        return _counts(self.before, self.after)
 
     @property
     def where(self) -> Where:
@@ -113,14 +130,14 @@ def _hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
     yield from (v for k, v in vars(module).items() if k in _MACHINERY and "_hooks" in k and isinstance(v, dict))
 
 
-def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None]) -> None:
-    """Put the model as after many more calls: numbers far on, and for each tensor what ``later`` gives.
+def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None], by: int = FAR) -> None:
+    """Put the model as after many more calls: numbers ``by`` further, and for each tensor what ``later`` gives.
 
     Where it gives None, what stood there before the call, which would have made the same.
     """
     for change in changes:
         values = change.holder.read()
-        value = _moved(change.before, change.after, later)
+        value = _moved(change.before, change.after, later, by)
         if value is _MISSING:
             values.pop(change.key, None)
         else:
@@ -128,14 +145,18 @@ def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None]) -> 
         change.holder.write(values)
 
 
-def _moved(before: Any, after: Any, later: Callable[[Tensor], Tensor | None]) -> Any:
-    if isinstance(after, (int, float)) and not isinstance(after, bool) and isinstance(before, (int, float)):
-        return after + FAR
+def _moved(before: Any, after: Any, later: Callable[[Tensor], Tensor | None], by: int) -> Any:
+    if _counts(before, after):
+        return after + by
     later_ones = {id(t): later(t) for t in _tensors(after)}
     known = {key: tensor for key, tensor in later_ones.items() if tensor is not None}
     if len(known) < len(later_ones):
         return before
     return _with(after, known) if known else after
+
+
+def _counts(before: Any, after: Any) -> bool:
+    return isinstance(after, (int, float)) and not isinstance(after, bool) and isinstance(before, (int, float))
 
 
 def is_doubtful(change: Change, is_constant: Callable[[Tensor], bool]) -> bool:
@@ -219,11 +240,10 @@ def _access(value: Any) -> Access | None:
     if isinstance(value, set):
         return lambda: dict.fromkeys(value, True), lambda v: _reset(value, v)
     if isinstance(value, random.Random):
-        return lambda: {"state": value.getstate()}, lambda v: value.setstate(v["state"])
-    if isinstance(value, np.random.Generator):
-        return lambda: {"state": str(value.bit_generator.state)}, lambda v: None
-    if isinstance(value, np.random.RandomState):
-        return lambda: {"state": str(value.get_state())}, lambda v: None
+        return lambda: {_DRAWN: value.getstate()}, lambda v: value.setstate(v[_DRAWN])
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
+        return lambda: {_DRAWN: _Bits(bits.state)}, lambda v: setattr(bits, "state", v[_DRAWN].state)
     if isinstance(value, FunctionType):
         cells = [c for c in value.__closure__ or () if _is_filled(c)]
         return _cell_access(dict(zip(value.__code__.co_freevars, cells, strict=False)))
@@ -231,6 +251,17 @@ def _access(value: Any) -> Access | None:
     if isinstance(content, dict) and not _is_torchs(type(value).__module__) and not callable(value):
         return lambda: dict(content), lambda v: _refill(content, v)
     return None
+
+
+class _Bits(str):
+    """The state of a NumPy generator; its text is compared."""
+
+    def __new__(cls, state: Any) -> _Bits:
+        made = super().__new__(cls, repr(state))
+        made.state = state
+        return made
+
+    state: Any
 
 
 def _cell_access(cells: dict[str, CellType]) -> Access:

@@ -1,14 +1,15 @@
 """Watches the model's forward while export runs it: what it computes with, what it leaves behind, what it returns.
 
-Two forward hooks of the caller's model, taken off again: the first thing before its forward and the last after it. In
-between are watched tensors that are none of the model's (capture.model.held_tensors), Python's random numbers and
-clocks (planner.capture.python.draws), and what the model keeps in Python (planner.capture.python.state).
+Around the call of the caller's model, and without hooks that it could count: the first thing before its own hooks and
+the last after them. In between are watched tensors that are none of the model's (capture.model.held_tensors), Python's
+random numbers and clocks (planner.capture.python.draws), and what the model keeps in Python
+(planner.capture.python.state).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.known_values import node_of, value_of
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
+from planner.capture.python.calls import Call, Keys, Recorder
+from planner.capture.python.changing_line import line_that_changes
+from planner.capture.python.draws import FIX as DRAW_FIX
 from planner.capture.python.draws import PythonDraws
-from planner.capture.python.state import Change, PythonState, is_doubtful, move_on
+from planner.capture.python.state import FAR, MORE, NEAR, Change, PythonState, is_doubtful, move_on
 from planner.capture.same_forward import first_difference
 from planner.errors import PlanError, Where
 from planner.graph.constants import is_made_of
@@ -48,6 +53,7 @@ class ForwardWatch:
         # tensors that the forward left, made of constants, buffers and frozen parameters, and their values where known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._running = ExitStack()
+        self._keys, self._calls, self._records = Keys(), list[Call](), True
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
         """What each torch function is given."""
@@ -57,18 +63,28 @@ class ForwardWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Around all exports; afterwards the model is as it was before its first forward."""
-        before = self._model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        after = self._model.register_forward_hook(self._after, always_call=True)
+        call = nn.Module._call_impl
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self._model:
+                return call(module, *args, **kwargs)
+            self._before()
+            try:
+                output = self._recorded(lambda: call(module, *args, **kwargs), args, kwargs)
+            finally:
+                self._after()
+            return plain_structure(output)
+
+        nn.Module._call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
-            before.remove()
-            after.remove()
+            nn.Module._call_impl = call
             self._stop()
             if self._state is not None:
                 self._state.restore()
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self) -> None:
         self._stop()
         if self._state is None:
             self._state = PythonState(self._model)
@@ -76,12 +92,101 @@ class ForwardWatch:
         self._running.enter_context(self._draws.watched())
         self._foreign.is_running = True
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self) -> None:
         self._stop()
-        if self._state is not None and not self._changes:
+        if self._state is not None and not self._changes and len(self._calls) < 2:
             self._changes = self._state.changes()
             self._constant = {id(t): (t, value) for t, value in self._constants()}
-        return plain_structure(output)
+
+    def _recorded(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if not self._records:
+            return call()
+        self._keys.begin(self._model, args, kwargs)
+        with Recorder(self._keys) as recorder:
+            output = call()
+            recorder.end(output)
+        self._calls.append(recorder.call)
+        return output
+
+    def call_again(self, kwargs: Mapping[str, Any], times: int = 2) -> None:
+        """After the first export: the next calls, without export. One that asks for values ends this."""
+        for _ in range(times if self._calls else 0):
+            self._call(kwargs)
+        if self._unlike(self._calls[1:]) is not None:  # export may have undone what the first one left
+            self._call(kwargs)
+        self._records = False
+
+    def _call(self, kwargs: Mapping[str, Any]) -> None:
+        with suppress(Exception), CertainDraws(self.check), self._mode:
+            self._model(**kwargs)
+
+    @property
+    def unlike(self) -> Where | None:
+        """The line at which one of the next calls went another way than the first; None if all computed the same."""
+        return self._unlike(self._calls)
+
+    def _unlike(self, calls: list[Call]) -> Where | None:
+        for call in calls[1:]:
+            if call.outputs != calls[0].outputs:
+                return call.first_other(calls[0])
+        return None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether calls differ by a state that no attribute shows, and that cannot be put back."""
+        return self.unlike is not None and not self._changes
+
+    def settle_unknown(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
+        """Raise PlanError unless ``again``, a later call, exports the same graph: the first may have filled a cache."""
+        try:
+            is_same = first_difference(exported, again(), self._fixed_values()) is None
+        except PlanError:
+            is_same = False
+        if not is_same:
+            raise self._changing(self.unlike)
+
+    def refuse_draws(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise PlanError where a generator of random numbers that the model holds is not where it was."""
+        for change in self._changes:
+            if change.is_a_draw:
+                raise PlanError(
+                    f"the forward draws random numbers in Python ({change.what}): a plan would keep the captured ones",
+                    where=line_that_changes(change.holder.read, lambda: self._call(kwargs)) or change.where,
+                    fix=DRAW_FIX,
+                )
+
+    def refuse_schedules(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise PlanError where a number that calls count, or a list that they fill, decides something later."""
+        if not self._calls:
+            return
+        first, self._records = len(self._calls), True
+        jumps = (FAR, *NEAR) if any(change.is_a_number for change in self._changes) else ()
+        for by in jumps:
+            with self.moved_on(by):
+                self._call_alike(kwargs, first)
+        for _ in range(MORE if any(change.is_new for change in self._changes) else 0):
+            self._call_alike(kwargs, first)
+        self._records = False
+
+    def _call_alike(self, kwargs: Mapping[str, Any], first: int) -> None:
+        self._call(kwargs)
+        where = self._unlike(self._calls[first:])
+        if where is not None:
+            raise self._depends(where, []) if self._changes else self._changing(where)
+
+    def refuse_changing(self) -> None:
+        """Raise PlanError where even the calls after the first differ."""
+        where = self._unlike(self._calls[-2:] if self._changes else self._calls[1:])
+        if where is not None:
+            raise self._changing(where)
+
+    def _changing(self, where: Where | None) -> PlanError:
+        return PlanError(
+            "the forward does not compute the same in each call: something in Python changes from call to call, and a "
+            "plan would keep that of the capture",
+            where=where,
+            fix=STATE_FIX,
+        )
 
     def _stop(self) -> None:
         self._foreign.is_running = False
@@ -92,7 +197,7 @@ class ForwardWatch:
     @property
     def doubts(self) -> bool:
         """Whether a next forward may not compute what this one did."""
-        return bool(self._doubtful or self._draws.clocks)
+        return bool(self._doubtful or self._draws.clocks or (self._changes and self.unlike is not None))
 
     @property
     def _doubtful(self) -> list[Change]:
@@ -109,11 +214,11 @@ class ForwardWatch:
         yield
 
     @contextmanager
-    def moved_on(self) -> Iterator[None]:
-        """The model as many forwards later: the hooks that the first has installed stay."""
+    def moved_on(self, by: int = FAR) -> Iterator[None]:
+        """The model ``by`` forwards later: the hooks that the first has installed stay."""
         assert self._state is not None
         self._state.restore(with_hooks=False)
-        move_on(self._changes, self._later)
+        move_on(self._changes, self._later, by)
         yield
 
     def _later(self, tensor: Tensor) -> Tensor | None:
@@ -157,7 +262,7 @@ class ForwardWatch:
         return {name: self._exchange.values(tensor) for name, tensor in self._fixed.items()}
 
     def _depends(self, where: Where, clocks: list[Where]) -> PlanError:
-        changed = self._doubtful
+        changed = self._doubtful or (self._changes if not self._draws.clocks else [])
         if not changed:
             return PlanError(
                 "the forward computes with the time of day: a plan would keep that of the capture",

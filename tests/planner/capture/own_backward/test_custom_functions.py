@@ -154,7 +154,7 @@ class NoValues(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        if type(x) is Tensor:
+        if not hasattr(x, "fake_mode"):
             raise RuntimeError("needs another device")
         return x * 2
 

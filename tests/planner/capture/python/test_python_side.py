@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import itertools
 import logging
+import os
 import random
 import time
+import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from random import random as drawn
 from typing import Any
 
@@ -34,7 +39,7 @@ class Model(nn.Module):
         self.calls, self.log, self.cache, self.ready = 0, [], {}, False
         self.memory: Tensor | None = None
         self.state = dataclasses.make_dataclass("State", ["seen"])(0)
-        self.generator = np.random.default_rng(0)
+        self.generator, self.draws = np.random.default_rng(0), random.Random(0)
         self.register_buffer("average", torch.zeros(8))
         self.plain = torch.ones(())
         self.middle = middle
@@ -126,7 +131,123 @@ def plain_counter(m: Any, x: Tensor) -> Tensor:
     return x * m.plain
 
 
-REFUSED = [counter, counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
+COUNTER, SWITCH, RNG = itertools.count(1), itertools.cycle([1.0, 2.0]), random.Random(0)
+NUMBERS, BYTES, ARRAY = iter([1.0, 2.0, 3.0] * 9), bytearray(1), np.zeros(1)
+KEPT_ELSEWHERE: dict[str, Any] = {"tau": 1.0, "n": 0}
+CONTEXT: ContextVar[int] = ContextVar("calls", default=0)
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+SLOTTED = Slotted()
+
+
+def iterator(m: Any, x: Tensor) -> Tensor:
+    return x * next(COUNTER)
+
+
+def cycle(m: Any, x: Tensor) -> Tensor:
+    return x * next(SWITCH)
+
+
+def list_iterator(m: Any, x: Tensor) -> Tensor:
+    return x * next(NUMBERS)
+
+
+def random_object(m: Any, x: Tensor) -> Tensor:
+    return x * RNG.random()
+
+
+def bytes_counted(m: Any, x: Tensor) -> Tensor:
+    BYTES[0] += 1
+    return x * BYTES[0]
+
+
+def array_counted(m: Any, x: Tensor) -> Tensor:
+    ARRAY[0] += 1
+    return x * torch.from_numpy(ARRAY.repeat(8)).float()
+
+
+def slot(m: Any, x: Tensor) -> Tensor:
+    SLOTTED.n += 1
+    return x if SLOTTED.n % 2 else x * 2
+
+
+def default_argument(m: Any, x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return x / calls[0]
+
+
+def function_attribute(m: Any, x: Tensor) -> Tensor:
+    f: Any = function_attribute
+    f.calls = getattr(f, "calls", 0) + 1
+    return x + f.calls
+
+
+def context_variable(m: Any, x: Tensor) -> Tensor:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return x * CONTEXT.get()
+
+
+def number_in_a_dict(m: Any, x: Tensor) -> Tensor:
+    KEPT_ELSEWHERE["tau"] *= 0.9
+    return x * KEPT_ELSEWHERE["tau"]
+
+
+def annealed(m: Any, x: Tensor) -> Tensor:
+    m.plain = m.plain * 0.9
+    return x * m.plain
+
+
+def annealed_in_a_dict(m: Any, x: Tensor) -> Tensor:
+    m.cache["tau"] = m.cache.get("tau", m.plain) * 0.9
+    return x * m.cache["tau"]
+
+
+def every_tenth(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * 2 if m.calls % 10 == 0 else x
+
+
+def between(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * 2 if 2 <= m.calls < 1000 else x
+
+
+def every_third_length(m: Any, x: Tensor) -> Tensor:
+    m.log.append(1)
+    return x * 2 if len(m.log) % 3 == 0 else x
+
+
+def own_random(m: Any, x: Tensor) -> Tensor:
+    return x * 2 if m.draws.random() < 1e-9 else x
+
+
+def rare_draw(m: Any, x: Tensor) -> Tensor:
+    return x * 2 if m.generator.integers(1 << 40) == 7 else x
+
+
+def system_bytes(m: Any, x: Tensor) -> Tensor:
+    return x * 2 if os.urandom(2) == b"ab" else x
+
+
+def unique(m: Any, x: Tensor) -> Tensor:
+    return x * 2 if uuid.uuid4().int % 1000 == 7 else x
+
+
+def calendar(m: Any, x: Tensor) -> Tensor:
+    return x * datetime.datetime.now().microsecond
+
+
+REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
+           iterator, cycle, list_iterator, random_object, bytes_counted, array_counted, slot, default_argument,
+           function_attribute, context_variable, number_in_a_dict, annealed, annealed_in_a_dict, counter,
+           counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
            recurrent, python_random, imported_random, shuffled, numpy_random, own_generator, clock, average_read,
            plain_counter]  # fmt: skip
 

@@ -1,0 +1,191 @@
+"""What a forward computes in one call, as keys: two calls compute the same if their outputs have equal keys.
+
+    key of an input, parameter, buffer     its name
+    key of a result                        the function, the keys of its operands, Python's numbers among them
+    key of a tensor written to             what it was, and the call that wrote
+    key of a tensor with values            its values
+
+Keys stay with the memory of a tensor from call to call: a table that the first call made, and a later one reads, is the
+same to both, while a state that grows from call to call has another key in each. On tensors without memory and without
+export a call costs a tenth of a capture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from planner.capture.canonical.certain_draws import ASKS
+from planner.capture.model.exchange import storage_of
+from planner.errors import Where
+from planner.graph.source_lines import is_foreign_frame, where_of_frame
+
+_MOST_VALUES = 1 << 20
+_QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__len__", "get_device", "is_contiguous"}
+
+
+@dataclass
+class Call:
+    """One call of a forward: its ``steps`` (key of each function called, its line), and the keys of its ``outputs``."""
+
+    steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = field(default_factory=list)
+    outputs: list[str] | None = None
+
+    def first_other(self, earlier: Call) -> Where:
+        """The line of the first step that ``earlier`` did not take."""
+        for i, (key, site) in enumerate(self.steps):
+            if i >= len(earlier.steps) or earlier.steps[i][0] != key:
+                return _where(site)
+        return _where(self.steps[-1][1]) if self.steps else Where()
+
+
+def _where(site: Any) -> Where:
+    return where_of_frame(*site) if site else Where()
+
+
+class Keys:
+    """Owns the keys of memory over the calls of one capture, and the answers that the first of them got."""
+
+    def __init__(self) -> None:
+        self._content: dict[int, tuple[str, Tensor]] = {}  # of a storage, and a tensor that keeps it alive
+        self._answers: dict[tuple[str, str], Any] = {}
+        self._named: set[str] = set()
+
+    def begin(self, model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+        """Name what a call is given; not a buffer that the first has registered, which holds what that one computed."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        named += [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves([list(args), dict(kwargs)]))]
+        self._named = self._named or {name for name, _ in named}
+        for name, tensor in named:
+            if isinstance(tensor, Tensor) and _has_memory(tensor) and name in self._named:
+                self._content[storage_of(tensor)] = (name, tensor)
+
+    def of(self, value: Any) -> str:
+        """The key of an argument."""
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{','.join(map(self.of, value))}]"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{k}:{self.of(v)}' for k, v in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({self.of(value.start)},{self.of(value.stop)},{self.of(value.step)})"
+        if isinstance(value, (np.ndarray, np.generic)):
+            return f"{value.dtype}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
+        plain = value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device))
+        return repr(value) if plain else type(value).__name__
+
+    def _of_tensor(self, tensor: Tensor) -> str:
+        if not _has_memory(tensor):
+            return "no memory"
+        known = self._content.get(storage_of(tensor))
+        content = known[0] if known is not None else _values_of(tensor)
+        return f"{content}/{tuple(tensor.shape)}{tensor.stride()}{tensor.storage_offset()}{tensor.dtype}"
+
+    def answered(self, asked: tuple[str, str], ask: Callable[[], Any]) -> Any:
+        """What the first call was answered to the same question."""
+        if asked not in self._answers:
+            self._answers[asked] = ask()
+        return self._answers[asked]
+
+    def note(self, key: str, given: list[Tensor], versions: list[int], result: Any) -> None:
+        """After a function ran: the content of what it made, and of what it wrote to."""
+        own = {storage_of(t) for t in given}
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:
+                memory = storage_of(tensor)
+                before = self._content[memory][0] if memory in self._content else ""
+                self._content[memory] = (_hashed(f"{before}!{key}"), tensor)
+        for i, tensor in enumerate(_tensors(result)):
+            memory = storage_of(tensor)
+            if memory not in own:
+                self._content[memory] = (_hashed(f"{key}#{i}"), tensor)
+
+
+class Recorder(TorchFunctionMode):
+    """Records one call of ``model`` into ``call`` while it is entered."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__()
+        self.call, self._keys = Call(), keys
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _QUIET and not _gives_tensor(func):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # other modes need not see what is looked at here
+            key = _hashed(f"{name}{self._keys.of(args)}{self._keys.of(kwargs)}")
+            given = _tensors((args, kwargs))
+            versions = [t._version for t in given]
+        if name in ASKS:
+            result = self._keys.answered((key, name), lambda: func(*args, **kwargs))
+        else:
+            result = func(*args, **kwargs)
+        self.call.steps.append((key, _site()))
+        with torch._C.DisableTorchFunction():
+            self._keys.note(key, given, versions, result)
+        return result
+
+    def end(self, output: Any) -> None:
+        self.call.outputs = [self._keys.of(t) for t in _tensors(output)]
+
+
+def _gives_tensor(func: Any) -> bool:
+    """Of properties, those that are views: x.T, x.mT, x.real, x.data, x.grad."""
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "") in ("T", "mT", "H", "mH", "real", "imag", "data")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if _has_memory(value) else []
+    if isinstance(value, (list, tuple)):
+        return [t for inner in value for t in _tensors(inner)]
+    if isinstance(value, dict):
+        return [t for inner in value.values() for t in _tensors(inner)]
+    return []
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is neither sparse nor a row of many, within vmap."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _values_of(tensor: Tensor) -> str:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.device.type != "cpu":
+        return "unknown"
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # pyright: ignore[reportArgumentType]
+    if whole.numel() > _MOST_VALUES:
+        return f"{whole.numel()} bytes at {storage_of(tensor)} {tensor._version}"
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _site() -> tuple[Any, int] | None:
+    """The code and the line of the user's innermost frame."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not is_foreign_frame(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None

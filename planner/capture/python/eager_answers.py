@@ -1,0 +1,186 @@
+"""Questions of a forward about tracing get the answers of eager mode, so that the capture is of the eager forward.
+
+    torch.compiler.is_compiling(), torch.jit.is_tracing() …     no
+    isinstance(x, FakeTensor)                                   no
+    type(x), type(self.weight)                                  torch.Tensor, nn.Parameter
+
+PyTorch itself asks too while it exports, and needs the true answer: a replaced function answers by the file of its
+caller, and ``type`` and ``isinstance`` are hidden by names in the modules of the user alone. Where eager mode would go
+on to look at values (``if not is_tracing(mask) and mask.all()``), the capture is made again with the true answer for
+that one line, which is reported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import torch
+import torch._dynamo.external_utils
+from torch import _guards, _utils, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch
+
+from planner.capture.gradients.call_sites import CallSites
+from planner.capture.model.exchange import Exchange
+from planner.capture.python.modules import foreign_modules, names_added, names_replaced
+from planner.errors import Where
+from planner.graph.source_lines import is_foreign_frame
+
+Stack = tuple[tuple[str, int, int], ...]  # the user's frames, innermost first: file, first line of the function, line
+_NO = (
+    (torch.compiler, "is_compiling", False),
+    (torch.compiler, "is_dynamo_compiling", False),
+    (torch.compiler, "is_exporting", False),
+    (torch._dynamo.external_utils, "is_compiling", False),
+    (_utils, "is_compiling", False),
+    (torch.jit, "is_tracing", False),
+    (torch._C, "_is_tracing", False),
+    (torch._C, "_get_tracing_state", None),
+    (_symbolic_trace, "is_fx_tracing", False),
+    (_symbolic_trace, "is_fx_symbolic_tracing", False),
+    (fake_tensor, "is_fake", False),
+    (_guards, "detect_fake_mode", None),
+    (_guards, "active_fake_mode", None),
+    (proxy_tensor, "get_proxy_mode", None),
+    (_python_dispatch, "_get_current_dispatch_mode", None),
+    (_python_dispatch, "is_in_torch_dispatch_mode", False),
+)  # fmt: skip
+_MOST_FRAMES = 8
+_USUAL = (nn.Parameter, torch.Tensor)
+
+
+class EagerAnswers:
+    """Owns the answers of one capture. ``traced``: the call stacks to which the true answer is given."""
+
+    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+        self.asked: dict[Stack, Where] = {}
+        self.traced: dict[Stack, Where] = {}
+        self._is_over = True
+        self._sites, self._modules = CallSites(model), foreign_modules()
+        # by name: export puts tensors of its own in the places of parameters
+        self._model, self._unusual = model, {n: k for n, k in exchange.classes.items() if k not in _USUAL}
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Around the exports of a capture."""
+        replaced = {}
+        owners: list[ModuleType] = [*self._modules, torch._dynamo, torch.fx]
+        for owner, name, eager in _NO:
+            original = getattr(owner, name, None)
+            if original is not None:
+                replaced[id(original)] = (original, self._answering(original, eager))
+                owners.append(owner)
+        with ExitStack() as stack:
+            stack.enter_context(names_replaced(owners, replaced))
+            stack.enter_context(names_added(self._modules, {"isinstance": self._isinstance, "type": self._type()}))
+            self._is_over = False
+            try:
+                yield
+            finally:
+                self._is_over = True  # for a module that was imported meanwhile, and holds on to an answer
+
+    def give_in(self, where: Where | str | None) -> bool:
+        """After a refusal at ``where``: the question that led there is answered truly from now on; False if none did.
+
+        It is the last one that a function has asked in which the refused line stands, or that called it.
+        """
+        for stack, asked in reversed(self.asked.items()):
+            here = [line for file, _, line in stack if isinstance(where, Where) and file == where.file]
+            if stack not in self.traced and any(abs(line - where.line) <= _NEAR for line in here):  # pyright: ignore
+                self.traced[stack] = asked
+                self.asked.clear()
+                return True
+        return False
+
+    @property
+    def notes(self) -> list[str]:
+        lines = dict.fromkeys(map(str, self.traced.values()))
+        return [
+            f"the forward asks whether it is traced, and else looks at values: captured as traced at {line}"
+            for line in lines
+        ]
+
+    def _is_traced(self, frame: FrameType | None) -> bool:
+        """Notes a question that a user's frame asks; whether it is one of those answered truly."""
+        stack = _users_stack(frame)
+        self.asked.pop(stack, None)
+        self.asked[stack] = self._sites.here()
+        return stack in self.traced
+
+    def _answering(self, original: Callable[..., Any], eager: Any) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if self._is_over or is_foreign_frame(frame.f_code.co_filename) or self._is_traced(frame):
+                return original(*args, **kwargs)
+            return eager
+
+        answer.__name__, answer.__doc__ = original.__name__, original.__doc__
+        return answer
+
+    # ---- classes of tensors
+
+    def _class_of(self, value: Any) -> Any:
+        """The class that a fake tensor's place holds in eager mode."""
+        for name, kind in self._unusual.items():
+            owner, _, attribute = name.rpartition(".")
+            if getattr(self._model.get_submodule(owner), attribute, None) is value:
+                return kind
+        return nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor
+
+    def _isinstance(self, value: Any, kinds: Any) -> bool:
+        is_one = builtins.isinstance(value, kinds)
+        if builtins.type(value) is not FakeTensor:
+            return is_one
+        eager, each = self._class_of(value), _each(kinds)
+        if any(k is not object and FakeTensor in getattr(k, "__mro__", ()) for k in each):
+            if self._is_traced(sys._getframe(1)):
+                return is_one
+            each = [k for k in each if FakeTensor not in getattr(k, "__mro__", ())]
+        return any(issubclass(eager, k) or builtins.isinstance(value, k) for k in each)
+
+    def _type(self) -> Any:
+        class_of = self._class_of
+
+        class Meta(builtins.type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                if len(args) == 1 and not kwargs:
+                    found = builtins.type(args[0])
+                    return class_of(args[0]) if found is FakeTensor else found
+                return builtins.type(*args, **kwargs)
+
+            def __instancecheck__(cls, value: Any) -> bool:
+                return builtins.isinstance(value, builtins.type)
+
+            def __subclasscheck__(cls, kind: Any) -> bool:
+                return issubclass(kind, builtins.type)
+
+        return Meta("type", (builtins.type,), {})
+
+
+_NEAR = 12  # lines between a question and the branch that it guards
+
+
+def _each(kinds: Any) -> list[Any]:
+    if builtins.isinstance(kinds, tuple):
+        return [k for inner in kinds for k in _each(inner)]
+    if builtins.isinstance(kinds, UnionType) or get_origin(kinds) is Union:
+        return [k for inner in get_args(kinds) for k in _each(inner)]
+    return [kinds]
+
+
+def _users_stack(frame: FrameType | None) -> Stack:
+    found: list[tuple[str, int, int]] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        code = frame.f_code
+        if not is_foreign_frame(code.co_filename):
+            found.append((code.co_filename, code.co_firstlineno, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)

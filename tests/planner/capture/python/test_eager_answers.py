@@ -1,0 +1,114 @@
+"""A forward that asks whether it is traced is captured as it runs in eager mode, or refused at its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, _guards, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling as asked_by_name
+from torch.fx import _symbolic_trace
+from transformers.utils import import_utils
+
+from planner import PlanError
+from planner.graph.program import Program
+from tests.tools.captured import capture
+
+
+class Model(nn.Module):
+    def __init__(self, asks: Callable[[Any, Tensor], bool], doubled: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.asks, self.doubled = asks, doubled
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        if not self.asks(self, x):
+            x = self.doubled(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def captured(model: nn.Module) -> Program:
+    ids = torch.empty((2, 5), dtype=torch.int64, device="meta")
+    return capture(model, {"ids": ids, "labels": ids})
+
+
+def doubles(program: Program) -> bool:
+    return any("mul" in str(node.target) for node in program.graph.graph.nodes)
+
+
+QUESTIONS: dict[str, Callable[[Any, Tensor], bool]] = {
+    "torch.compiler.is_compiling": lambda m, x: torch.compiler.is_compiling(),
+    "by name": lambda m, x: asked_by_name(),
+    "is_exporting": lambda m, x: torch.compiler.is_exporting(),
+    "torch._dynamo": lambda m, x: torch._dynamo.is_compiling(),
+    "transformers": lambda m, x: import_utils.is_tracing(x),
+    "transformers, compiling": lambda m, x: import_utils.is_torchdynamo_compiling(),
+    "fx": lambda m, x: _symbolic_trace.is_fx_tracing(),
+    "FakeTensor": lambda m, x: isinstance(x, FakeTensor),
+    "one of several": lambda m, x: isinstance(x, (int, FakeTensor)),
+    "is_fake": lambda m, x: fake_tensor.is_fake(x),
+    "type": lambda m, x: type(x) is not Tensor,
+    "type of a weight": lambda m, x: type(m.head.weight) is not nn.Parameter,
+    "a weight": lambda m, x: not isinstance(m.head.weight, nn.Parameter),
+    "hooks": lambda m, x: len(m._forward_hooks) + len(m._forward_pre_hooks) > 0,
+    "fake mode": lambda m, x: _guards.detect_fake_mode([x]) is not None,
+}
+
+
+@pytest.mark.parametrize("asks", QUESTIONS.values(), ids=QUESTIONS)
+def test_a_question_about_tracing_is_answered_as_in_eager_mode(asks: Callable[[Any, Tensor], bool]) -> None:
+    model = Model(asks, lambda x: x * 2)
+    assert not asks(model, torch.ones(1))
+    assert doubles(captured(model))
+    assert not {"type", "isinstance"} & set(globals())
+
+
+def test_classes_stay_usable_in_a_forward() -> None:
+    def asks(m: Any, x: Tensor) -> bool:
+        made = type("Made", (list,), {})()
+        return not (isinstance(made, list) and isinstance(type(made), type) and issubclass(type(made), list))
+
+    assert doubles(captured(Model(asks, lambda x: x * 2)))
+
+
+def test_a_class_of_parameter_is_the_users_own() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model = Model(lambda m, x: type(m.head.bias) is not Own, lambda x: x * 2)
+    model.head.bias = Own(torch.zeros(20))
+    assert doubles(captured(model))
+
+
+def test_where_eager_mode_would_look_at_values_the_line_is_reported() -> None:
+    """Both paths are equal: a row of ones is no mask."""
+    model = Model(lambda m, x: not torch.compiler.is_compiling() and bool((x == 7).all()), lambda x: x * 2)
+    program = captured(model)
+    assert doubles(program)
+    (note,) = program.notes
+    assert "captured as traced" in note
+    assert "test_eager_answers.py" in note
+
+
+def halves_where_seen(x: Tensor) -> Tensor:
+    return x / 2 if not torch.compiler.is_compiling() and bool((x.abs() > 0).any().item()) else x
+
+
+HIDDEN: dict[str, Callable[[Any, Tensor], bool]] = {
+    "values": lambda m, x: halves_where_seen(x) is x,
+    "attribute": lambda m, x: hasattr(x, "fake_mode"),
+    "name": lambda m, x: "Fake" in x.__class__.__name__,
+}
+
+
+@pytest.mark.parametrize("asks", HIDDEN.values(), ids=HIDDEN)
+def test_another_loss_than_that_of_one_run_is_refused(asks: Callable[[Any, Tensor], bool]) -> None:
+    with pytest.raises(PlanError, match=r"its loss is|data-dependent"):
+        captured(Model(asks, lambda x: x * 2))
