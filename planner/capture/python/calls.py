@@ -165,7 +165,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether it is neither sparse nor a row of many, within vmap."""
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _values_of(tensor: Tensor) -> str:
