@@ -3,7 +3,8 @@
     linear(x, W), addmm(b, x, W), mm(x, W)    →   linear(x, W, b, .., weight_gradients)
     column_linears(…), gathered_linears(…)    →   the same, given the handle too
 
-In a region that a CUDA graph captures they are told to add at once: a replay cannot wait for a W.
+In a region that a CUDA graph captures they add at once, since a replay cannot wait for a W; and so do those that read
+its static memory from outside, which holds another microbatch by then (planner.regions.weight_gradients).
 
 Needs:   f and gather fused with the products behind them.
 Leaves:  no product of a value with a real parameter that ATen computes.
@@ -23,27 +24,36 @@ from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.linear import linear
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
+from planner.regions.weight_gradients import homes, lies_in_a_graph
 
 PRODUCTS = (linear, column_linears, gathered_linears)
 
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
     """Every product with a parameter."""
-    owner = owners(stage, context)
+    owner, home = owners(stage, context), homes(context.regions)
     found = [n for n in stage.graph.nodes if n.target in PRODUCTS or _is_product(n)]
     handles: dict[bool, fx.Node] = {}
     for node in found:
-        in_region = region_of(node, owner) is not None
-        if in_region not in handles:
-            handles[in_region] = _handle(stage, context, in_region)
+        at_once = region_of(node, owner) is not None or _reads_a_graph(node, stage, context, home)
+        if at_once not in handles:
+            handles[at_once] = _handle(stage, context, at_once)
         if node.target not in PRODUCTS:
             node.args = (*(operands(node) or ()), node.target in TRANSPOSED)
             node.target = linear
-        node.args = (*node.args, handles[in_region])
+        node.args = (*node.args, handles[at_once])
 
 
-def _handle(stage: StageGraph, context: LowerContext, in_region: bool) -> fx.Node:
-    handle = AtOnce(context.weight_gradients) if in_region else context.weight_gradients
+def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home: frozenset[str]) -> bool:
+    value: Any = node.args[0] if node.target in PRODUCTS else (operands(node) or (None,))[0]
+    change = value.meta.get("change")
+    name = value.meta.get("origin", "") if change is None else change.value
+    decisions = context.decisions
+    return bool(home) and lies_in_a_graph(decisions, decisions.program.node(name), stage.index, home)
+
+
+def _handle(stage: StageGraph, context: LowerContext, at_once: bool) -> fx.Node:
+    handle = AtOnce(context.weight_gradients) if at_once else context.weight_gradients
     setattr(stage.root, repr(handle), handle)
     with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
         return stage.graph.create_node("get_attr", repr(handle))
@@ -78,7 +88,7 @@ def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:
         return _reads_in_region(user, value, module)
     last: Any = user.args[-1] if user.op == "call_function" and user.args else None
     handle = getattr(module, str(last.target), None) if isinstance(last, fx.Node) and last.op == "get_attr" else None
-    return [isinstance(handle, WeightGradients)] * _times(user, value)
+    return [isinstance(handle, (AtOnce, WeightGradients))] * _times(user, value)
 
 
 def _reads_in_region(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:

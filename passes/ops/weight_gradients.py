@@ -130,7 +130,9 @@ class WeightGradients:
 
 
 class AtOnce:
-    """The handle of products in a captured region: a graph replays what was captured, so nothing of it waits.
+    """The handle of products in a captured region, or that read its memory: nothing of them waits for a W.
+
+    A graph replays what was captured, and its memory serves the next microbatch after the backward.
 
     While the region is captured its leaves are others than the parameters: whoever captures it says where their
     gradients are added.
@@ -153,7 +155,7 @@ class AtOnce:
         return (self._places or self._handle).place_of(parameter)
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
-        raise AssertionError("nothing of a captured region waits")
+        raise AssertionError("nothing waits that a captured region runs, or whose memory it keeps")
 
     @contextmanager
     def bound_to(self, places: Places) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """How the gradient of each weight is made: by the product that reads it, which can wait for a W, or by autograd.
 
-    can wait        a product of a value with the weight, or the bias added to one, outside of captured regions
+    can wait        a product of a value with the weight, or the bias added to one, outside of graph regions
     in graph        the same within a region: a graph replays it with its backward
+    at once         the same outside of one, on a value in a graph's static memory: the next microbatch takes it after
+                    the backward: a W would read the wrong values
     by autograd     whatever else reads a weight: norms, lookups, products with a weight that was cast or cut before
 
 A weight that is read in several ways has an entry for each.
@@ -16,17 +18,17 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.ops.aten import packet_of
+from planner.graph.ops.aten import packet_of, shares_memory
 from planner.regions.regions import Region
 from planner.saved.fused import PRODUCTS, is_fused_bias
 
 aten = torch.ops.aten
-CAN_WAIT, IN_GRAPH, BY_AUTOGRAD = "can wait", "in graph", "by autograd"
+CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """``name``: the parameter's. ``how``: one of the three; ``reason``: why autograd makes it, "" where it does not."""
+    """``name``: the parameter's. ``how``: one of the four; ``reason``: why autograd makes it, "" where it does not."""
 
     name: str
     how: str
@@ -35,7 +37,7 @@ class WeightGradient:
 
 def weight_gradients(decisions: Decisions, regions: Sequence[Region] = ()) -> tuple[WeightGradient, ...]:
     """Of each parameter that trains, in the order of the program."""
-    home = {name for region in regions if not region.refused for name in region.nodes}
+    home = homes(regions)
     found: dict[WeightGradient, None] = {}
     for node, fqn in decisions.program.parameters.items():
         parameter = decisions.program.node(node)
@@ -44,7 +46,7 @@ def weight_gradients(decisions: Decisions, regions: Sequence[Region] = ()) -> tu
     return tuple(found)
 
 
-def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: set[str]) -> Iterator[WeightGradient]:
+def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: frozenset[str]) -> Iterator[WeightGradient]:
     for reader in parameter.users:
         if reader.op != "call_function":
             continue
@@ -53,8 +55,29 @@ def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: set[str]) ->
             yield WeightGradient(fqn, BY_AUTOGRAD, f"{packet_of(reader.target)} reads it")
         elif not product.all_input_nodes[0].meta.get("grad"):
             yield WeightGradient(fqn, BY_AUTOGRAD, f"{packet_of(product.target)} multiplies a value without a gradient")
+        elif reader.name in home:
+            yield WeightGradient(fqn, IN_GRAPH)
         else:
-            yield WeightGradient(fqn, IN_GRAPH if reader.name in home else CAN_WAIT)
+            value, stage = product.all_input_nodes[0], decisions.stages.stage_of[product.name]
+            yield WeightGradient(fqn, AT_ONCE if lies_in_a_graph(decisions, value, stage, home) else CAN_WAIT)
+
+
+def homes(regions: Sequence[Region]) -> frozenset[str]:
+    """The captured names of all ops that run inside a graph."""
+    return frozenset(name for region in regions if not region.refused for name in region.nodes)
+
+
+def lies_in_a_graph(decisions: Decisions, value: fx.Node, stage: int, home: frozenset[str]) -> bool:
+    """Whether ``value``, as ``stage`` reads it, is in the static memory of a graph: a region's output or a view of it.
+
+    A stage hands its values to the next one on the same rank without a copy.
+    """
+    while value.name not in home:
+        if not shares_memory(value):
+            return False
+        value = value.all_input_nodes[0]
+    rank_of = decisions.mesh.pp_rank_of
+    return rank_of(decisions.stages.stage_of[value.name]) == rank_of(stage)
 
 
 def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.Node | None:

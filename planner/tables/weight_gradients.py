@@ -8,7 +8,7 @@ from planner.decisions import Decisions
 from planner.graph.places import glob_of
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.regions import Region
-from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, WeightGradient, weight_gradients
+from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients
 from planner.tables.rows import Diagnostic
 
 WHERE = "pipeline.schedule"
@@ -32,4 +32,10 @@ def weight_gradient_notes(
 
 
 def _reason(row: WeightGradient) -> str:
-    return f"as {row.reason}" if row.how == BY_AUTOGRAD else "in CUDA graphs"
+    if row.how == BY_AUTOGRAD:
+        return f"as {row.reason}"
+    return (
+        "in CUDA graphs"
+        if row.how == IN_GRAPH
+        else "as they read memory of a CUDA graph that the next microbatch takes"
+    )

@@ -76,6 +76,16 @@ def value_bytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(node))
 
 
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the result may lie in the memory of the first argument: a view, perhaps a view, or a write in place."""
+    if node.op != "call_function":
+        return False
+    if node.target in (operator.getitem, aten._unsafe_view.default):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the result shares the memory of an argument: PyTorch's schema says so, and no conversion happens."""
     if node.target is operator.getitem:

@@ -10,15 +10,17 @@ from torch import fx
 from passes.lower import lower
 from passes.own_linears import PRODUCTS
 from planner import plan
-from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
+from planner.regions.weight_gradients import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
 from tests.models import families
 from tests.models.tiny import planned
 from tests.tools.graphed_runs import spec_of
 
+HOW = {"weight_gradients": CAN_WAIT, "weight_gradients_at_once": AT_ONCE}  # by the handle of a product
+
 
 def in_modules(made: Any) -> dict[str, set[str]]:
     """By how, the parameters that products of the lowered stages add gradients of."""
-    found: dict[str, set[str]] = {CAN_WAIT: set(), IN_GRAPH: set()}
+    found: dict[str, set[str]] = {CAN_WAIT: set(), IN_GRAPH: set(), AT_ONCE: set()}
     for pp in range(made.mesh.pp):
         for stage in lower(made, made.mesh.rank_of(pp=pp)).stages:
             names = {attribute: fqn for fqn, attribute in stage.attributes.items()}
@@ -28,7 +30,7 @@ def in_modules(made: Any) -> dict[str, set[str]]:
                 for node in graph.nodes:
                     if node.target in PRODUCTS and node.args[0].meta.get("grad"):
                         held = [n for n in node.all_input_nodes if name_of(n, given) in names]
-                        how = CAN_WAIT if given is None else IN_GRAPH
+                        how = IN_GRAPH if given is not None else HOW[node.args[-1].target]
                         found[how] |= {names[name_of(n, given)] for n in held} & trained
     return found
 
@@ -51,7 +53,7 @@ def name_of(node: fx.Node, given: dict[str, str] | None) -> str:
 
 def decided(made: Any) -> dict[str, set[str]]:
     rows = weight_gradients(made.to_run()[0], made.regions)
-    return {how: {row.name for row in rows if row.how == how} for how in (CAN_WAIT, IN_GRAPH)}
+    return {how: {row.name for row in rows if row.how == how} for how in (CAN_WAIT, IN_GRAPH, AT_ONCE)}
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)

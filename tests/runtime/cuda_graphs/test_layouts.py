@@ -46,6 +46,18 @@ def test_layouts_with_graphs_give_what_they_give_without(lab: Lab, name, layout,
         assert differ(eager, on_ranks(lab, name, scope, mesh=mesh, **sections)) == [[]] * 4, scope
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", [["mlp"], ["attn"], []], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [({"pp": 2}, "zero_bubble"), ({"pp": 2, "vpp": 2}, "zero_bubble_v")], ids=["h1", "v"]
+)
+def test_no_weight_gradient_that_waits_reads_memory_of_the_next_microbatch(lab: Lab, mesh, schedule, scope):
+    """Of a post-norm model, whose products read what the region before them made."""
+    sections = {"mesh": mesh, "pipeline": {"schedule": schedule}}
+    eager = on_ranks(lab, "bert", None, **sections)
+    assert differ(eager, on_ranks(lab, "bert", scope, **sections)) == [[]] * 2
+
+
 def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
     """Two steps on two dp ranks; updated parameters are gathered when somebody waits for them, and not before."""
 
