@@ -70,7 +70,7 @@ def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
 def verify_command(
     model: Model,
     spec: SpecFile,
-    steps: Annotated[int, typer.Option(min=1, help="Number of updates to compare.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Number of updates, each of them compared.")] = 1,
     tolerance: Annotated[
         float | None, typer.Option(help="Relative, for loss and gradients; by the model's precision if not given.")
     ] = None,
@@ -78,7 +78,7 @@ def verify_command(
         int | None, typer.Option(min=0, metavar="N", help="Leave out the N-th collective, to see the check turn red.")
     ] = None,
 ) -> None:
-    """Run the plan and one process side by side; compare loss, every gradient and one update. Exit 1 if they differ.
+    """Run the plan and one process side by side; compare all gradients and parameters too. Exit 1 if they differ.
 
     Starts the local processes itself.
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, isnan
+from dataclasses import dataclass, replace
+from math import inf, isnan, sqrt
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from runtime.audit.tolerance import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: ``difference`` against what is ``allowed``; inf where a tensor is missing or not a number."""
+    """One comparison: ``difference`` against what is ``allowed``; inf where a tensor is missing or not a number.
+
+    ``name``: of a tensor; "" of a number of the whole step. ``step`` counts from 1, as the log does; 0: of no step.
+    """
 
     kind: str
     name: str
     difference: float
     allowed: float
+    step: int = 0
 
     @property
     def passed(self) -> bool:
@@ -29,26 +33,39 @@ class Row:
     def severity(self) -> float:
         return self.difference / max(self.allowed, 1e-300)
 
+    @property
+    def place(self) -> str:
+        """The tensor and the step."""
+        return ", ".join(text for text in (self.name, f"step {self.step}" if self.step else "") if text)
+
     def __str__(self) -> str:
         missing = "is missing or not finite" if self.difference == inf else f"differs by {self.difference:.2e}"
-        return f"{self.kind} {self.name} {missing} (allowed {self.allowed:.1e})"
+        step = f", step {self.step}" if self.step else ""
+        return f"{f'{self.kind} {self.name}'.strip()} {missing} (allowed {self.allowed:.1e}{step})"
 
 
 def compare_values(kind: str, found: Sequence[float], truth: Sequence[float], allowed: float) -> list[Row]:
-    """Relative differences of one number a step."""
-    return [
-        Row(kind, f"step {i}", _finite(abs(a - b) / max(abs(b), 1e-300)), allowed)
-        for i, (a, b) in enumerate(zip(found, truth, strict=True))
-    ]
+    """Relative differences of one number a step, from step 1."""
+    both = zip(found, truth, strict=True)
+    return [compare_value(kind, a, b, allowed, step) for step, (a, b) in enumerate(both, start=1)]
 
 
-def compare_gradients(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance) -> list[Row]:
+def compare_value(kind: str, found: float, truth: float, allowed: float, step: int) -> Row:
+    """The relative difference of one number of a step."""
+    return Row(kind, "", _finite(abs(found - truth) / max(abs(truth), 1e-300)), allowed, step)
+
+
+def compare_gradients(
+    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance, step: int = 0
+) -> list[Row]:
     """The largest difference of each gradient, relative to its own largest element.
 
+    Rounding of parameters adds up as a random walk over updates, and so does the difference of their gradients.
     A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
     ``truth`` (the loss does not depend on it) stands for zeros.
     """
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
+    limit = allowed.gradient * sqrt(allowed.num_updates)
     rows = []
     for name in dict.fromkeys((*truth, *found)):
         true, mine = truth.get(name), found.get(name)
@@ -56,7 +73,7 @@ def compare_gradients(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | 
             true = torch.zeros_like(mine)
         if true is not None:
             size = max(_largest(true), floor, 1e-300)
-            rows.append(Row("gradient", name, _distance(mine, true) / size, allowed.gradient))
+            rows.append(Row("gradient", name, _distance(mine, true) / size, limit, step))
     return rows
 
 
@@ -83,13 +100,16 @@ def compare_parameters(
     allowed: Tolerance,
     still: Container[str] = (),
     noise: Mapping[str, Tensor] | None = None,
+    *,
+    step: int = 0,
 ) -> list[Row]:
     """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit.
 
     ``noise``: by element, what one update may add.
     """
     added = noise or {}
-    return [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
+    rows = [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
+    return [replace(row, step=step) for row in rows]
 
 
 def _parameter_row(

@@ -1,4 +1,5 @@
-"""Does the plan equal one process? Run both on the same random batches and compare loss, every gradient and the update.
+"""Does the plan equal one process? Run both on the same random batches, update by update, and compare the loss, the
+norm, every gradient and every parameter after each of them.
 
 The truth is the user's unmodified model on the whole global batch, the object itself and no copy (verify.reference).
 With ``dropout: layout_invariant`` both sides draw by name (verify.named_draws). Else dropout is off on both: its masks
@@ -9,9 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,14 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
-from runtime.audit.tolerance import Tolerance, lowest_precision
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
+from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
-from runtime.verify.comparison import (
-    Row,
-    compare_gradients,
-    compare_parameters,
-    compare_values,
-    noise_of_updates,
-)
+from runtime.verify.beside import Beside, EngineStep
+from runtime.verify.comparison import Row
 from runtime.verify.mutants import freeze_parameter, without_collective
 from runtime.verify.named_draws import NamedDraws, draws_of
 from runtime.verify.reference import OneProcess, Untouched
@@ -69,6 +64,11 @@ class VerifyReport:
         return not self.failure and bool(self.rows) and all(row.passed for row in self.rows)
 
     @property
+    def first_different_step(self) -> int | None:
+        """From 1; None where all steps are equal."""
+        return min((row.step for row in self.failed_rows), default=None)
+
+    @property
     def failed_rows(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.passed)
 
@@ -78,7 +78,9 @@ class VerifyReport:
             for kind in ("loss", "norm", "gradient", "parameter")
             if any(row.kind == kind for row in self.rows)
         ]
-        worst = sorted(self.failed_rows, key=lambda row: row.severity, reverse=True)
+        worst = sorted(self.failed_rows, key=lambda row: (row.step, -row.severity))
+        if worst:
+            lines.append(f"first difference: step {worst[0].step} of {max(row.step for row in self.rows)}")
         lines += [f"  {row}" for row in worst[:12]]
         lines += [f"  … and {len(worst) - 12} more"] if len(worst) > 12 else []
         lines += [f"note: {note}" for note in self.notes]
@@ -139,19 +141,26 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     if job.freeze_parameter is not None:
         decided = freeze_parameter(decided, job.freeze_parameter)
     batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
-    found = _run_plan(decided, batches, job)
-    if int(os.environ.get("RANK", "0")) != 0:
+    draws: list[NamedDraws] = []
+
+    def one_process() -> Beside:
+        untouched.check(model)
+        truth = model
+        if has_weights:  # the plan read its slices, the one process reads all, by transformers
+            truth = _in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
+        if _draws_by_name(spec):
+            draws.append(NamedDraws(truth, draws_of(truth, spec), spec.seed))
+        return Beside(OneProcess(truth, spec, *draws), job.tolerance)
+
+    beside = _run_beside(decided, batches, job, one_process)
+    if beside is None:
         return VerifyReport(())
-    untouched.check(model)
-    if has_weights:  # the plan read its slices, the one process reads all, by transformers
-        model = _in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
-    draws = NamedDraws(model, draws_of(model, spec), spec.seed) if _draws_by_name(spec) else None
-    rows, precision = _compare(found, OneProcess(model, spec, draws), batches, spec, job.tolerance)
+    precision = str(beside.precision).removeprefix("torch.")
     notes = (
-        _note_of_dropout(draws),
-        f"tolerances for {str(precision).removeprefix('torch.')}, the lowest precision that the model computes in",
+        _note_of_dropout(draws[0] if draws else None),
+        f"tolerances for {precision}, the lowest precision that the model computes in",
     )
-    return VerifyReport(tuple(rows), notes)
+    return VerifyReport(tuple(beside.rows), notes)
 
 
 def _draws_by_name(spec: Spec) -> bool:
@@ -194,55 +203,41 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
     return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
 
 
-def _run_plan(decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob) -> dict[str, Any]:
-    rank = int(os.environ.get("RANK", "0"))
+def _run_beside(
+    decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob, make: Callable[[], Beside]
+) -> Beside | None:
+    """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update."""
+    rank, beside = int(os.environ.get("RANK", "0")), None
     program = None if job.remove_collective is None else without_collective(decided, rank, job.remove_collective)
     with Engine(decided, program=program) as engine:
         if weights := pretrained_directory(job.model):
             engine.load_pretrained(weights)
         if engine.graphs is not None:
             engine.capture_graphs()
-        loss = engine.forward_backward(batches[0])
-        gradients = engine.gather_gradients()
-        reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]
-        return {
-            "losses": [loss, *(r.loss for r in reports[1:])],
-            "norms": [r.grad_norm for r in reports],
-            "gradients": gradients,
-            "parameters": engine.gather_parameters(),
-        }
+        for batch in batches:
+            made = _step(engine, batch)
+            with agreed(engine.groups, rank_0_is_long=True):
+                if rank == 0:
+                    beside = beside or make()
+                    beside.step(batch, made)
+            del made  # before the next is gathered
+        parameters = engine.gather_parameters()
+    if beside is not None:
+        beside.compare_parameters(parameters)
+    return beside
 
 
-def _compare(
-    found: Mapping[str, Any], one: OneProcess, batches: list[dict[str, Tensor]], spec: Spec, tolerance: float | None
-) -> tuple[list[Row], torch.dtype]:
-    with lowest_precision() as seen:
-        losses = [one.forward_backward(batches[0])]
-    allowed = Tolerance.of(seen.dtype, spec.optimizer.lr, tolerance, num_updates=len(batches))
-    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in _named(one.model)}
-    norms = [one.update()]
-    for batch in batches[1:]:
-        losses.append(one.forward_backward(batch))
-        norms.append(one.update())
-    rows = compare_values("loss", found["losses"], losses, allowed.loss)
-    rows += compare_values("norm", found["norms"], norms, allowed.gradient)
-    rows += compare_gradients(found["gradients"], gradients, allowed)
-    still = {name for name, p in _named(one.model) if p.grad is None and gradients[name] is None}
-    o = spec.optimizer
-    scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norms[0] + 1e-6))
-    noise = noise_of_updates(found["gradients"], gradients, lr=o.lr, eps=o.eps, scale=scale)
-    rows += compare_parameters(found["parameters"], dict(_named(one.model)), allowed, still, noise)
-    return rows, seen.dtype
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
+def _step(engine: Engine, batch: dict[str, Tensor]) -> EngineStep:
+    loss = engine.forward_backward(batch)
+    before = engine.gather_parameters() if engine.step_index else {}
+    gradients = engine.gather_gradients()
+    return EngineStep(loss, engine.optimizer_step().grad_norm, gradients, before)
 
 
 def _summary(rows: list[Row]) -> str:
     worst = max(rows, key=lambda row: row.severity)
     good = f"{sum(row.passed for row in rows)} of {len(rows)} equal"
-    return f"{good}, largest difference {worst.difference:.1e} ({worst.name}), allowed {worst.allowed:.1e}"
+    return f"{good}, largest difference {worst.difference:.1e} ({worst.place}), allowed {worst.allowed:.1e}"
 
 
 __all__ = ["PlanError", "VerifyReport", "verify", "verify_rank"]

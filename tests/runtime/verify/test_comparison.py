@@ -46,3 +46,12 @@ def test_an_element_that_is_moved_otherwise_than_its_gradient_says_is_told():
 def test_a_gradient_that_one_side_lacks_adds_no_noise():
     one = torch.tensor([1.0])
     assert noise_of_updates({}, {"p": one, "q": None}, lr=LR, eps=EPS) == {}
+
+
+def test_gradients_of_a_later_update_may_differ_as_a_random_walk_does():
+    true = {"p": torch.tensor([1.0])}
+    first, later = ALLOWED, Tolerance.of(torch.float32, LR, num_updates=9)
+    mine = {"p": true["p"] * (1 + 2.9 * first.gradient)}
+    assert not compare_gradients(mine, true, first, step=1)[0].passed
+    assert compare_gradients(mine, true, later, step=9)[0].passed
+    assert not compare_gradients({"p": true["p"] * (1 + 3.1 * first.gradient)}, true, later, step=9)[0].passed

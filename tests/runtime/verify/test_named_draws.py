@@ -111,6 +111,8 @@ def test_a_draw_in_the_backward_is_refused_at_its_line() -> None:
 
 
 def test_a_process_that_draws_otherwise_than_captured_is_refused() -> None:
-    drawn = iter([True] * 1)
+    model = Dropping(lambda x: F.dropout(x, 0.3))
+    one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), 7))
+    model.way = lambda x: x
     with pytest.raises(PlanError, match=r"dropout of \[4, 8\] did not come"):
-        losses(lambda x: F.dropout(x, 0.3) if next(drawn, False) else x)
+        one.forward_backward({"x": torch.randn(4, 8)})

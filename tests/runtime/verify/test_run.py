@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner import plan
 from runtime.audit.tolerance import Tolerance, lowest_precision
 from runtime.verify.comparison import compare_gradients, compare_parameters, compare_values
-from runtime.verify.run import _last_error, random_batch, verify
+from runtime.verify.run import VerifyReport, _last_error, random_batch, verify
 from tests.tools.paths import ROOT
 
 MODEL = """
@@ -50,9 +50,53 @@ def test_a_right_plan_is_equal_in_loss_norm_every_gradient_and_every_parameter(f
     report = verify(*files(mesh), steps=3)
     assert report.passed, str(report)
     kinds = [row.kind for row in report.rows]
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"loss": 3, "norm": 3, "gradient": 29, "parameter": 29}
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"loss": 3, "norm": 3, "gradient": 87, "parameter": 87}
+    assert {row.step for row in report.rows if row.kind == "parameter"} == {1, 2, 3}
     assert "dropout is off" in str(report)
     assert str(report).endswith("EQUAL to one process")
+
+
+COUNTING = """
+from pathlib import Path
+import torch
+from torch import nn
+
+CALLS, OTHER = Path({calls!r}), {other}
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        calls = int(CALLS.read_text()) + 1
+        CALLS.write_text(str(calls))
+        return self.up(x).square().sum() * (1.001 if calls == OTHER else 1.0)
+
+def build():
+    torch.manual_seed(0)
+    return Counting()
+"""
+
+
+def test_a_model_that_computes_otherwise_in_its_third_update_alone_differs_first_there(tmp_path):
+    """It counts its calls on a disk, where no capture sees them."""
+    spec, calls = tmp_path / "spec.yaml", tmp_path / "calls"
+    spec.write_text("{mesh: {}, batch: {global: 4, micro: 2}, inputs: {x: {shape: [4], dtype: float64}}}")
+
+    def verified(steps: int, other: int) -> VerifyReport:
+        calls.write_text("0")
+        (tmp_path / "counting.py").write_text(COUNTING.format(calls=str(calls), other=other))
+        return verify(f"{tmp_path / 'counting.py'}:build", str(spec), steps=steps)
+
+    assert verified(steps=1, other=0).passed
+    first = int(calls.read_text())  # the call of the one process, after all of the captures
+    report = verified(steps=5, other=first + 2)
+    assert report.first_different_step == 3
+    of_third = [(row.kind, row.name) for row in report.failed_rows if row.step == 3]
+    assert {("loss", ""), ("norm", ""), ("gradient", "up.weight"), ("gradient", "up.bias")} <= {*of_third}
+    assert "first difference: step 3 of 5\n  loss differs by 9.99e-04 (allowed 1.0e-10, step 3)" in str(report)
+    assert not any(row.kind == "loss" and row.step != 3 for row in report.failed_rows)
 
 
 @pytest.mark.slow

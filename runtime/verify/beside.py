@@ -1,0 +1,85 @@
+"""One process beside an engine: every update is compared when both have made it, so one of them is held at a time.
+
+    engine        forward, backward · update
+    one process                                forward, backward · update
+    compared                                   weights before, loss, gradients, norm
+
+The weights after an update are gathered when the next forward has read them, since a gather waits for all of them: the
+engine goes on as in ``train_step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from runtime.audit.tolerance import Tolerance, lowest_precision
+from runtime.verify.comparison import Row, compare_gradients, compare_parameters, compare_value, noise_of_updates
+from runtime.verify.reference import OneProcess
+
+Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """What the engine did with one batch, whole. ``before``: the parameters that it read; none in the first step."""
+
+    loss: float
+    norm: float
+    gradients: Named
+    before: Named
+
+
+class Beside:
+    """Owns the one process and all that was compared so far. ``tolerance``: given by the user."""
+
+    def __init__(self, one: OneProcess, tolerance: float | None = None) -> None:
+        self._one, self._tolerance = one, tolerance
+        self.rows: list[Row] = []
+        self.precision = torch.float64  # the lowest that the model computes in
+        self._still: set[str] | None = None  # parameters that no loss has reached so far
+        self._noise: dict[str, Tensor] = {}  # by element, the most that one update may have added so far
+
+    def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
+        """Compare the step that the engine has made with ``batch``, and make it here."""
+        if made.before:
+            self.compare_parameters(made.before)
+        with lowest_precision() as seen:
+            loss = self._one.forward_backward(batch)
+        if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
+            self.precision = seen.dtype
+        step = self._one.num_updates + 1
+        allowed = self._allowed(step)
+        gradients = {name: p.grad for name, p in named_parameters(self._one.model)}
+        self.rows.append(compare_value("loss", made.loss, loss, allowed.loss, step))
+        self.rows += compare_gradients(made.gradients, gradients, allowed, step)
+        unscaled = {name: None if g is None else g.clone() for name, g in gradients.items()}
+        norm = self._one.update()
+        self.rows.append(compare_value("norm", made.norm, norm, allowed.gradient, step))
+        self._note(made.gradients, unscaled, norm)
+
+    def compare_parameters(self, found: Named) -> None:
+        """After the last update of both. ``found``: the engine's, whole."""
+        truth, step = dict(named_parameters(self._one.model)), self._one.num_updates
+        self.rows += compare_parameters(found, truth, self._allowed(step), self._still or set(), self._noise, step=step)
+
+    def _allowed(self, num_updates: int) -> Tolerance:
+        return Tolerance.of(self.precision, self._one.spec.optimizer.lr, self._tolerance, num_updates=num_updates)
+
+    def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
+        """What the comparison of parameters needs of this step's gradients."""
+        unreached = {name for name, gradient in gradients.items() if gradient is None}
+        self._still = unreached if self._still is None else self._still & unreached
+        o = self._one.spec.optimizer
+        scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
+        for name, noise in noise_of_updates(found, gradients, lr=o.lr, eps=o.eps, scale=scale).items():
+            before = self._noise.get(name)
+            self._noise[name] = noise if before is None else torch.maximum(before, noise)
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Under each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
