@@ -30,6 +30,7 @@ from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.training_state import TrainingState
 from runtime.data.batches import num_tokens
 from runtime.data.first_batch import tell_failure
+from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.faults.activity import (
     BATCH,
     BETWEEN,
@@ -49,7 +50,7 @@ from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
 from runtime.scores import Scores, Scoring
 from runtime.update import Update
-from runtime.weights.gather import by_all_names, collect, from_rank_0
+from runtime.weights.gather import by_all_names, collect
 from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source
 
@@ -197,7 +198,7 @@ class Engine:
     def gather_parameters(self) -> dict[str, Tensor]:
         """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
         self._ready()
-        unused = from_rank_0(self.groups, [*self._kept.parameters])
+        unused = broadcast_json(self.groups, [*self._kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
         found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
         return by_all_names(self.plan.parameters, {**found, **self._kept.parameters})

@@ -12,16 +12,14 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-import torch.distributed as dist
-
 from planner.errors import PlanError
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, check_files
 from runtime.checkpoint.saves import read_step, resolve
 from runtime.checkpoint.training_state import TrainingState
 from runtime.distributed.agreement import agree, agreed
+from runtime.distributed.exchange_json import all_gather_json, broadcast_json
 from runtime.distributed.groups import Groups
-from runtime.weights.gather import from_rank_0
 
 
 def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> tuple[Manifest, str]:
@@ -33,7 +31,7 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
     with agreed(groups):
         save = resolve(directory) if groups.rank == 0 else directory
         name = "" if save == directory else save.name
-    name = from_rank_0(groups, name)
+    name = broadcast_json(groups, name)
     save = directory / name if name else directory
     with agreed(groups):
         manifest, checksum = read_step(save)
@@ -55,10 +53,7 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
 
 
 def _require_same(groups: Groups, checksum: str, save: Path) -> None:
-    if groups.host is None:
-        return
-    seen: list[str | None] = [None] * groups.mesh.world_size
-    dist.all_gather_object(seen, checksum, group=groups.host)
+    seen = all_gather_json(groups, checksum)
     odd = [rank for rank, told in enumerate(seen) if told != seen[0]]
     if odd:
         raise PlanError(

@@ -57,6 +57,17 @@ class Record:
     updates: int = 0
     rested: Mapping[str, int] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        file = self.file and self.file.model_dump()
+        held = [(name, kind, dtype, box.start, box.stop) for name, kind, dtype, box in self.held]
+        return {"file": file, "held": held, "updates": self.updates, "rested": dict(self.rested)}
+
+    @classmethod
+    def of_json(cls, given: Mapping[str, Any]) -> Record:
+        file = given["file"] and FileEntry.model_validate(given["file"])
+        held = [(name, kind, dtype, Box(tuple(start), tuple(stop))) for name, kind, dtype, start, stop in given["held"]]
+        return cls(file, tuple(held), given["updates"], given["rested"])
+
 
 def write_pieces(
     directory: Path, rank: int, pieces: Sequence[WrittenPiece], updates: int, rested: Mapping[str, int]

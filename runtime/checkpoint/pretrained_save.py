@@ -28,8 +28,9 @@ from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed
+from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.groups import Groups
-from runtime.weights.gather import from_rank_0, whole
+from runtime.weights.gather import whole
 from runtime.weights.shards import Kept
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -77,13 +78,17 @@ def save_pretrained(
 
 def entries_of(plan: Plan, groups: Groups, kept: Kept) -> list[Entry]:
     """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
-    unused = from_rank_0(groups, [*kept.parameters])
+    unused = broadcast_json(groups, [*kept.parameters])
     rows = [
         Entry(row.name, tuple(row.shape), getattr(torch, row.dtype), None if row.name in unused else row)
         for row in plan.parameters
     ]
-    buffers = from_rank_0(groups, [Entry(n, tuple(b.shape), b.dtype) for n, b in kept.buffers.items()])
-    return [*rows, *buffers]
+    buffers = [(n, tuple(b.shape), str(b.dtype).removeprefix("torch.")) for n, b in kept.buffers.items()]
+    return [*rows, *(_buffer(*given) for given in broadcast_json(groups, buffers))]
+
+
+def _buffer(name: str, shape: Sequence[int], dtype: str) -> Entry:
+    return Entry(name, tuple(shape), getattr(torch, dtype))
 
 
 def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:

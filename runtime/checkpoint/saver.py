@@ -39,9 +39,9 @@ from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.training_state import TrainingState
 from runtime.distributed.agreement import agreed
+from runtime.distributed.exchange_json import broadcast_json, gather_json
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import PATIENCE
-from runtime.weights.gather import from_rank_0
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,11 @@ def _write(groups: Groups, directory: Path, content: Content) -> str:
                 name = free_name(directory, content.step, content.line)
                 place = replaced_directory(directory / name, lambda _: True, lambda file: file == MANIFEST)
                 new = unfinished.enter_context(place)
-        new = directory / from_rank_0(groups, new.name)
+        new = directory / broadcast_json(groups, new.name)
         with agreed(groups), _told(directory):
             record = write_pieces(new, groups.rank, content.pieces, content.updates, content.rested)
         content.pieces.clear()
-        records = _at_rank_0(groups, record)
+        records = gather_json(groups, record.to_json(), Record.of_json)
         with agreed(groups), _told(directory):
             if groups.rank == 0:
                 checksum = write_manifest(new / MANIFEST, _manifest(content, records))
@@ -205,15 +205,6 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
         texts=content.texts,  # pyright: ignore[reportArgumentType]
         extra=content.extra,
     )
-
-
-def _at_rank_0(groups: Groups, record: Record) -> list[Record]:
-    """Every rank's record, in their order, on rank 0."""
-    if groups.host is None:
-        return [record]
-    records: list[Any] | None = [None] * groups.mesh.world_size if groups.rank == 0 else None
-    dist.gather_object(record, records, 0, group=groups.host)
-    return records or []
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import torch.distributed as dist
 
 from planner.errors import PlanError
+from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import until_rank_0_is_done
 
@@ -35,10 +33,8 @@ def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
 
 def agree(groups: Groups, error: PlanError | None) -> None:
     """Exchange errors and raise the first one on every rank."""
-    errors: list[Any] = [error]
-    if groups.host is not None:
-        errors = [None] * groups.mesh.world_size
-        dist.all_gather_object(errors, error, group=groups.host)
+    words = error and (error.what, str(error.where or ""), error.fix)
+    errors = all_gather_json(groups, words, _error_of)
     for rank, found in enumerate(errors):
         if found is None:
             continue
@@ -46,3 +42,10 @@ def agree(groups: Groups, error: PlanError | None) -> None:
             raise error
         others = "" if all(str(e) == str(found) for e in errors) else f"rank {rank}: "
         raise PlanError(f"{others}{found.what}", where=found.where, fix=found.fix)
+
+
+def _error_of(words: Sequence[str] | None) -> PlanError | None:
+    if words is None:
+        return None
+    what, where, fix = words
+    return PlanError(what, where=where, fix=fix)

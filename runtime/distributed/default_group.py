@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
 from planner.errors import PlanError
 from runtime.distributed.faults.board import Board
+from runtime.distributed.loopback import hosted_store, is_loopback
 
 BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
 BOARD_TIMEOUT = timedelta(seconds=10)
@@ -140,6 +141,8 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             "torchrun sets both",
         )
     try:
+        if rank == 0 and (store := _hosted_here(world_size, timeout)):
+            return store
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except (RuntimeError, ValueError) as error:
         address = ":".join(os.environ[name] for name in _ADDRESS)
@@ -149,3 +152,14 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             fix=f"see that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
         ) from error
     return store
+
+
+def _hosted_here(world_size: int, timeout: timedelta) -> Store | None:
+    """Rank 0's, where it hosts the store and all ranks are on its host; None where torch is to make or find it."""
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_launchers or not is_loopback(os.environ["MASTER_ADDR"]):
+        return None
+    try:
+        return hosted_store(timeout, int(os.environ["MASTER_PORT"]), world_size)
+    except OSError:  # the port is taken: perhaps by a store of this process, which torch shares
+        return None

@@ -3,7 +3,8 @@
     launch(function, 4, *args) -> [result of rank 0, …, result of rank 3]
 
 The parent hosts the rendezvous store, so no port can be taken between choosing it and using it, and the store lives as
-long as any rank. Ranks are forked from a server process that has imported torch once, so starting them costs little.
+long as any rank. It listens on the loopback alone, and so do the ranks (``loopback``). Ranks are forked from a server
+process that has imported torch once, so starting them costs little.
 When one rank fails, or time is up, all end, and may be started again; when the parent ends, however it ends, so do the
 ranks.
 """
@@ -19,7 +20,8 @@ from typing import Any
 from planner.errors import RunError
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.forwarding import Forwarding
-from runtime.distributed.local_ranks import HOST, LocalRanks
+from runtime.distributed.local_ranks import LocalRanks
+from runtime.distributed.loopback import HOST
 from runtime.distributed.outcomes import Outcome
 
 __all__ = ["HOST", "RankError", "launch"]

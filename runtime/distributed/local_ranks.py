@@ -19,8 +19,6 @@ from datetime import timedelta
 from math import inf
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from runtime.distributed.default_group import BOARD
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.failure import Failure
@@ -28,11 +26,11 @@ from runtime.distributed.faults.judge import STOPPED
 from runtime.distributed.faults.page import Page
 from runtime.distributed.faults.processes import start_of, state_of
 from runtime.distributed.forwarding import Forwarding
+from runtime.distributed.loopback import HOST, hosted_store, interface_names
 from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.rank_process import run_rank
 from runtime.distributed.standstill import Standstill
 
-HOST = "127.0.0.1"
 FORK_SERVER = "runtime.distributed.fork_server"
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
 GRACE_SECONDS = 3.0  # how long ranks may go on after the first failure, to end by themselves
@@ -51,7 +49,7 @@ class LocalRanks:
         self.failures: list[Failure] = []
         self._deadline = time.monotonic() + timeout_seconds
         self._context = _context()
-        self._store = TCPStore(HOST, 0, None, True, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+        self._store = hosted_store(timedelta(seconds=timeout_seconds))
         self._board = Board(self._store)
         self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
         self._outboxes = [Outbox() for _ in range(num_ranks)]
@@ -141,6 +139,7 @@ class LocalRanks:
     def _environment(self, rank: int) -> dict[str, str]:
         return {
             **os.environ,
+            **interface_names(os.environ),
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(self._store.port),

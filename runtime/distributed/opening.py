@@ -26,6 +26,7 @@ from runtime.distributed.faults.faults import Faults
 from runtime.distributed.first_use import use_each_once
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.links import make_links
+from runtime.distributed.loopback import stay_on_one_host
 from runtime.distributed.meeting import Seat, meet
 from runtime.distributed.nccl_options import axis_options
 from runtime.distributed.shared_memory.group import register
@@ -56,6 +57,7 @@ def open_groups(
     activity = Activity(rank, mesh.shown_place(rank))
     if mesh.world_size == 1:
         return Groups(mesh, 0, _begin_on(_device(device, place)), timeout)
+    stay_on_one_host()
     store = next_store(rank, mesh.world_size, timeout)
     faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from passes.stage_module import StageModule
+from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
@@ -42,7 +42,7 @@ def find_nonfinite(
     _look_at_parameters(watch, executor.stages, before)
     with _same_buffers(executor.stages), watch.over(executor):
         executor.run(step)
-    found = first_of(_of_all(groups, watch.seen))
+    found = first_of(all_gather_json(groups, watch.seen.to_json(), Seen.of_json))
     summed = gradients()
     if found is not None:
         return found
@@ -51,15 +51,7 @@ def find_nonfinite(
             watch.gradient_sum(name, bad)
     for name, bad in before.gradients.items():
         watch.gradient_before(name, bad)
-    return first_of(_of_all(groups, watch.seen))
-
-
-def _of_all(groups: Groups, seen: Seen) -> list[Seen]:
-    if groups.host is None:
-        return [seen]
-    found: list[Seen] = [seen] * groups.mesh.world_size
-    dist.all_gather_object(found, seen, group=groups.host)
-    return found
+    return first_of(all_gather_json(groups, watch.seen.to_json(), Seen.of_json))
 
 
 def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Before) -> None:

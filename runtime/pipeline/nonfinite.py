@@ -10,9 +10,9 @@ other ranks sent is theirs to name: each rank tells what it saw, and ``first_of`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class NonFinite:
     place: tuple[int, ...] = field(default=(), repr=False)  # among those of one phase, microbatch and stage
     ranks: tuple[int, ...] = ()
 
+    @classmethod
+    def of_json(cls, given: Mapping[str, Any]) -> NonFinite:
+        where = given["where"] and Where(**given["where"])
+        return cls(**{**given, "where": where, "place": tuple(given["place"]), "ranks": tuple(given["ranks"])})
+
     def __str__(self) -> str:
         at = _ranks_words(self.ranks or (self.rank,)) + (f", stage {self.stage}" if self.stage >= 0 else "")
         at += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
@@ -79,6 +84,14 @@ class Seen:
     found: tuple[NonFinite, ...] = ()
     sent: tuple[NonFinite, ...] = ()  # of its own, and only sent on: a fault if a loss comes of it
     bad_losses: frozenset[int] = frozenset()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "bad_losses": sorted(self.bad_losses)}
+
+    @classmethod
+    def of_json(cls, given: Mapping[str, Any]) -> Seen:
+        found, sent = ([NonFinite.of_json(one) for one in given[name]] for name in ("found", "sent"))
+        return cls(tuple(found), tuple(sent), frozenset(given["bad_losses"]))
 
 
 def first_of(seen: Iterable[Seen]) -> NonFinite | None:

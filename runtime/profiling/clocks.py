@@ -8,11 +8,12 @@ Of several rounds the quickest counts (Cristian 1989, "Probabilistic clock synch
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.faults.processes import host_key
 from runtime.distributed.groups import Groups
 
@@ -30,8 +31,7 @@ def offset_to_rank_0(groups: Groups) -> Offset:
     """The same call on every rank."""
     if groups.host is None:
         return Offset(0.0, 0.0)
-    hosts: list[Any] = [None] * groups.mesh.world_size
-    dist.all_gather_object(hosts, host_key(), group=groups.host)
+    hosts = all_gather_json(groups, host_key())
     asking = [hosts.index(key) for key in dict.fromkeys(hosts) if key != hosts[0]]
     own = Offset(0.0, 0.0)
     for rank in asking:
@@ -39,8 +39,7 @@ def offset_to_rank_0(groups: Groups) -> Offset:
             _answer(groups, rank)
         elif groups.rank == rank:
             own = _ask(groups)
-    found: list[Any] = [None] * groups.mesh.world_size
-    dist.all_gather_object(found, own, group=groups.host)
+    found = all_gather_json(groups, own, lambda seconds: Offset(*seconds))
     return found[hosts.index(hosts[groups.rank])]
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from planner.errors import PlanError, Where
 from planner.files.atomic import write_for_user
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from runtime.distributed.agreement import agreed
-from runtime.distributed.groups import Groups
+from runtime.distributed.exchange_json import gather_json
 from runtime.engine import Engine
 from runtime.profiling.clocks import Offset, offset_to_rank_0
 from runtime.profiling.planned import PlannedRun, planned_run
@@ -65,7 +64,7 @@ class Profile:
         self._steps = range(0)
         groups = self._engine.groups
         spans = [_shifted(span, self._offset) for span in recorder.end()]
-        found = gathered((spans, self._offset), groups)
+        found = gather_json(groups, (spans, self._offset), _recorded)
         with agreed(groups):
             if found and self._planned is not None:
                 write_trace(self.path, profile_of(found, self._planned, groups.mesh))
@@ -81,15 +80,6 @@ def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh
     return trace_of([spans for spans, _ in found], planned, mesh, notes)
 
 
-def gathered(own: Any, groups: Groups) -> list[Any]:
-    """What all ranks have, on rank 0; empty elsewhere."""
-    if groups.host is None:
-        return [own]
-    found: list[Any] | None = [None] * groups.mesh.world_size if groups.rank == 0 else None
-    dist.gather_object(own, found, dst=0, group=groups.host)
-    return found or []
-
-
 def write_trace(path: str, trace: dict[str, Any]) -> None:
     """Whole or not at all. Raises PlanError, naming the file."""
     try:
@@ -98,6 +88,12 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
         raise PlanError(
             f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="name a writable file"
         ) from error
+
+
+def _recorded(given: Sequence[Any]) -> tuple[list[Span], Offset]:
+    """Of one rank, as it came in JSON."""
+    spans, offset = given
+    return [Span.of_json(span) for span in spans], Offset(*offset)
 
 
 def _shifted(span: Span, offset: Offset) -> Span:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.pipeline.links import Message
 from planner.pipeline.schedule import Action
@@ -33,6 +33,13 @@ class Span(NamedTuple):
     stage: int | None = None
     action: Action | None = None
     message: Message | None = None
+
+    @classmethod
+    def of_json(cls, given: Sequence[Any]) -> Span:
+        """From the lists that JSON has in place of tuples."""
+        span = cls(*given)
+        action, message = span.action and Action(*span.action), span.message and Message(*span.message)
+        return span._replace(action=action, message=message)
 
 
 Change = tuple[Now, float]

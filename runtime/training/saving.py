@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,9 +15,9 @@ from planner.errors import PlanError
 from runtime.checkpoint.lines import Line, line_of_run
 from runtime.checkpoint.saves import by_newest, on_line, owned, prune, saves_in, without_manifest
 from runtime.distributed.agreement import agreed
+from runtime.distributed.exchange_json import broadcast_json
 from runtime.engine import Engine
 from runtime.training.job import AUTO, Job, check_saves
-from runtime.weights.gather import from_rank_0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class _Origin:
     own: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     is_named: bool = False
+
+    @classmethod
+    def of_json(cls, given: Mapping[str, Any]) -> _Origin:
+        return cls(tuple(given["saves"]), tuple(given["own"]), tuple(given["skipped"]), given["is_named"])
 
 
 class RunSaves:
@@ -86,8 +91,8 @@ class RunSaves:
         be taken.
         """
         with agreed(self.engine.groups):
-            found = self._origin() if self.engine.groups.rank == 0 else None
-        origin: _Origin = from_rank_0(self.engine.groups, found)
+            found = asdict(self._origin()) if self.engine.groups.rank == 0 else None
+        origin = broadcast_json(self.engine.groups, found, _Origin.of_json)
         taken = self._first_good(origin)
         line = self.engine.saver.line
         if taken is None:

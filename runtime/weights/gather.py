@@ -92,12 +92,3 @@ def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -
         if row.name in tensors:
             named.update(dict.fromkeys((row.name, *row.aliases), tensors[row.name]))
     return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}
-
-
-def from_rank_0(groups: Groups, value: Any) -> Any:
-    """Rank 0's picklable ``value``, on every rank."""
-    if groups.host is None:
-        return value
-    shared = [value]
-    dist.broadcast_object_list(shared, src=0, group=groups.host)
-    return shared[0]

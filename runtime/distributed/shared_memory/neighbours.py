@@ -60,6 +60,8 @@ class Neighbours:
                 peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 peer.settimeout(timeout.total_seconds())
                 peer.connect(store.get(f"address/{rank}"))
+                if not _is_mine(peer):
+                    raise RuntimeError(f"another user of this host answers in place of rank {rank} of a group")
                 _show(peer, self.rank, descriptor)
                 self.sockets[rank] = peer
             while len(self.sockets) < self.size - 1:

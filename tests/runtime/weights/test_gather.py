@@ -10,9 +10,9 @@ import torch
 
 from planner.errors import PlanError
 from runtime.distributed.agreement import agree
+from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.weights.gather import from_rank_0
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 
 SIZE = 8
@@ -26,7 +26,7 @@ def gather_without_the_device_group() -> dict[str, torch.Tensor]:
         engine.forward_backward(build_batch(SIZE, 0))
         no_group: Any = "no group"
         engine.groups.world = engine.groups.pp = no_group
-        assert from_rank_0(engine.groups, f"said by {rank}") == "said by 0"
+        assert broadcast_json(engine.groups, f"said by {rank}") == "said by 0"
         with pytest.raises(PlanError, match="rank 1 will not"):
             agree(engine.groups, PlanError("rank 1 will not") if rank else None)
         engine.gather_gradients()

@@ -1,0 +1,58 @@
+"""A run on one host listens on the loopback alone, so that no other machine reaches its store or its ranks.
+
+    the store        torch's own listens on every address, whatever host it is given: it takes a bound socket from here
+    gloo, NCCL       listen on the interface that their variables name
+
+Nothing is changed for several hosts, or where the user has named an interface.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+HOST = "127.0.0.1"
+_NAMES = ("localhost", HOST)
+_INTERFACES = ("lo", "lo0")  # of Linux, of macOS and the BSDs
+_BACKLOG = 2048  # connections that wait to be accepted, as torch has it
+
+
+def hosted_store(timeout: timedelta, port: int = 0, world_size: int | None = None) -> TCPStore:
+    """A store on this host's loopback; port 0 is a free one. Waits for ``world_size`` ranks where that is given.
+
+    Raises OSError where the port is taken.
+    """
+    listener = socket.create_server((HOST, port), backlog=_BACKLOG)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=world_size is not None,
+        multi_tenant=world_size is not None,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+
+
+def is_loopback(host: str) -> bool:
+    return host in _NAMES
+
+
+def interface_names(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which gloo and NCCL listen on the loopback; without those that ``environment`` has."""
+    name = next((name for _, name in socket.if_nameindex() if name in _INTERFACES), None)
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    return {variable: value for variable, value in wanted.items() if variable not in environment}
+
+
+def stay_on_one_host() -> None:
+    """Where a launcher says that all ranks are on this host, groups that are made from now on listen here alone."""
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
+        os.environ.update(interface_names(os.environ))
