@@ -5,7 +5,9 @@ train_step = batch check -> loss denominators of the global batch -> actions of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -80,7 +82,7 @@ class Engine:
         self._decisions, self._shards = plan.to_run()
         self.spec = Spec.load({**plan.spec, "cluster": None})  # the file was read when planning, and may lie elsewhere
         self.step_index = 0
-        self._gradients_ready = False
+        self._gradients_ready = self._is_averaged = self._is_exchange_due = False
         self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
         self.groups, store = open_rank(plan, self.spec, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
@@ -118,6 +120,7 @@ class Engine:
         that is not the plan's, StepError when a stage fails, AuditError before a step whose audit finds a difference.
         On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
+        self._need_own_weights("train_step")
         if self._audit is not None and self._audit.is_due(self.step_index):
             self._audit.judge(self.step_index, *self._audited(self._audit, batch, local))
         return self._train_step(batch, local)
@@ -132,6 +135,7 @@ class Engine:
     def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
         ``gather_gradients`` and ``optimizer_step``."""
+        self._need_own_weights("forward_backward")
         self._loss = self._forward_backward(batch, local)
         self._activity.off(GRADIENTS)
         self.optimizer.reduce_gradients()
@@ -141,6 +145,7 @@ class Engine:
     @shared_call(UPDATE)
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
+        self._need_own_weights("optimizer_step")
         if not self._gradients_ready:
             raise PlanError("there are no gradients to update with", fix="call forward_backward(batch) first")
         return self._update(self._loss)
@@ -227,6 +232,7 @@ class Engine:
         the count of steps stay as they are. Raises PlanError on every rank, naming file and tensor; then no weight has
         changed.
         """
+        self._need_own_weights("load_pretrained")
         self.optimizer.wait_parameters()
         load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory)
         self._fresh = []
@@ -253,6 +259,7 @@ class Engine:
         as JSON; rank 0's counts. ``wait=False``: returns when the state is copied to host memory, and a thread writes
         it; a later save waits for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
         """
+        self._need_own_weights("save")
         self._ready()
         self.saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
 
@@ -268,16 +275,46 @@ class Engine:
         The same call on every rank; the save may be of any layout. The next steps are those that would have followed
         it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
         says so.
+
+        Where the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
+        a warning on rank 0 says so.
         """
+        self._need_own_weights("load")
         self.saver.wait()
         self.optimizer.wait_parameters()
-        manifest, checksum = load_save(self._training_state(), self.saver.groups, directory)
+        state = self._training_state()
+        manifest, checksum = load_save(state, self.saver.groups, directory)
         self.saver.went_on_from(manifest, checksum)
         self.optimizer.buffers.start_parameter_gather()
         self.step_index = manifest.step
         self._fresh = []
         self._gradients_ready = False
+        if self.groups.rank == 0 and (told := state.told_of_average(manifest)):
+            warnings.warn(told, stacklevel=3)
         return manifest.extra
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the weights are their running mean (``optimizer.ema`` of the spec), to evaluate, score, gather or
+        ``save_pretrained``; what trains, saves or loads is refused there. Afterwards they are as before, bitwise.
+
+        The same call on every rank. Raises PlanError where the spec asks for no mean.
+        """
+        if self.optimizer.average is None:
+            fix = "set optimizer: {ema: 0.999}"
+            raise PlanError("the spec asks for no running mean of the weights", where="optimizer.ema", fix=fix)
+        self._need_own_weights("averaged_weights")
+        self._exchange_average()
+        self._is_averaged = True
+        try:
+            yield
+        except BaseException:  # of this rank alone, perhaps: the next call of all changes them back
+            self._is_exchange_due = True
+            raise
+        else:
+            self._exchange_average()
+        finally:
+            self._is_averaged = False
 
     # ---- public: life
 
@@ -312,8 +349,30 @@ class Engine:
     def _activity(self) -> Activity:
         return self.groups.faults.activity
 
+    @shared_call("averaged weights")
+    def _exchange_average(self) -> None:
+        self._ready()
+        self._gradients_ready = False
+        self.optimizer.exchange_average()
+
+    def _need_own_weights(self, name: str) -> None:
+        self._settle_exchange()
+        if self._is_averaged:
+            raise PlanError(
+                f"{name} within averaged_weights: the weights are their running mean there",
+                where="averaged_weights",
+                fix=f"leave the `with` before you call {name}",
+            )
+
+    def _settle_exchange(self) -> None:
+        """The weights as they were, where an error ended ``averaged_weights``."""
+        if self._is_exchange_due:
+            self._is_exchange_due = False
+            self._exchange_average()
+
     def _ready(self) -> None:
         """The parameters as they are to be read: updated by all ranks, and initialised where nothing was loaded."""
+        self._settle_exchange()
         self.optimizer.wait_parameters()
         self._initialise()
 

@@ -61,6 +61,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.zero": (0, {}),
     "optimizer.alignment": ("none", {}),
     "optimizer.bucket_size": (1000, {}),
+    "optimizer.ema": (0.9, {}),
     "precision.parameters": ("bfloat16", {}),
     "precision.gradients": ("bfloat16", {}),
     "recompute": ("full", {}),

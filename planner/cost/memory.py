@@ -2,8 +2,8 @@
 
 parameters, gradients   the buffers that the runtime allocates, padding and all; frozen parameters, and the model's own
                         buffers and constants
-optimizer               two moments; a float32 main parameter and gradient where the buffers are less precise. Under
-                        ZeRO-1 of this rank's shard alone
+optimizer               two moments; a mean of the weights with ``optimizer.ema``; a float32 main parameter and gradient
+                        where the buffers are less precise. Under ZeRO-1 of this rank's shard alone
 
 parameters, gradients     not sharded     ZeRO-1 over d ranks, bytes an element
 half, half                    20          4 + 16/d

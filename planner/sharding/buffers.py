@@ -66,6 +66,7 @@ class OptimizerPlan:
 @dataclass(frozen=True)
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
+    ``averaged``: a running mean of its parameters is kept.
 
     ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
@@ -74,6 +75,7 @@ class Buffer:
     gradient_dtype: torch.dtype
     parameters: tuple[LocalParameter, ...]
     layout: BufferLayout
+    averaged: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,10 +115,11 @@ class Buffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of one rank's moments, and of its main parameters and gradients where the buffers are less precise."""
+        """Bytes of one rank's moments, of a mean of the weights where there is one, and of its main parameters and
+        gradients where the buffers are less precise."""
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
-        return self.layout.shard_elements() * main * (_NUM_MOMENTS + copies)
+        return self.layout.shard_elements() * main * (_NUM_MOMENTS + self.averaged + copies)
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
@@ -159,7 +162,8 @@ def buffers_of_rank(
         if members[0].tied_stages:  # stages list their parameters in different orders, yet layouts have to be the same
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
-        made.append(Buffer(pp_rank, dtype, members, _layout(optimizer, sizes[members[0].reduced_over], members)))
+        layout = _layout(optimizer, sizes[members[0].reduced_over], members)
+        made.append(Buffer(pp_rank, dtype, members, layout, averaged=optimizer.ema is not None))
     return tuple(made)
 
 

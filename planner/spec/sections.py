@@ -217,6 +217,9 @@ class OptimizerSpec(Section):
         "nccl", "nccl: padded for the network; none: parameters lie end to end"
     )
     bucket_size: Size | None = key(None, "elements of one gradient exchange; null: max(40 million, 1 million · dp)")
+    ema: Fraction | None = key(
+        None, "decay of a running mean of the weights, kept beside them and saved with them; null: none"
+    )
     schedule: LearningRateSpec = key(LearningRateSpec(), "the learning rate of each step")
 
     def problems(self) -> Iterator[PlanError]:

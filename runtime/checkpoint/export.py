@@ -16,16 +16,25 @@ from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, Entry, files_of, write_directory
 
 
-def export(save: Path, manifest: Manifest, directory: str | PathLike[str]) -> None:
+def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False) -> None:
     """Weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would write them.
 
     Names are the model's, a tied parameter stands under its first; config.json is there if the model had one. The
-    directory is replaced whole, or not at all. Raises PlanError.
+    directory is replaced whole, or not at all. ``averaged``: of what was trained the running mean, in the weights'
+    dtype. Raises PlanError.
     """
+    if averaged and not manifest.has_average:
+        raise PlanError(
+            "the save holds no running mean of the weights",
+            where=str(save),
+            fix="export the weights themselves; the mean is saved by runs with optimizer: {ema: 0.999} in their spec",
+        )
     entries, kinds = [], {}
     for name, tensor in manifest.tensors.items():
         kinds[name] = "buffer" if "buffer" in tensor.values else "parameter"
         entries.append(Entry(name, tensor.shape, getattr(torch, tensor.values[kinds[name]])))
+        if averaged and "ema" in tensor.values:
+            kinds[name] = "ema"
     files = files_of(entries, MAX_SHARD_BYTES)
     with PieceReader(save, manifest) as reader:
         tensors = _whole((entry for held in files.values() for entry in held), kinds, reader)

@@ -26,7 +26,7 @@ from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.state import MOMENTS, OwnedRun, begin_at, num_updates, owned_runs, updates_of
+from runtime.optimizer.state import AVERAGE, MOMENTS, OwnedRun, begin_at, num_updates, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept
@@ -104,8 +104,20 @@ class TrainingState:
         """Read all that this rank owns. Raises PlanError where a file cannot be read after all."""
         begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
-            reader.read_into(target, name, kind, box)
+            if kind != AVERAGE or manifest.has_average:
+                reader.read_into(target, name, kind, box)
+        if self.optimizer.average is not None and not manifest.has_average:
+            self.optimizer.average.start()
         self._restore_loss_scale(manifest.loss_scale)
+
+    def told_of_average(self, manifest: Manifest) -> str:
+        """What a user must know where a running mean of the weights is saved or wanted, and not both."""
+        is_wanted = self.optimizer.average is not None
+        if is_wanted and not manifest.has_average:
+            return "the save holds no running mean of the weights (optimizer.ema): it begins with the loaded weights"
+        if manifest.has_average and not is_wanted:
+            return "the save holds a running mean of the weights, which is not loaded: the spec has no optimizer.ema"
+        return ""
 
     def needed(self, manifest: Manifest) -> set[str]:
         """The names of the files in which anything lies that this rank owns."""
@@ -175,7 +187,7 @@ class TrainingState:
         found = []
         for name in names:
             entry, row = manifest.tensors[name], rows[name]
-            wanted = _kinds(row.dtype, main.get(name), manifest.optimizer.updates > 0)
+            wanted = _kinds(row.dtype, main.get(name), manifest.optimizer.updates > 0, manifest.has_average)
             if entry.shape != tuple(row.shape):
                 found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
             elif entry.values.get("parameter") != row.dtype:
@@ -188,12 +200,13 @@ class TrainingState:
         return found
 
 
-def _kinds(dtype: str, main: torch.dtype | None, has_moments: bool) -> dict[str, str]:
+def _kinds(dtype: str, main: torch.dtype | None, has_moments: bool, has_average: bool) -> dict[str, str]:
     """What is saved of a parameter; ``main`` None for one that is not trained."""
     found = {"parameter": dtype}
     if main is not None:
         of_main = str(main).removeprefix("torch.")
         found |= {"main": of_main} if of_main != dtype else {}
+        found |= {AVERAGE: of_main} if has_average else {}
         found |= dict.fromkeys(MOMENTS, of_main) if has_moments else {}
     return found
 

@@ -28,6 +28,9 @@ def checkpoint_command(
         Path | None,
         typer.Option(metavar="HF_DIR", help="Write the weights of DIR, or of its last save, as Hugging Face has them."),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="With --export: the running mean of the weights (optimizer.ema of the spec).")
+    ] = False,
 ) -> None:
     """List the saves of a directory, verify them, export one. Needs no launch. Exit 1 where a save is damaged."""
     from runtime.checkpoint.export import export as export_save
@@ -35,9 +38,11 @@ def checkpoint_command(
     from runtime.checkpoint.saves import LATEST, latest_in, resolve, saves_in
     from runtime.checkpoint.saves import verify as verify_save
 
+    if ema and export is None:
+        raise PlanError("--ema says which weights are exported", where="--ema", fix="add --export DIR, or leave it out")
     if export is not None:
         save = resolve(directory)
-        export_save(save, verify_save(save), export)
+        export_save(save, verify_save(save), export, averaged=ema)
         write_text(f"{save} → {export}")
         return
     is_one = os.path.lexists(directory / MANIFEST)

@@ -2,6 +2,7 @@
 
 parameter      in the model's precision
 main           where the optimizer's is higher
+ema            the running mean of the weights, where the spec asks for one
 exp_avg, exp_avg_sq      AdamW's moments; there are none before the first update that is not skipped
 """
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from planner.sharding.buckets import Range
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.adamw import MOMENTS
-from runtime.optimizer.zero1 import DistributedOptimizer, MainShard
+from runtime.optimizer.zero1 import DistributedOptimizer
+
+AVERAGE = "ema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,10 @@ class OwnedRun:
 
 def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
     """Of every trainable parameter; each once, also where it is tied."""
-    for shard in optimizer.shards:
+    for index, shard in enumerate(optimizer.shards):
         dp = shard.data_parallel
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
-        tensors = _tensors(optimizer, shard)
+        tensors = _tensors(optimizer, index)
         for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
             values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
             yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
@@ -59,10 +62,14 @@ def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[
         optimizer.optimizer.begin(updates, updates_of)
 
 
-def _tensors(optimizer: DistributedOptimizer, shard: MainShard) -> dict[str, Tensor]:
+def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
+    """Of one shard, by kind."""
+    shard = optimizer.shards[index]
     found = {"parameter": shard.bucket.own_parameters}
     if shard.owns_main:
         found["main"] = shard.main
+    if optimizer.average is not None:
+        found[AVERAGE] = optimizer.average.shards[index]
     state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
     if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
         return found

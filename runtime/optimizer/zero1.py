@@ -25,6 +25,7 @@ from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.adamw import FlatAdamW, Part
+from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BucketTensors, BufferTensors, DataParallel, GradientBuffers
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
@@ -79,7 +80,7 @@ class MainShard:
 
 
 class DistributedOptimizer:
-    """Owns the buffers, the main shards and the torch optimizer that updates them.
+    """Owns the buffers, the main shards, the torch optimizer that updates them, and their mean where one is asked for.
 
     A step: backwards (with ``buffers.last_microbatch`` set before the last) -> ``reduce_gradients()`` ->
     ``step(lr)`` -> ``wait_parameters()`` before the parameters are read again.
@@ -109,6 +110,7 @@ class DistributedOptimizer:
         self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
         self.optimizer = FlatAdamW([shard.main for shard in self.shards], parts, settings) if self.shards else None
+        self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
         self._is_reduced = False
 
     # ---- one step
@@ -172,6 +174,19 @@ class DistributedOptimizer:
         for shard in self.shards:
             if shard.owns_main:
                 shard.main.copy_(shard.bucket.own_parameters)
+        if self.average is not None:
+            self.average.start()
+
+    def exchange_average(self) -> None:
+        """The mean of the weights takes the place of the weights, on all ranks together; again: back, bitwise."""
+        assert self.average is not None, "optimizer.ema is null"
+        self.wait_parameters()
+        self.average.exchange()
+        for shard in self.shards:
+            if shard.owns_main:
+                shard.bucket.own_parameters.copy_(shard.main)
+        self.buffers.start_parameter_gather()
+        self.wait_parameters()
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The elements of each summed gradient that this rank owns, by dotted name; after ``reduce_gradients()``."""
@@ -206,7 +221,7 @@ class DistributedOptimizer:
             "gradients": [buffer.gradients for buffer in self.buffers.buffers],
             "main_parameters": [shard.main for shard in self.shards],
             "main_gradients": [shard.grad for shard in self.shards],
-            "optimizer": moments,
+            "optimizer": [*moments, *(self.average.shards if self.average is not None else ())],
         }
         seen: set[int] = set()
         return {kind: _new_bytes(tensors, seen) for kind, tensors in kinds.items()}
@@ -290,6 +305,8 @@ class DistributedOptimizer:
         for shard in self.shards:
             if shard.owns_main:
                 shard.bucket.own_parameters.copy_(shard.main)
+        if self.average is not None:
+            self.average.update(found_inf)
 
     def _gathered(self, shard: MainShard) -> Tensor:
         dp = shard.data_parallel

@@ -40,10 +40,12 @@ class RunData:
     identity: dict[str, Any]
     validate_every: int | None = None
 
-    def validation_after(self, step: int, evaluate: Callable[[Mapping[str, Tensor]], float]) -> float | None:
-        """The mean over the same batches each time: all of what is held out, or a part of it. None after most steps."""
-        if self.validation is None or self.validate_every is None or step % self.validate_every:
-            return None
+    def is_validated_after(self, step: int) -> bool:
+        return self.validation is not None and self.validate_every is not None and step % self.validate_every == 0
+
+    def validation_loss(self, evaluate: Callable[[Mapping[str, Tensor]], float]) -> float:
+        """The mean over the same batches each time: all of what is held out, or a part of it."""
+        assert self.validation is not None, "nothing is held out"
         size = self.validation.global_size
         num_batches = min(MOST_VALIDATED, max(1, self.validation.num_samples // size))
         return fmean(evaluate(self.validation.batch(step)) for step in range(num_batches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
@@ -59,10 +60,17 @@ class _Run:
         if self.profile is not None:
             self.profile.after_step(self.engine.step_index)
         alone = self.beside.train_step(batch) if self.beside else None
-        self.validation_loss = self.data.validation_after(self.engine.step_index, self.engine.evaluate)
+        self.validation_loss = self._validated()
         seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss)
         self._waiting.append((batch, report, seen))
         self.show(self._lag)
+
+    def _validated(self) -> float | None:
+        """By the running mean of the weights where there is one. None after most steps."""
+        if not self.data.is_validated_after(self.engine.step_index):
+            return None
+        with nullcontext() if self.engine.spec.optimizer.ema is None else self.engine.averaged_weights():
+            return self.data.validation_loss(self.engine.evaluate)
 
     def finish(self) -> None:
         """After the last step."""

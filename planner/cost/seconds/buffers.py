@@ -23,6 +23,7 @@ class HeldBuffer:
     """One gradient buffer of a rank: elements with padding, bytes of an element of its parameters and its gradients.
 
     ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, where they are tied.
+    ``averaged``: a running mean of the weights is kept.
     """
 
     elements: int
@@ -34,11 +35,13 @@ class HeldBuffer:
     reduced_over: str
     partial_over: tuple[str, ...]
     tied: bool = False
+    averaged: bool = False
 
     @property
     def optimizer_bytes(self) -> int:
-        """Two moments, and main parameters and gradients where the buffer is less precise."""
-        return self.shard * self.main_itemsize * (2 + self._copies)
+        """Two moments, a mean of the weights where there is one, main parameters and gradients where the buffer is
+        less precise."""
+        return self.shard * self.main_itemsize * (2 + self.averaged + self._copies)
 
     @property
     def _copies(self) -> int:
@@ -46,8 +49,11 @@ class HeldBuffer:
 
     @property
     def update_bytes(self) -> int:
-        """Moved by norm, copies and AdamW: gradient and two moments and parameters read, the last three written."""
-        main, copies = self.main_itemsize, 0
+        """Moved by norm, copies and AdamW: gradient and two moments and parameters read, the last three written.
+
+        A mean of the weights: difference, product and sum, each read and written by itself.
+        """
+        main, copies = self.main_itemsize, 8 * self.main_itemsize * self.averaged
         if self.gradient_itemsize != main:
             copies += self.gradient_itemsize + main
         if self.itemsize != main:
@@ -121,4 +127,7 @@ def _buffer(
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
     gradient = SIZES[asked] if asked else itemsize
-    return HeldBuffer(elements, elements // num_ranks, num_buckets, itemsize, gradient, main, over, partial, tied)
+    averaged = optimizer.ema is not None
+    return HeldBuffer(
+        elements, elements // num_ranks, num_buckets, itemsize, gradient, main, over, partial, tied, averaged
+    )

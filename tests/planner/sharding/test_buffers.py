@@ -91,3 +91,6 @@ def test_only_zero_1_cuts_and_aligns(zero):
 def test_the_optimizer_keeps_two_moments_and_copies_of_what_is_less_precise(dtype, gradients, bytes_an_element):
     (buffer,) = buffers_of_rank(0, [held("a", dtype)], OptimizerSpec(zero=0), {"dp": 1}, gradients)
     assert buffer.optimizer_bytes == bytes_an_element * 8
+    averaged = OptimizerSpec(zero=0, ema=0.9)
+    (buffer,) = buffers_of_rank(0, [held("a", dtype)], averaged, {"dp": 1}, gradients)
+    assert buffer.optimizer_bytes == (bytes_an_element + buffer.main_dtype.itemsize) * 8

@@ -16,6 +16,7 @@ from tests.tools.resumed import BEFORE, files_that_each_rank_reads, resume, stor
 pytestmark = pytest.mark.slow
 EIGHT = {"tp": 2, "pp": 2, "dp": 2}
 BFLOAT16 = {"precision": {"parameters": "bfloat16"}}
+AVERAGED = {"optimizer": {"ema": 0.9}}
 ZERO_OFF = {"optimizer": {"zero": 0}}
 SMALL_BUCKETS = {"optimizer": {"bucket_size": 500, "alignment": "none"}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
@@ -32,6 +33,7 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
         [({"pp": 2, "vpp": 2}, FOLDED), ({"dp": 2}, {}), ({"tp": 2, "pp": 2, "vpp": 2}, FOLDED), ({"pp": 2}, {})],
     ),
     "ZeRO off and on": ("gpt", {}, [({"dp": 2}, ZERO_OFF), ({"dp": 2}, {}), ({"dp": 2, "tp": 2}, ZERO_OFF)]),
+    "a running mean": ("gpt", AVERAGED, [({"tp": 2, "pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 1}, {})]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),
     "one key head": ("falcon-7b", {}, [({"tp": 2}, {}), ({"dp": 2}, {}), ({"tp": 2, "dp": 2}, {})]),
@@ -68,6 +70,7 @@ def test_each_layout_goes_on_where_the_one_before_has_saved(lab: Lab, tmp_path: 
     unbroken = lab.run(begin)[0]
     truth = stored(tmp_path / "0")
     assert {kind for _, kind in truth} >= {"parameter", "exp_avg", "exp_avg_sq"}
+    assert any(kind == "ema" for _, kind in truth) == (shared is AVERAGED)
     assert_written_once(resolve(tmp_path / "0"), truth)
     limit = 1e-6 if shared is not BFLOAT16 else 1e-2
     for number, (mesh, own) in enumerate(others):

@@ -74,6 +74,20 @@ def test_validation_is_logged_and_changes_nothing_of_the_training(tmp_path: Path
     assert seen[-1]["validation_loss"] < seen[1]["validation_loss"]
 
 
+def test_with_a_running_mean_of_the_weights_validation_reads_it_and_training_does_not(tmp_path: Path) -> None:
+    found = {}
+    for decay in (None, 0.9, 0.0):
+        job = job_in(tmp_path, section={"validation": 0.1}, log=str(tmp_path / str(decay)), validate_every=2)
+        spec = yaml.safe_load(Path(job.spec).read_text())
+        Path(job.spec).write_text(yaml.safe_dump(spec | {"optimizer": {"lr": 1e-2, "ema": decay}}))
+        run_rank(job)
+        found[decay] = [(row["loss"], row["validation_loss"]) for row in rows(job)]
+    (losses, of_weights), (same, of_last), (again, of_mean) = (zip(*found[d], strict=True) for d in (None, 0.0, 0.9))
+    assert losses == same == again
+    assert of_last[1::2] == pytest.approx(of_weights[1::2]), "a mean of the last weights alone"
+    assert of_mean[1] > of_weights[1], "the mean is of earlier weights"
+
+
 def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path) -> None:
     job = job_in(tmp_path, section={"validation": 0.1}, validate_every=1)
     spec = Spec.load(job.spec)
@@ -86,7 +100,7 @@ def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path
         return float(len(seen))
 
     num_batches = data.validation.objective.num_samples // 4
-    assert data.validation_after(3, evaluate) == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
+    assert data.validation_loss(evaluate) == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
     assert len({tuple(window) for window in seen}) == 4 * num_batches
     held_out = bytes(Path(job.data).read_bytes())[-(len(seen) * 8 + 40) :]
     assert all(bytes(window) in held_out + b"\0" for window in seen)
