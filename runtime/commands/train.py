@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -35,11 +37,20 @@ def train_command(
     """Train on a text. Starts the local processes itself; under torchrun it is one of them."""
     from runtime.train import largest_difference, train
 
+    if running.secret_file is not None:
+        _take_secret(running.secret_file)
     job = job_of(model, spec, running, reading, checking, showing, saving)
     trained = train(job, running.nproc, show_plan if running.show_plan else None, running.max_restarts)
     if job.compare and (rows := trained.rows):
         write_text(f"largest difference to one process over {len(rows)} steps: {largest_difference(rows):.2e}")
     _end(trained)
+
+
+def _take_secret(file: Path) -> None:
+    """As if it stood in the environment, where every rank that is started here finds it."""
+    from runtime.distributed.signatures import SECRET, secret_in
+
+    os.environ[SECRET] = secret_in(file)
 
 
 def _end(trained: Trained) -> None:

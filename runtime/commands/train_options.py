@@ -43,6 +43,9 @@ class Running:
         float,
         typer.Option(min=1, max=MOST_SECONDS, metavar="SECONDS", help="How long a rank waits for the others."),
     ] = 600.0
+    secret_file: Annotated[
+        File, typer.Option(metavar="FILE", help="A secret that all hosts share, to sign what ranks write in the store.")
+    ] = None
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
 
 

@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from planner.errors import PlanError
 from runtime.distributed.faults.board import Board
 from runtime.distributed.loopback import hosted_store, is_loopback
+from runtime.distributed.signatures import Signer
 
 BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
 BOARD_TIMEOUT = timedelta(seconds=10)
@@ -67,14 +68,15 @@ def faults_board() -> Board:
 
     After ``next_store``, whose number of the meeting it has.
     """
+    signer = Signer.of(os.environ)
     if place := os.environ.get(BOARD):
         host, _, port = place.rpartition(":")
-        return Board(TCPStore(host, int(port), None, False, BOARD_TIMEOUT), _num_meetings)
+        return Board(TCPStore(host, int(port), None, False, BOARD_TIMEOUT), _num_meetings, signer)
     base: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _rendezvous_store
     assert base is not None, "next_store comes first"
     store = base.clone()
     store.set_timeout(BOARD_TIMEOUT)
-    return Board(PrefixStore(f"meshwright/faults/{attempt()}", store), _num_meetings)
+    return Board(PrefixStore(f"meshwright/faults/{attempt()}", store), _num_meetings, signer)
 
 
 def attempt() -> str:

@@ -1,7 +1,8 @@
 """The processes of one launch, as the process that started them sees them.
 
 It holds the store, so that this lives as long as any rank, and it is the first to know that a rank died: it tells so on
-the ranks' board, where those that lost the rank look for the cause.
+the ranks' board, where those that lost the rank look for the cause. They share a secret of this launch, or the user's:
+other users of the host can reach the store, but not write there what is believed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
+import secrets
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ from runtime.distributed.forwarding import Forwarding
 from runtime.distributed.loopback import HOST, hosted_store, interface_names
 from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.rank_process import run_rank
+from runtime.distributed.signatures import SECRET, Signer
 from runtime.distributed.standstill import Standstill
 
 FORK_SERVER = "runtime.distributed.fork_server"
@@ -50,7 +53,8 @@ class LocalRanks:
         self._deadline = time.monotonic() + timeout_seconds
         self._context = _context()
         self._store = hosted_store(timedelta(seconds=timeout_seconds))
-        self._board = Board(self._store)
+        self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        self._board = Board(self._store, signer=Signer(self._secret))
         self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
         self._outboxes = [Outbox() for _ in range(num_ranks)]
         self._pages = [Page.make() for _ in range(num_ranks)]
@@ -130,7 +134,7 @@ class LocalRanks:
     def _publish(self, failure: Failure) -> None:
         """Unless the rank, or another that watched it, has told of it."""
         if all(told.rank != failure.rank for told in self._board.failures()):
-            Board(self._store).publish(failure)
+            Board(self._store, signer=Signer(self._secret)).publish(failure)
 
     def _place(self, rank: int) -> str:
         """What the rank was at."""
@@ -143,6 +147,7 @@ class LocalRanks:
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(self._store.port),
+            SECRET: self._secret,
             BOARD: f"{HOST}:{self._store.port}",
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_ranks),

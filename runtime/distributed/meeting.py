@@ -10,6 +10,7 @@ A node that finds no GPU would make a gloo group where the others make an NCCL o
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,8 +21,10 @@ from torch.distributed import Store
 
 from planner.errors import PlanError
 from runtime.distributed.devices import ON_THE_CPU
+from runtime.distributed.signatures import SECRET, Signer
 
 StageSet = tuple[int, ...]
+_has_warned = False
 LATE = timedelta(seconds=10)  # rank 0 tells who did not come a moment after the others stopped waiting for it
 
 
@@ -60,16 +63,20 @@ class Verdict:
     memories: tuple[int, ...] = ()
 
 
-def meet(store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout: timedelta) -> Verdict:
-    """The same verdict, or the same PlanError, on every rank."""
+def meet(
+    store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout: timedelta, signer: Signer | None = None
+) -> Verdict:
+    """The same verdict, or the same PlanError, on every rank. ``signer``: of seats and the verdict."""
+    signer = signer or Signer()
     if rank == 0:
-        told = _lead(store, seat, world_size, pp, timeout)
-        store.set("verdict", json.dumps(told))
+        told = _lead(store, seat, world_size, pp, timeout, signer)
+        store.set("verdict", signer.signed("verdict", json.dumps(told)))
     else:
-        store.set(f"seat/{rank}", json.dumps(asdict(seat)))
+        key = _key(rank)
+        store.set(key, signer.signed(key, json.dumps(asdict(seat))))
         if not _came(store, ["verdict"], timeout + LATE):
             raise _absent([0], world_size, timeout)
-        told = json.loads(store.get("verdict"))
+        told = json.loads(signer.checked("verdict", store.get("verdict"), "what rank 0 decided"))
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)
@@ -95,15 +102,36 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
 # ---- in the store
 
 
-def _lead(store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta) -> dict[str, Any]:
-    keys = [f"seat/{rank}" for rank in range(1, world_size)]
+def _lead(store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta, signer: Signer) -> dict[str, Any]:
+    keys = [_key(rank) for rank in range(1, world_size)]
     try:
         if not _came(store, keys, timeout):
             raise _absent([rank for rank, key in enumerate(keys, 1) if not store.check([key])], world_size, timeout)
-        verdict = judge([seat, *(_seat(content) for content in store.multi_get(keys))], pp)
+        told = enumerate(zip(keys, store.multi_get(keys), strict=True), 1)
+        seats = [seat, *(_seat(signer.checked(*given, f"the seat of rank {rank}")) for rank, given in told)]
+        verdict = judge(seats, pp)
+        _warn_without_a_secret(seats, signer)
     except PlanError as error:
         return {"error": (error.what, str(error.where or ""), error.fix)}
     return {"error": None, **asdict(verdict)}
+
+
+def _key(rank: int) -> str:
+    return f"seat/{rank}"
+
+
+def _warn_without_a_secret(seats: Sequence[Seat], signer: Signer) -> None:
+    """Once in a process."""
+    global _has_warned
+    num_hosts = len({seat.host for seat in seats})
+    if num_hosts > 1 and not signer and not _has_warned:
+        _has_warned = True
+        print(
+            f"warning: {num_hosts} hosts share a store without a secret: whoever reaches it can change this run; "
+            f"give every host the same {SECRET}, and use a private network",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _came(store: Store, keys: list[str], timeout: timedelta) -> bool:
@@ -121,7 +149,7 @@ def _absent(ranks: list[int], world_size: int, timeout: timedelta) -> PlanError:
     )
 
 
-def _seat(content: bytes) -> Seat:
+def _seat(content: str) -> Seat:
     read = json.loads(content)
     error = tuple(read["error"]) if read["error"] else None
     return Seat(**{**read, "tied": tuple(tuple(stages) for stages in read["tied"]), "error": error})

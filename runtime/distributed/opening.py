@@ -31,6 +31,7 @@ from runtime.distributed.meeting import Seat, meet
 from runtime.distributed.nccl_options import axis_options
 from runtime.distributed.shared_memory.group import register
 from runtime.distributed.shared_memory.neighbours import shared_host
+from runtime.distributed.signatures import Signer
 
 
 def open_groups(
@@ -63,7 +64,7 @@ def open_groups(
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
     seat = replace(seat, memory=shared_host() if share_memory else "")
     try:
-        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout)
+        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout, Signer.of(os.environ))
         own = _begin_on(torch.device(seat.device))
         world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
     except BaseException as error:

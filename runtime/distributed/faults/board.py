@@ -7,6 +7,7 @@ pulses       of each rank: a count that grows, its process, what it is at
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from runtime.distributed.faults.failure import Failure
+from runtime.distributed.signatures import Signer
 
-_WITHDRAWN = b"withdrawn"
+_OF_A_FAILURE, _OF_A_JOINING = r'"rank": (\d{1,9})\b', r"\[(\d{1,9}), "
+_WITHDRAWN = "withdrawn"
 _SESSION = "meshwright/session"
 
 
@@ -42,11 +45,12 @@ class Board:
     """The part of a store that one attempt's ranks share.
 
     ``session``: the number of the process groups that it is about; a failure in earlier ones, which its rank outlived,
-    is none of theirs. None: of all, for the process that launched the ranks.
+    is none of theirs. None: of all, for the process that launched the ranks. ``signer``: of all that is written here;
+    reading raises PlanError for a value that is not signed so.
     """
 
-    def __init__(self, store: Store, session: int | None = None) -> None:
-        self.store, self.session = store, session
+    def __init__(self, store: Store, session: int | None = None, signer: Signer | None = None) -> None:
+        self.store, self.session, self.signer = store, session, signer or Signer()
         self._failures = PrefixStore("meshwright/failures", store)
         self._pulses: Any = PrefixStore(f"meshwright/pulses/{session}", store)
 
@@ -55,12 +59,15 @@ class Board:
     def publish(self, failure: Failure) -> int:
         """Its number, to withdraw it by."""
         number = self._failures.add("count", 1)
-        self._failures.set(str(number), json.dumps([self.session, asdict(failure)]))
+        self._write_failure(number, json.dumps([self.session, asdict(failure)]))
         return number
 
     def withdraw(self, number: int) -> None:
         """Whoever failed goes on after all."""
-        self._failures.set(str(number), _WITHDRAWN.decode())
+        self._write_failure(number, _WITHDRAWN)
+
+    def _write_failure(self, number: int, content: str) -> None:
+        self._failures.set(str(number), self.signer.signed(f"failure {number}", content))
 
     def first(self) -> Failure | None:
         return next(self.failures(), None)
@@ -70,12 +77,16 @@ class Board:
         for number in range(1, self._failures.add("count", 0) + 1):
             if not self._failures.check([str(number)]):
                 continue  # its rank is writing
-            content = self._failures.get(str(number))
+            content = self._failure(number)
             if content == _WITHDRAWN:
                 continue
             session, fields = json.loads(content)
             if session is None or self.session is None or session == self.session:
                 yield Failure(**fields)
+
+    def _failure(self, number: int) -> str:
+        content = self._failures.get(str(number)).decode(errors="replace")
+        return self.signer.checked(f"failure {number}", content, f"failure {number}{_claimed(_OF_A_FAILURE, content)}")
 
     # ---- pulses
 
@@ -83,25 +94,47 @@ class Board:
         """That of the newest session, for the process that launched the ranks."""
         if not self.store.check([_SESSION]):
             return self
-        return Board(self.store, int(self.store.get(_SESSION)))
+        session = self.signer.checked(_SESSION, self.store.get(_SESSION), "the number of the groups")
+        return Board(self.store, int(session), self.signer)
 
     def join(self, pulse: Pulse) -> None:
         """The first beat of a rank."""
         self.beat(pulse)
-        self.store.set(_SESSION, str(self.session))
-        self._pulses.append("joined", f"{json.dumps([pulse.rank, pulse.host])}\n")
+        self.store.set(_SESSION, self.signer.signed(_SESSION, str(self.session)))
+        line = self.signer.signed(self._joined, json.dumps([pulse.rank, pulse.host]))
+        self._pulses.append("joined", f"{line}\n")
 
     def beat(self, pulse: Pulse) -> None:
-        self._pulses.set(str(pulse.rank), json.dumps(asdict(pulse)))
+        self._pulses.set(str(pulse.rank), self.signer.signed(self._key(pulse.rank), json.dumps(asdict(pulse))))
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank that has joined."""
         if not self._pulses.check(["joined"]):
             return {}
-        return dict(json.loads(line) for line in self._pulses.get("joined").decode().splitlines())
+        lines = self._pulses.get("joined").decode(errors="replace").splitlines()
+        return dict(json.loads(self._joining(line)) for line in lines)
 
     def pulses(self, ranks: Iterable[int]) -> dict[int, Pulse]:
         """Of ranks that have joined."""
         ranks = list(ranks)
         contents = self._pulses.multi_get([str(rank) for rank in ranks]) if ranks else []
-        return {rank: Pulse(**json.loads(content)) for rank, content in zip(ranks, contents, strict=True)}
+        return {rank: self._pulse(rank, content) for rank, content in zip(ranks, contents, strict=True)}
+
+    def _pulse(self, rank: int, content: bytes) -> Pulse:
+        return Pulse(**json.loads(self.signer.checked(self._key(rank), content, f"the pulse of rank {rank}")))
+
+    def _joining(self, line: str) -> str:
+        return self.signer.checked(self._joined, line, f"the joining{_claimed(_OF_A_JOINING, line)}")
+
+    def _key(self, rank: int) -> str:
+        return f"pulse {self.session} {rank}"
+
+    @property
+    def _joined(self) -> str:
+        return f"joined {self.session}"
+
+
+def _claimed(pattern: str, content: str) -> str:
+    """Of which rank a value says that it is, before that is proved; empty where it does not."""
+    found = re.search(pattern, content)
+    return f" of rank {found[1]}" if found else ""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from planner.errors import PlanError
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.busy import LOOK_SECONDS, Busy
@@ -79,6 +80,8 @@ class Watch(threading.Thread):
             try:
                 self.look()
                 self._reached = time.monotonic()
+            except PlanError as error:  # what stands in the store is of nobody who belongs to this run
+                self._refuse(error)
             except Exception as error:  # of the store, of every kind
                 self._unreachable(error)
             self._rest(HURRY_SECONDS if self.first or self.peers_were_lost else BEAT_SECONDS)
@@ -149,6 +152,15 @@ class Watch(threading.Thread):
     def _hear(self, failure: Failure | None) -> None:
         if failure != self.first:
             self.first, self._first_at = failure, time.monotonic()
+
+    def _refuse(self, error: PlanError) -> None:
+        """All ranks hear of it; the main thread has a moment to come upon it by itself."""
+        self._reached = time.monotonic()
+        if self.first is None:
+            self.first, self._first_at = Failure.of(self.activity.rank, str(self.activity), error), time.monotonic()
+            with suppress(Exception):
+                self.board.publish(self.first)
+        self._end_if_nobody_else_does()
 
     def _end_if_nobody_else_does(self) -> None:
         if self.first is None or self.activity.is_failing:
