@@ -134,6 +134,7 @@ def test_help_shows_an_example(command):
         (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),
         (["verify", GPT, "no_such.yaml"], ["no_such.yaml"]),
         (["memory", GPT, "no_such.yaml"], ["no_such.yaml"]),
+        (["train", GPT, GPT_SPEC], ["there is no text to train on", "data: {mixture: {PATH: 1}}"]),
         (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
         (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh takes 4 processes"]),
         (["nonsense"], ["No such command"]),

@@ -95,7 +95,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 # these have tests of their own: of layouts with dropout, below, of recorded graphs, and of numbers that are none
 BELOW = ["dropout", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
 # what they change is tested beside what reads them: tests/runtime/data/
-OF_BATCHES = ["data.objective", "data.packing", "data.validation", "data.inputs", "data.mask.share", "data.mask.ngram"]
+OF_BATCHES = [
+    "data.mixture",
+    "data.objective",
+    "data.packing",
+    "data.validation",
+    "data.inputs",
+    "data.mask.share",
+    "data.mask.ngram",
+]
 # tests/runtime/audit/
 OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
 ONE_VALUE = ["optimizer.name"]

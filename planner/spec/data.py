@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from planner.spec.fields import MOST_INPUTS, Flag, Fraction, Name, Section, Size, Word, key
+from planner.spec.fields import MOST_INPUTS, Flag, Fraction, Name, Positive, Section, Size, Word, key
 
 Role = Literal[
     "tokens",
@@ -32,6 +32,9 @@ class DataSpec(Section):
         True, "of next_token: sequences run on over the ends of documents; false: each is of one, padded"
     )
     validation: Fraction = key(0.0, "share of the text, at its end, that is not trained on but validated by")
+    mixture: Annotated[dict[Name, Positive], Field(max_length=MOST_INPUTS)] = key(
+        {}, "texts with the share of each, where the command line has no --data: {a.tokens: 0.7, b.tokens: 0.3}"
+    )
     inputs: Annotated[dict[Name, Annotated[Role, Word]], Field(max_length=MOST_INPUTS)] = key(
         {}, f"what inputs are whose names do not say it: {' | '.join(ROLES)}"
     )

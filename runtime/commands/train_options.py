@@ -20,13 +20,13 @@ MOST_SECONDS = 7 * 24 * 3600  # --timeout
 @dataclass(frozen=True)
 class Reading:
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="PATH|stdlib",
             help="A token file, or a text file or directory; stdlib: Python's own source. PATH=SHARE, several times: "
-            "a mixture.",
+            "a mixture. If not given, the spec's data.mixture.",
         ),
-    ]
+    ] = None
     tokenizer: Annotated[
         Text, typer.Option(metavar="FILE", help="A tokenizer.json that cuts a text; if not given, its bytes.")
     ] = None
@@ -123,11 +123,12 @@ class Saving:
 def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking | Showing | Saving) -> Job:
     """What the ranks are asked for. An option has the name of its field in the job."""
     from runtime.training.job import Job, saves_directory
-    from runtime.training.mixture import read_mixture
+    from runtime.training.mixture import mixture_of_spec, read_mixture
 
     given: dict[str, Any] = {
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
-    given["data"], given["mixture"] = read_mixture(given["data"])
+    texts = given["data"]
+    given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, **given)

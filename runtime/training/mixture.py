@@ -1,4 +1,8 @@
-"""``--data a.tokens=0.7 --data b.tokens=0.3``: the texts of a run and the share of each."""
+"""The texts of a run and the share of each.
+
+--data a.tokens=0.7 --data b.tokens=0.3
+data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, where there is no --data
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import math
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.spec.spec import Spec
+from runtime.data.text.sources import STDLIB
 
 
 def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
@@ -23,6 +29,33 @@ def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
             raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each of several: --data a.txt=0.7")
         found.append((source, weight))
     return found[0][0], tuple(found)
+
+
+def mixture_of_spec(path: str) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The same, of the spec at ``path``: paths are relative to the working directory, or to the spec's.
+
+    Raises PlanError where the spec names no text, or one that is not there.
+    """
+    spec = Spec.load(path)
+    shares = spec.data.mixture
+    if not shares:
+        fix = "add --data PATH, or `data: {mixture: {PATH: 1}}` to the spec"
+        raise PlanError("there is no text to train on", where="--data", fix=fix)
+    found = tuple((_place_of(source, spec, path), share) for source, share in shares.items())
+    return found[0][0], found
+
+
+def _place_of(source: str, spec: Spec, path: str) -> str:
+    beside = Path(path).parent / source
+    if source == STDLIB or Path(source).exists():
+        return source
+    if not beside.exists():
+        raise PlanError(
+            f"data.mixture: no file or directory {source}",
+            where=spec.location("data.mixture"),
+            fix="name a token file, a text file or a directory, relative to the working directory or to the spec's",
+        )
+    return str(beside)
 
 
 def _part(text: str) -> tuple[str, float | None]:

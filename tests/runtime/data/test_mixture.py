@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 
 from planner import PlanError
 from planner.spec.sections import InputSpec
+from runtime.commands.train_options import Reading, Running, Saving, job_of
 from runtime.data.mixture import BLOCK, MixedBatches
 from runtime.data.objectives.next_token import Packed
 from runtime.data.token_batches import TokenBatches
 from runtime.data.tokens import Tokenization, Tokens
+from runtime.training.job import Job
 from runtime.training.mixture import read_mixture
 
 INPUTS = {"ids": InputSpec(shape=(4,), dtype="int64")}
@@ -72,3 +75,28 @@ def test_shares_are_read_from_the_options(tmp_path, monkeypatch):
         with pytest.raises(PlanError) as error:
             read_mixture(given)
         assert error.value.where == "--data"
+
+
+def job_in(path: Path, mixture: str, *data: str) -> Job:
+    """Of `meshwright train` with these options of --data, and this mixture in the spec."""
+    path.write_text(f"{{mesh: {{}}, batch: {{global: 2, micro: 2}},\ndata: {{mixture: {mixture}}}}}")
+    return job_of("model.py:build", path, Running(), Reading(list(data) or None), Saving())
+
+
+def test_a_mixture_of_the_spec_is_that_of_the_options_which_win(tmp_path, monkeypatch):
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "here.txt").write_text("text")
+    (tmp_path / "specs" / "beside.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    spec = tmp_path / "specs" / "spec.yaml"
+    asked = job_in(spec, "{here.txt: 0.7, beside.txt: 3e-1, stdlib: 1}")
+    beside = tmp_path / "specs" / "beside.txt"
+    assert asked == job_in(spec, "{}", "here.txt=0.7", f"{beside}=0.3", "stdlib=1")
+    assert job_in(spec, "{here.txt: 0.7}", "stdlib") == job_in(spec, "{}", "stdlib")
+    with pytest.raises(PlanError, match=r"data\.mixture: no file or directory none\.txt") as error:
+        job_in(spec, "{none.txt: 1}")
+    assert str(error.value.where) == "spec.yaml:2"
+    with pytest.raises(PlanError, match="there is no text to train on"):
+        job_in(spec, "{}")
+    with pytest.raises(PlanError, match=r"data\.mixture"):
+        job_in(spec, "{here.txt: 0}")
