@@ -117,7 +117,7 @@ def test_the_schema_refuses_what_the_planner_refuses(change):
 
 def test_every_key_is_explained_and_no_other_is_allowed():
     found = list(objects(SCHEMA))
-    assert len(found) == 15  # the spec, its 12 sections and inputs, {output: NAME}, and an even split
+    assert len(found) == 16  # the spec, its 13 sections and inputs, {output: NAME}, and an even split
     for node in found:
         assert node["additionalProperties"] is False
         assert all(inner["description"] for inner in node["properties"].values())
@@ -146,6 +146,7 @@ def test_the_schema_at_a_glance():
   "dropout",
   "initial_weights",
   "seed",
+  "audit",
   "data",
   "cluster",
   "devices",
@@ -157,6 +158,7 @@ def test_the_schema_at_a_glance():
  ],
  "additionalProperties": false,
  "$defs": [
+  "AuditSpec",
   "BatchSpec",
   "CudaGraphsSpec",
   "DataSpec",
