@@ -39,9 +39,12 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "selective": ({"tp": 2, "pp": 2}, "selective", SEQUENCE),
     "context": ({"cp": 2, "pp": 2}, "none", {}),
     "experts": ({"tp": 2, "pp": 2, "dp": 2, "ep": 2, "etp": 1}, "none", {}),
+    "a running mean": ({"pp": 2, "dp": 2}, "none", {}),
 }
+OPTIMIZERS = {"a running mean": {"ema": 0.9}}
 CASES = [
-    *[(family, layout) for family in ("gpt2", "llama") for layout in LAYOUTS if layout != "experts"],
+    *[(family, layout) for family in ("gpt2", "llama") for layout in LAYOUTS if layout not in ("experts", *OPTIMIZERS)],
+    *[("gpt2", layout) for layout in OPTIMIZERS],
     *[("t5", layout) for layout in ("alone", "tp", "pipeline", "full")],
     *[("mixtral", layout) for layout in ("tp", "pipeline", "selective", "experts")],
 ]
@@ -61,6 +64,7 @@ def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
         "inputs": inputs,
         "tensor_parallel": {"vocabulary_multiple": 8, **parallel},
         "recompute": recompute,
+        "optimizer": OPTIMIZERS.get(layout, {}),
     }
     made = plan_again(family, hugging_face.build(family), spec)
     return made, Spec.load(made.spec)
