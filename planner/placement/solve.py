@@ -54,8 +54,7 @@ class Weights:
     so a block is cut unless that saves less than 17/50 of its matrices and (17 + 100)/500 of its FLOPs. In between:
 
         reshard   parameters + moved = 117 < reshard < s · flops: no matrix is cut at the price of an activation that
-                  goes back and forth; FLOPs are, from 300/(1000 s) of a block's on: 60 % at tp 2, a third at tp 16.
-                  Not for a sum that goes out in parts (P → V): both ways it moves no more than P → I → R
+                  goes back and forth; FLOPs are, from 300/(1000 s) of a block's on: 60 % at tp 2, a third at tp 16
         logits    more than parameters + moved = 117 too: no head is held whole to save the exchange of a loss
         detour    less than moved, more than one change of type (2.1): a norm is cut only where nothing else goes
     """
@@ -210,8 +209,7 @@ class _Program:
             return None
         calls = bool(found.forward) + bool(found.backward)
         size = self.costs.activation[value.name]
-        takes = after.is_sharded and before.kind != "P" and not picks
-        reshards = before != after and (before.is_sharded or takes)
+        reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
         is_meant = along or value.name in self.costs.of_weights
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0

@@ -107,7 +107,8 @@ def test_each_linear_embedding_and_loss_is_listed():
 
 def test_repeated_layers_print_as_one_line():
     lines = planned("gpt", mesh={"tp": 2}).describe().splitlines()
-    assert sum("is sharded (row)" in line for line in lines) == 2
+    (row,) = [line.split() for line in lines if "linear is sharded (row)" in line]
+    assert row[row.index("linear") - 1] == "8"  # two of each of four layers
 
 
 def test_the_summary_counts_what_is_cut():
