@@ -102,7 +102,7 @@ def own_groups(groups: Groups) -> None:
     """A group of its own for each axis of experts, also where a run shares that of tp or dp: calls tell their axis."""
     for axis, members in expert_axes(groups.mesh).items():
         if groups.mesh.size(axis) > 1:
-            setattr(groups, axis, opening._make(groups, members))
+            setattr(groups, axis, opening._make(groups, members, axis))
 
 
 def run_counted(made: Plan) -> dict[str, Any]:

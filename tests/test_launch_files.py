@@ -106,7 +106,7 @@ def test_the_slurm_file_runs_torchrun_with_words_that_need_no_shell_of_ours(tmp_
     words = ran.stdout.splitlines()
     found = Launch.of(words[words.index("torchrun") + 1 :])
     assert found.torchrun.rdzv_endpoint == "a1:29500"
-    assert (found.train["data"], found.train["save"], found.num_ranks) == ("my text", "saves", 512)
+    assert (found.train["data"], found.train["save"], found.num_ranks) == (["my text"], "saves", 512)
 
 
 def test_the_kubernetes_job_has_a_pod_a_node_under_names_that_its_service_gives():
@@ -123,4 +123,6 @@ def test_the_kubernetes_job_has_a_pod_a_node_under_names_that_its_service_gives(
     mounts, volumes = ({entry["name"] for entry in entries} for entries in (container["volumeMounts"], pod["volumes"]))
     assert mounts == volumes
     places = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert all(any(Path(found.train[key]).is_relative_to(p) for p in places) for key in ("data", "save"))
+    assert all(
+        any(Path(named).is_relative_to(p) for p in places) for named in (*found.train["data"], found.train["save"])
+    )

@@ -47,12 +47,14 @@ class Replacement:
     """Owns a new file beside ``path``, open as ``file``, until it takes its place or is removed. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._beside = path, name_beside(path)
+        self.path, self._beside, mode = path, name_beside(path), None
+        with suppress(FileNotFoundError):  # a name that is too long must fail here, not when the file is complete
+            there = os.lstat(path)
+            mode = there.st_mode & 0o777 if stat.S_ISREG(there.st_mode) else None
         self.file = open_new(self._beside)
         with suppress(OSError):
-            there = os.lstat(path)
-            if stat.S_ISREG(there.st_mode):
-                os.fchmod(self.file.fileno(), there.st_mode & 0o777)
+            if mode is not None:
+                os.fchmod(self.file.fileno(), mode)
 
     def take_place(self) -> None:
         """On the disk, and under its name, when it returns."""

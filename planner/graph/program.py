@@ -15,6 +15,7 @@ from planner.graph.assumptions import Assumption
 META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
     "grad": "whether a gradient of the loss may flow through it",
+    "stopped": "whether its gradient stops at a detach that stands below it (capture.canonical.stopped)",
     "parameter": "of a placeholder: the user's dotted name of the parameter",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",

@@ -166,7 +166,7 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
             engine.train_step(batch)
             with HostWatch(program, on_device=True) as watch:
                 report = engine.train_step(batch)
-            held = tensors_of(engine) | {"the figures of the report": report._figures}
+            held = tensors_of(engine) | {"the figures of the report": report._figures._values}
     return Findings(watch.sights, [name for name, tensor in held.items() if tensor.device != device], watch.num_ops)
 
 

@@ -53,7 +53,18 @@ class PythonDraws:
         states = random.getstate(), np.random.get_state()
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         try:
-            owners = [random, np.random, time, os, uuid, secrets, torch, torch.random, torch.cuda, *self._modules]
+            owners = [
+                random,
+                np.random,
+                time,
+                os,
+                uuid,
+                secrets,
+                torch,
+                torch.random,
+                sys.modules["torch.cuda"],
+                *self._modules,
+            ]
             with names_replaced(owners, replaced), self.seeds.watched():
                 yield
         finally:

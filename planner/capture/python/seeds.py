@@ -10,6 +10,7 @@ While a forward is watched, PyTorch's generator has a seed of ours; any other se
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,11 @@ class TorchSeeds:
 
     def replacements(self) -> Iterator[tuple[Any, Any]]:
         """Functions of PyTorch that set a seed, and what stands in their place meanwhile."""
-        for module in (torch, torch.random, torch.cuda):  # importing torch._dynamo puts another torch.manual_seed there
+        for module in (
+            torch,
+            torch.random,
+            sys.modules["torch.cuda"],
+        ):  # importing torch._dynamo puts another torch.manual_seed there
             for name in SETTERS:
                 if hasattr(module, name):
                     yield getattr(module, name), self._setter(name, getattr(module, name))

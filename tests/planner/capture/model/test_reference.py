@@ -112,7 +112,10 @@ def test_weights_of_a_model_are_those_beside_its_config(config, tmp_path):
         ("torch.nn:Linear", "failed when called without arguments"),
         ("torch:pi", "is a float, not a callable"),
         ("builtins:list", "returned a list, not an nn.Module"),
-        ("hf:no_such_directory", "there is no directory no_such_directory, and names of the Hugging Face Hub are not looked up"),
+        (
+            "hf:no_such_directory",
+            "there is no directory no_such_directory, and names of the Hugging Face Hub are not looked up",
+        ),
     ],
 )
 def test_bad_reference_gets_one_clear_error(reference, words):
