@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -124,7 +125,11 @@ class _Keys:
             return None
         expected = node.meta.get("val")
         too_large = isinstance(expected, Tensor) and expected.numel() > MOST_ELEMENTS
-        return None if too_large else computed(node, self.values.__getitem__)
+        if too_large:
+            return None
+        with suppress(RuntimeError):  # a buffer whose dtype the capture has cast: unknown, and named by how it is made
+            return computed(node, self.values.__getitem__)
+        return None
 
 
 class _Key(str):

@@ -164,7 +164,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 def place_of(directory: Path) -> Place | None:
     """Where a save stands, without a look at its tensors; None where its manifest is damaged."""
     try:
-        read = _Head.model_validate_json(_framed(directory / MANIFEST)[0])
+        inner, _ = _framed(directory / MANIFEST)
+        _refuse_too_many(inner, directory / MANIFEST)
+        read = _Head.model_validate_json(inner)
     except (PlanError, ValidationError):
         return None
     return Place(read.line, read.step)
@@ -195,9 +197,14 @@ def _checked(inner: bytes, path: Path) -> Manifest:
     return manifest
 
 
-def _parsed(inner: bytes, path: Path) -> Manifest:
+def _refuse_too_many(inner: bytes, path: Path) -> None:
+    """Raise PlanError before anything is parsed that would take far more memory than its text."""
     if too_many := [sign.decode() for sign, most in _MOST.items() if inner.count(sign) > most]:
         raise _damaged(path, f"more of {too_many[0]} than any save has")
+
+
+def _parsed(inner: bytes, path: Path) -> Manifest:
+    _refuse_too_many(inner, path)
     try:
         content = json.loads(inner)
     except (ValueError, RecursionError) as error:

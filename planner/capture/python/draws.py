@@ -28,7 +28,7 @@ from torch import nn
 
 from planner.capture.canonical.certain_draws import certain_answer
 from planner.capture.gradients.call_sites import CallSites, called_by_user
-from planner.capture.python.modules import foreign_modules, names_replaced
+from planner.capture.python.modules import names_replaced, own_modules
 from planner.capture.python.seeds import TorchSeeds
 from planner.errors import PlanError, Where
 
@@ -44,7 +44,7 @@ class PythonDraws:
     def __init__(self, model: nn.Module) -> None:
         self.clocks: list[Where] = []
         self._sites = CallSites(model)
-        self._modules = foreign_modules()
+        self._modules = own_modules(model)
         self.seeds = TorchSeeds(self._sites)
 
     @contextmanager

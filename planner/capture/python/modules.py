@@ -1,6 +1,7 @@
 """The Python modules whose code a forward may run: those of the model's classes, and others.
 
 users_modules      where the model's classes and their bases are written
+own_modules        also those of a user that are not installed
 foreign_modules    also all others of a user or a library: a forward may import them where it needs them
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,18 @@ def foreign_modules() -> list[ModuleType]:
     """All Python modules that are neither Python's own nor PyTorch's, nor a library that knows nothing of tracing."""
     named = ((name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _NOT_USERS)
     return [module for _, module in named if isinstance(module, ModuleType)]
+
+
+def own_modules(model: nn.Module) -> list[ModuleType]:
+    """Those of the model's classes, and all that are not installed: what else is installed may read a clock for itself.
+
+    A library may do so in the middle of a forward, as in a callback of the garbage collector.
+    """
+    found = {id(module): module for module in users_modules(model)}
+    for module in foreign_modules():
+        if not {"site-packages", "dist-packages"} & set(Path(getattr(module, "__file__", None) or "").parts):
+            found[id(module)] = module
+    return list(found.values())
 
 
 @contextmanager

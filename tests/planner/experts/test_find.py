@@ -236,7 +236,7 @@ def test_golden_of_families():
         words("mixtral"),
         """\
 2 x 4 experts, 2 a token, tokens sorted by expert, 0
-mul_10 -> linear_4 -> getitem_8, div_ -> sum_2
+mul_10 -> linear_4 -> getitem_7, div_ -> sum_2
 1 [4, 128, 32] experts 0 hidden 2 width 1 column
 1 [4, 32, 64] experts 0 hidden 1 width 2 row
 """,
@@ -256,7 +256,7 @@ mul_15 -> linear_8 -> getitem_15, softmax_1 -> sum_1
         words("deepseek_v3"),
         """\
 1 x 4 experts, 2 a token, tokens sorted by expert, 0
-mul_35 -> linear_13 -> getitem_24, mul_36 -> sum_3
+mul_35 -> linear_13 -> getitem_23, mul_36 -> sum_3
 1 [4, 64, 32] experts 0 hidden 2 width 1 column
 1 [4, 32, 32] experts 0 hidden 1 width 2 row
 """,
@@ -265,7 +265,7 @@ mul_35 -> linear_13 -> getitem_24, mul_36 -> sum_3
         words("llama4"),
         """\
 2 x 4 experts, 1 a token, every token, weighted, 0
-mul_11 -> linear_4 -> getitem_7, sigmoid -> sum_1
+mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
 1 [4, 32, 128] experts 0 hidden 1 width 2 column
 1 [4, 64, 32] experts 0 hidden 2 width 1 row
 """,
