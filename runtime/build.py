@@ -34,8 +34,9 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
+from runtime.same_code import identity, require_same_code
 from runtime.weights.freed import give_back_freed
-from runtime.weights.initial_weights import Fresh, differing, identity_of, take_constants, take_weights
+from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
 from runtime.weights.shards import Kept, fill, keep
 from runtime.weights.sources import WeightSource
 
@@ -45,16 +46,12 @@ _engine_numbers = count()
 def open_rank(
     plan: Plan, spec: Spec, device: torch.device | str | None, timeout_seconds: float
 ) -> tuple[Groups, Store | None]:
-    """The process groups of this rank, once all ranks said that they run the same plan, and a store of this engine."""
-    common = {
-        "the plan (by hash)": plan.hash()[:16],
-        "the version of torch": torch.__version__,
-        "what the model holds (names, shapes, dtypes)": identity_of(plan),
-    }
+    """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
+    store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
     groups = open_groups(
         plan.mesh,
-        common,
+        identity(plan),
         tied,
         device=device,
         timeout_seconds=timeout_seconds,
@@ -84,7 +81,9 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     decisions, _ = plan.to_run()
     differ = differing(plan, groups, spec.initial_weights)
     take_constants(plan, groups, differ)
+    is_given = program is not None
     program = program or lower(plan, groups.rank, groups.device)
+    require_same_code(plan, program, groups, is_given=is_given)
     for name, axis in program.axes.items():
         axis.group = groups.over(name)
     if program.count_module is not None:

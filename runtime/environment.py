@@ -34,7 +34,7 @@ class Part:
 def environment() -> tuple[Part, ...]:
     """The report, in the order in which it is read. Takes no device and starts no process."""
     return (
-        Part("versions", (("meshwright", _version(PACKAGE)), ("Python", platform.python_version()), *_packages())),
+        Part("versions", _versions()),
         Part("machine", _machine()),
         Part("devices", _devices()),
         Part("torch.distributed", _back_ends()),
@@ -43,7 +43,12 @@ def environment() -> tuple[Part, ...]:
     )
 
 
-def _version(package: str) -> str:
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (PACKAGE, installed_version(PACKAGE)), ("Python", platform.python_version()), *_packages()
+
+
+def installed_version(package: str) -> str:
+    """As the package's own metadata says, which imports nothing of it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -53,7 +58,7 @@ def _version(package: str) -> str:
 def _packages() -> list[tuple[str, str]]:
     """What we depend on, then the extras."""
     names = [_name_of(line) for line in _required() if "extra ==" not in line]
-    return [(name, _version(name)) for name in (*names, *EXTRAS)]
+    return [(name, installed_version(name)) for name in (*names, *EXTRAS)]
 
 
 def _required() -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -87,7 +87,7 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
     """What the ranks do together. Raises PlanError, naming ranks, where they cannot."""
     _raise_told(seats)
     for name in seats[0].identity:
-        _require_equal(name, [seat.identity.get(name) for seat in seats])
+        require_equal(name, {rank: seat.identity.get(name) for rank, seat in enumerate(seats)}, len(seats))
     types = Counter(seat.device_type for seat in seats)
     if len(types) > 1:
         raise _mixed(seats, types)
@@ -168,14 +168,16 @@ def _raise_told(seats: Sequence[Seat]) -> None:
         raise PlanError(where + first[0], where=first[1], fix=first[2])
 
 
-def _require_equal(name: str, values: Sequence[str | None]) -> None:
-    """What most ranks have is taken as right; the others are named."""
-    usual, _ = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(values) if value != usual]
+def require_equal(name: str, values: Mapping[int, str | None], world_size: int) -> None:
+    """By rank, of the ranks that are to compare. What most of them have is taken as right; the others are named.
+
+    Raises PlanError where values differ.
+    """
+    usual, _ = Counter(values.values()).most_common(1)[0]
+    odd = [rank for rank, value in values.items() if value != usual]
     if odd:
-        first = values[odd[0]]
         raise PlanError(
-            f"{name} differs between ranks: {listed(odd)} of {len(values)} (rank {odd[0]} has {first}, "
+            f"{name} differs between ranks: {listed(odd)} of {world_size} (rank {odd[0]} has {values[odd[0]]}, "
             f"most have {usual})",
             fix="start every rank with the same model, spec and versions",
         )
