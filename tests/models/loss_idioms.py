@@ -134,6 +134,10 @@ def penalty_each(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     return (rows(logits, labels).mean(1) + penalty).sum() / len(labels)
 
 
+def counts_by_position(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return (rows(logits, labels).sum(0) / (labels >= 0).sum(0).clamp(min=1)).mean()
+
+
 def guarded(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     count = (labels != IGNORED).sum()
     return torch.where(count > 0, rows(logits, labels).sum() / count, 0.0)
@@ -309,8 +313,8 @@ SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     tensor_of_number, float_tensor, count_times_size, full_of_ones, both_masks, view_mean_sum, minus_ignored,
     size_less_one, ones_product, weights_product, einsum_of_mask, nested_means, mean_over_batch_first,
     transposed_means, normalised_weights, position_weights, weighted_by_size, cumulated_size, penalty_by_size,
-    penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding, margin_ranking,
-    triplets, hinge_embedding, two_less_cosine, ranges_of_rows,
+    penalty_each, counts_by_position, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio,
+    cosine_embedding, margin_ranking, triplets, hinge_embedding, two_less_cosine, ranges_of_rows,
 )}  # fmt: skip
 LOOPS: dict[str, Loss] = {f.__name__: f for f in (
     python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_losses,

@@ -66,10 +66,6 @@ def means_of_chunks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return sum(F.cross_entropy(x, y) for x, y in pieces) / 2
 
 
-def counts_by_position(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return (rows(logits, labels).sum(0) / (labels >= 0).sum(0).clamp(min=1)).mean()
-
-
 def number_of_items(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return rows(logits, labels).sum() / (labels[0, 0] + 200)
 
@@ -82,5 +78,5 @@ def means_of_ranges(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 OF_ANOTHER_SIZE: dict[str, Loss] = {f.__name__: f for f in (number_of_items, means_of_ranges)}
 NO_SUMS: dict[str, Loss] = {f.__name__: f for f in (
     weights_by_place, first_half, first_alone, quantile, softmax_over_batch, power_of_mean, contrastive, weighted_loop,
-    neighbours, moving_average, shift_across_sequences, means_of_chunks, counts_by_position,
+    neighbours, moving_average, shift_across_sequences, means_of_chunks,
 )}  # fmt: skip

@@ -3,7 +3,7 @@
     of a batch tensor, row by row                  ROWS        rows[i], or split and chunk along the batch  → of a part
     sum, mean over the batch; cross-entropy        SHARE       of one sequence alone, by whatever op        → UNIT
     ones @ rows, Σ_i f(row_i), cat of SHAREs       SHARE       cat, stack of UNITs, in order                → ROWS
-    a scalar SHARE of batch tensors alone          WHOLE       (a count: of the global batch, known before the forward)
+    a small SHARE of batch tensors alone           WHOLE       (a count: of the global batch, known before the forward)
 
 Ops are trusted to keep rows apart where exactly one dim of their result follows the batch and they are none of those
 that could mix it (planner.capture.batch.mixing). Before the loss, what mixes sequences is told and then taken as rows.
@@ -24,7 +24,7 @@ from torch import fx
 
 from planner.capture.batch.mixing import mixes
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
-from planner.capture.loss.counts import AVERAGES, SUMS, input_only
+from planner.capture.loss.counts import AVERAGES, MOST_SUMS, SUMS, input_only
 from planner.capture.loss.joins import Joins
 from planner.capture.loss.kinds import (
     LOOSE,
@@ -120,7 +120,7 @@ class Typing(Joins):
             kind.name == SHARE
             and kind.part is None
             and isinstance(val, torch.Tensor)
-            and val.dim() == 0
+            and 0 < val.numel() <= MOST_SUMS
             and bool(self._from_inputs.get(node.name))
             and node not in self._counted
         )

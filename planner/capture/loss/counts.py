@@ -1,7 +1,8 @@
 """Counts of the global batch: placeholders for them, and the graph that counts one microbatch.
 
-A count is a scalar sum over batch tensors alone, such as ``mask.sum()``: known before the first forward, and over the
-global batch simply the sum of the microbatches' counts. The mean of a batch tensor is such a sum over their number.
+A count is a sum over batch tensors alone, such as ``mask.sum()``: known before the first forward, and over the global
+batch simply the sum of the microbatches' counts. The mean of a batch tensor is such a sum over their number. A small
+vector of sums, one of each column, is as many counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ aten = torch.ops.aten
 
 SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
 AVERAGES = {aten.mean.default, aten.mean.dim}
+MOST_SUMS = 64  # elements of a count that is no scalar
 REDUCTIONS = {
     "sum",
     "mean",
@@ -81,15 +83,39 @@ class Counts:
 
     def globalise(self, node: fx.Node, count: fx.Node) -> fx.Node:
         """Give every reader of ``node``, a microbatch's value, that of the global batch: the sum of ``count``."""
-        readers, holder, dtype = list(node.users), self.holder(count), node.meta["val"].dtype
-        with self.graph.inserting_after(node):
-            cast = self.graph.call_function(aten.to.dtype, (holder, dtype))
-        cast.meta = {**node.meta, "val": torch.empty((), dtype=dtype, device="meta"), "grad": False}
-        made = ancestors([count]) - {node}
+        readers, value = list(node.users), node.meta["val"]
+        scalars = [count] if not value.dim() else self._elements(count)
+        holders = [self.holder(scalar) for scalar in scalars]
+        with self.graph.inserting_before(node.next):
+            cast = self.graph.call_function(aten.to.dtype, (self._joined(holders, value), value.dtype))
+        cast.meta = {**node.meta, "val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "grad": False}
+        made = ancestors(scalars) - {node}
         for reader in readers:
             if reader not in made:
                 reader.replace_input_with(node, cast)
         return cast
+
+    def _elements(self, count: fx.Node) -> list[fx.Node]:
+        """Each element of a count that is no scalar."""
+        value = count.meta["val"]
+        with self.graph.inserting_before(self.graph.output_node()):
+            flat = self._call(aten.reshape.default, (count, [value.numel()]), value.reshape(-1))
+            parts = [(flat, i) for i in range(value.numel())]
+            cut = [self._call(aten.slice.Tensor, (x, 0, i, i + 1), x.meta["val"][i : i + 1]) for x, i in parts]
+            return [self._call(aten.reshape.default, (x, []), x.meta["val"].reshape([])) for x in cut]
+
+    def _joined(self, holders: list[fx.Node], value: torch.Tensor) -> fx.Node:
+        """The holders of all elements in the shape of ``value``, in float64."""
+        if not value.dim():
+            return holders[0]
+        rows = [self._call(aten.reshape.default, (h, [1]), h.meta["val"].reshape(1)) for h in holders]
+        flat = self._call(aten.cat.default, (rows,), torch.cat([row.meta["val"] for row in rows]))
+        return self._call(aten.reshape.default, (flat, list(value.shape)), flat.meta["val"].reshape(value.shape))
+
+    def _call(self, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"val": value, "grad": False}
+        return node
 
     def finish(self) -> None:
         """Split off the graph of the counts: it reads batch tensors (and constants) alone."""

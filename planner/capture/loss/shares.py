@@ -40,7 +40,7 @@ from planner.capture.batch.mixing import (
     mixes,
     mixes_along_a_dim,
 )
-from planner.capture.batch.two_captures import cut_of, lay_on, splits
+from planner.capture.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
 from planner.capture.loss.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
 from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
 from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
@@ -65,7 +65,7 @@ from planner.capture.loss.together import Together
 from planner.capture.loss.widen import widen
 from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
-from planner.graph.ops.aten import arguments
+from planner.graph.ops.aten import arguments, reduced_dims
 from planner.graph.ops.own_backward import adds_up
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
@@ -121,6 +121,7 @@ class _Rewriter:
         self.together: Together | None = None
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
+        self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
         self.on_batch: set[fx.Node] = set()
         for node in self.graph.nodes:
             reads = any(n in self.on_batch for n in node.all_input_nodes) and node.target not in SHAPE_READERS
@@ -163,6 +164,7 @@ class _Rewriter:
         typing = Typing(self.program, captures, scaling, region, program.graph.graph)
         self.kinds, self.single = typing.kinds, typing.single
         self.growing = {n for n in captures.more if n.target is aten.add.Tensor and not n.meta["val"].dim()}
+        self.totals = {n for n in self.graph.nodes if n.target in SUMS and _sums_rows(n, captures)}
         self._warn_of_mixing(typing)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
@@ -173,7 +175,7 @@ class _Rewriter:
         """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
         tail = self._tail()
         inner = computed_along(self.program, self.on_batch, tail)
-        for node in (n for n in inner if not is_own_loss(n, tail)):
+        for node in (n for n in inner if not is_own_loss(n, tail) and n not in typing.counts):
             may = may_mix(node, self.on_batch) or mixes_along_a_dim(node)
             along = may and mixes(node, typing.captures.changed)
             if (along and not typing.takes_apart(node)) or node in typing.apart:
@@ -299,7 +301,7 @@ class _Rewriter:
             if made is not None:
                 return self._average(made)
         self._tell(self.terms.inexact, node)
-        return self._average(node)
+        return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
 
     def _refuse_other_size(self, node: fx.Node) -> None:
         """Raise PlanError where the mean over microbatches is of another size than the value: a sum over the batch that
@@ -359,6 +361,12 @@ class _Rewriter:
             valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
         dtype = torch.int64 if weight is None else weight.meta["val"].dtype
         return emit(aten.sum.default, [valid], torch.empty((), dtype=dtype, device="meta"))
+
+
+def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
+    """Whether a sum runs over the one dim of its operand that follows the batch: a total."""
+    grown = captures.changed(node.all_input_nodes[0])
+    return grown is not None and len(grown) == 1 and grown <= reduced_dims(node)
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:

@@ -13,8 +13,9 @@ from planner.capture.batch.two_captures import lay_on, wider
 from planner.capture.loss.shares import share_loss
 from planner.graph.constants import Constants
 from planner.graph.program import Program
+from tests.tools import loss_shares
 from tests.tools.captured import capture
-from tests.tools.loss_shares import LENGTH, Small, inputs_of, rows
+from tests.tools.loss_shares import IGNORED, LENGTH, Small, inputs_of, rows
 
 MICRO, NUM_MICROBATCHES = 2, 4
 INPUTS = inputs_of(MICRO)
@@ -167,7 +168,7 @@ class OfIds(Mixed):
 
 IDS_MIXED = {
     "largest of all": lambda ids: ids.max() + 1,
-    "mean of a column": lambda ids: ids.float().mean(0)[None, :, None],
+    "spread of a column": lambda ids: ids.float().std(0)[None, :, None],
     "any padding": lambda ids: (ids == 0).any().float() + 1,
     "behind a cast and a view": lambda ids: ids.flatten().float().std().view(1, 1, 1),
 }
@@ -181,6 +182,32 @@ IDS_APART = {
 @pytest.mark.parametrize("name", IDS_MIXED)
 def test_batch_tensors_that_mix_before_they_meet_a_weight_are_told(name):
     assert mixed_ids(IDS_MIXED[name])
+
+
+def by_mean_of_columns(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Each row is weighted by sums over all rows of the batch, which are no scalars."""
+    kept = (labels != IGNORED).to(logits.dtype)
+    scale = kept.sum(0, keepdim=True) / kept.sum((0, 1), keepdim=True).clamp(min=1) + kept.mean(0)
+    return (rows(logits, labels) * scale).sum() / torch.ones_like(kept).sum().clamp(min=1.0)
+
+
+def test_sums_of_columns_over_inputs_are_those_of_the_global_batch():
+    found = loss_shares.shared(lambda: Small(by_mean_of_columns), MICRO, NUM_MICROBATCHES)
+    assert found.difference < 1e-12
+    assert not found.is_told
+    assert len(found.terms.denominators) == LENGTH + 1 + LENGTH
+
+
+def over_mean_row(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """A statistic of values that weights have made is of a microbatch; the size of the loss is not."""
+    each = logits.pow(2).sum(-1)
+    return (each / each.mean(0).detach()).sum() / torch.ones_like(each).sum().clamp(min=1.0)
+
+
+def test_a_loss_that_cannot_be_exact_is_of_the_size_of_one_process():
+    found = loss_shares.shared(lambda: Small(over_mean_row), MICRO, NUM_MICROBATCHES)
+    assert found.terms.inexact
+    assert found.difference < 0.5
 
 
 @pytest.mark.parametrize("name", IDS_APART)
