@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from passes.ops import experts
-from passes.ops.collectives import ALL_GATHER, REDUCE_SCATTER
+from passes.ops import collectives, experts
+from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
 from planner import Plan, plan
 from planner.graph.ops.aten import value_bytes
 from planner.spec.spec import Spec
@@ -60,6 +60,8 @@ class Calls:
         self._wrap(dist, "all_to_all_single", "all_to_all", None)
         for name, position in {"_send": 1, "_return": 0}.items():
             self._turn(name, position)
+        self._wrap(collectives, "gather_runs", "all_gather", 0)
+        self._wrap(collectives, "scatter_runs", "reduce_scatter", 1)
         self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
         self._wrap(buffers, "all_gather", "all_gather", 0)
         self._wrap(zero1, "all_gather", "all_gather", 0)

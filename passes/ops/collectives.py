@@ -18,31 +18,19 @@ nothing to exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from passes.ops.axis import AxisHandle
+from passes.ops.runs import all_gather_single, gather_runs, reduce_scatter_single, scatter_runs
 from planner.placement.types import Placement
 
 Tensor = torch.Tensor
 Ending = Callable[[], Tensor]
-
-# torch 2.13 deprecates the names that are the only ones in 2.11
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-
-def reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``out`` becomes this rank's part of the sum of flat tensors, which hold the ranks' parts behind each other."""
-    return getattr(dist, REDUCE_SCATTER)(out, whole, group=group, async_op=async_op)
-
-
-def all_gather_single(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``whole``, flat, becomes the ranks' flat parts behind each other."""
-    return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
 
 
 def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned: bool = False) -> Tensor:
@@ -70,17 +58,14 @@ def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tenso
 def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, ahead: bool = False) -> Ending:
     """Begin to gather; what it returns ends it and gives the whole tensor. ``ahead``: other work stands between."""
     note(axis, "all_gather", phase, x, axis.size)
-    parts, own = x.new_empty((axis.size, *x.shape)), x.contiguous()
+    own = x.contiguous()
+    if cut.in_place(x.shape):
+        whole = x.new_empty([n * axis.size if d == cut.dim else n for d, n in enumerate(x.shape)])
+        works = [] if x.is_meta else gather_runs(whole, own, cut.num_runs(x.shape), group=axis.group, async_op=ahead)
+        return partial(_ended, works, whole)
+    parts = x.new_empty((axis.size, *x.shape))
     work = None if x.is_meta else all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
-
-    def end() -> Tensor:
-        if work is not None:
-            work.wait()
-        if cut.dim == 0 and len(cut.segments) == 1:  # the parts lie behind each other already
-            return parts.flatten(0, 1)
-        return _joined(list(parts.unbind(0)), axis, cut)
-
-    return end
+    return lambda: _joined(list(_ended([work], parts).unbind(0)), axis, cut)
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
@@ -111,19 +96,20 @@ def start_reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str
     own = part(x, cut, axis.size, axis.rank)
     out = torch.empty_like(own, memory_format=torch.contiguous_format)
     if x.is_meta:
-        return lambda: out
-    if cut.dim == 0 and len(cut.segments) == 1:
-        parts = x.contiguous()
-    else:  # parts of an image that lies with its channels last stack up without being contiguous
-        parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)]).contiguous()
-    work = reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)
+        return partial(_ended, [], out)
+    if cut.in_place(x.shape):
+        runs = cut.num_runs(x.shape)
+        return partial(_ended, scatter_runs(out, x.contiguous(), runs, group=axis.group, async_op=ahead), out)
+    # parts of an image that lies with its channels last stack up without being contiguous
+    parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)]).contiguous()
+    return partial(_ended, [reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)], out)
 
-    def end() -> Tensor:
+
+def _ended(works: Sequence[Any], result: Tensor) -> Tensor:
+    for work in works:
         if work is not None:
             work.wait()
-        return out
-
-    return end
+    return result
 
 
 def part(x: Tensor, cut: Placement, size: int, rank: int) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.collectives import all_gather_single, note, reduce_scatter_single
+from passes.ops.collectives import note
+from passes.ops.runs import all_gather_single, reduce_scatter_single
 from planner.context import zigzag
 
 

@@ -13,7 +13,12 @@ were added at the end of the dim to make it divide (a vocabulary); they hold no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+
+# A message for each: behind more of them a copy costs less than their number. A microbatch has few sequences.
+MOST_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,6 +84,14 @@ class Placement:
             ranges.append((first, first + size))
             start += segment.size
         return tuple(ranges)
+
+    def num_runs(self, shape: Sequence[int]) -> int:
+        """In how many runs of memory a rank's part of one segment of a contiguous tensor of ``shape`` lies."""
+        return prod(shape[: self.dim])
+
+    def in_place(self, shape: Sequence[int]) -> bool:
+        """Whether ranks exchange parts of a tensor of ``shape``, whole or cut, from where they lie to where they go."""
+        return len(self.segments) == 1 and 0 < self.num_runs(shape) <= MOST_RUNS
 
     def _padded_segments(self) -> tuple[Segment, ...]:
         if not self.padding:

@@ -86,16 +86,16 @@ def _sum(x: Tensor, cut: Placement | None = None, size: int = 1) -> Tensor:
 
 
 def _gather(x: Tensor, cut: Placement, size: int) -> Tensor:
-    parts = x.new_empty((size, *x.shape))
-    x = x.contiguous()
-    if cut.dim == 0 and len(cut.segments) == 1:
-        return parts.flatten(0, 1)
+    own = x.contiguous()
+    if cut.in_place(x.shape):
+        return x.new_empty([n * size if d == cut.dim else n for d, n in enumerate(x.shape)])
+    parts = own.new_empty((size, *x.shape))
     return torch.cat(parts.unbind(0), cut.dim)
 
 
 def _scatter(x: Tensor, cut: Placement, size: int) -> Tensor:
     own = torch.empty_like(_part(x, cut, size), memory_format=torch.contiguous_format)
-    if cut.dim == 0 and len(cut.segments) == 1:
+    if cut.in_place(x.shape):
         x.contiguous()
     else:
         torch.stack([_part(x, cut, size)] * size)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.ops.collectives import all_gather_single, reduce_scatter_single
+from passes.ops.runs import all_gather_single, reduce_scatter_single
 from runtime.calibrate.found import Timed
 from runtime.calibrate.timing import Clock
 

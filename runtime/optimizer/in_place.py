@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import all_reduce, broadcast
 
-from passes.ops.collectives import all_gather_single, reduce_scatter_single
+from passes.ops.runs import all_gather_single, reduce_scatter_single
 from runtime.distributed.shared_memory.group import SharedMemoryGroup
 
 
