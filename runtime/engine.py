@@ -103,6 +103,7 @@ class Engine:
         if self.graphs is not None:
             self.groups.before_end.append(self.graphs.release)
         self.saver = Saver(self.groups)
+        self.optimizer.before_overwriting = self.saver.staging.hold
         self._scoring: Scoring | None = None  # lowered when somebody asks
         announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
         self.executor = executor_of(plan, built, self.groups, self.graphs, **announced)
@@ -234,6 +235,7 @@ class Engine:
         """
         self._need_own_weights("load_pretrained")
         self.optimizer.wait_parameters()
+        self.saver.staging.hold()
         load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory)
         self._fresh = []
         self._gradients_ready = False
@@ -256,8 +258,9 @@ class Engine:
         """Write the training state to ``directory``/step-…, then its name to ``directory``/latest.
 
         The same call on every rank, between steps; each writes its own shards. ``extra``: what else is to come back,
-        as JSON; rank 0's counts. ``wait=False``: returns when the state is copied to host memory, and a thread writes
-        it; a later save waits for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
+        as JSON; rank 0's counts. ``wait=False``: the state is copied to host memory, which is kept for the next save;
+        on a GPU the next update waits for the copies, and the host does not. A thread writes them; a later save waits
+        for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
         """
         self._need_own_weights("save")
         self._ready()

@@ -41,11 +41,6 @@ class WrittenPiece:
         key = key_of(self.kind, self.name, self.box.start)
         return Entry(key, tuple(self.values.shape), self.values.dtype)
 
-    def copied(self) -> WrittenPiece:
-        """With values of its own, in host memory."""
-        values = torch.empty(self.values.shape, dtype=self.values.dtype)
-        return WrittenPiece(self.name, self.kind, self.box, values.copy_(self.values.detach()))
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

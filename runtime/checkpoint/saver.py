@@ -1,7 +1,8 @@
 """Save the training state: every rank its own file, then rank 0 the manifest, then the name, then ``latest``.
 
     step-00000012 is there   ⟺   all ranks have said that their files are on the disk, and the manifest is
-    wait=False               values are copied to host memory; a thread writes them, and the ranks' threads agree
+    wait=False               values are copied to host memory that is kept (runtime.checkpoint.staging), on a GPU beside
+                             the next step; a thread writes them, and the ranks' threads agree
 
 Whatever goes wrong on a rank is the same error on all: the save before stays, what was begun is removed, and training
 can go on. torch.distributed.checkpoint is not below it: it reads damaged and mixed files without a word, and pickles.
@@ -10,7 +11,7 @@ can go on. torch.distributed.checkpoint is not below it: it reads damaged and mi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ from runtime.checkpoint.manifest import (
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
 from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
+from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.training_state import TrainingState
 from runtime.distributed.agreement import agreed
 from runtime.distributed.exchange_json import broadcast_json, gather_json
@@ -62,11 +64,17 @@ class Content:
     loss_scale: LossScaleEntry | None
     texts: dict[str, Any]
     extra: dict[str, JsonValue]
+    arrived: Callable[[], None] = lambda: None  # returns when the pieces have their values
 
 
-def content_of(state: TrainingState, step: int, line: Line, extra: dict[str, JsonValue], *, copied: bool) -> Content:
-    """``copied``: in memory of its own, so that training may go on."""
-    pieces = [piece.copied() if copied else piece for piece in state.written()]
+def content_of(
+    state: TrainingState, step: int, line: Line, extra: dict[str, JsonValue], staging: Staging | None = None
+) -> Content:
+    """``staging``: takes copies, so that training may go on."""
+    pieces = list(state.written())
+    if staging is not None:
+        copies = staging.take(piece.values for piece in pieces)
+        pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
     plan, mesh = state.plan, state.plan.mesh
     return Content(
         step=step,
@@ -83,12 +91,13 @@ def content_of(state: TrainingState, step: int, line: Line, extra: dict[str, Jso
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,
+        arrived=staging.wait if staging is not None else lambda: None,
     )
 
 
 class Saver:
-    """Owns: the line that saves go on, the group over which ranks agree about saves, and the thread of the save that is
-    under way. Of the line that of rank 0 counts.
+    """Owns: the line that saves go on, the group over which ranks agree about saves, the host memory of saves in the
+    background, and the thread of the one that is under way. Of the line that of rank 0 counts.
 
     The group is one of its own, since the thread's exchanges must not meet those of the steps; and patient, since one
     rank's disk may be slower than another's by more than the engine's timeout.
@@ -96,6 +105,7 @@ class Saver:
 
     def __init__(self, groups: Groups) -> None:
         self.line = Line.new()
+        self.staging = Staging.on(groups.device)
         self._engine_groups = groups
         self._groups: Groups | None = None
         self._thread: threading.Thread | None = None
@@ -118,7 +128,7 @@ class Saver:
         self.wait()
         groups = self.groups
         with agreed(groups), _told(directory):
-            content = content_of(state, step, self.line, json_of(extra), copied=not wait)
+            content = content_of(state, step, self.line, json_of(extra), None if wait else self.staging)
         write = partial(self._write, Path(directory).absolute(), content)
         if wait:
             write()
@@ -174,6 +184,7 @@ def _write(groups: Groups, directory: Path, content: Content) -> str:
                 new = unfinished.enter_context(place)
         new = directory / broadcast_json(groups, new.name)
         with agreed(groups), _told(directory):
+            content.arrived()
             record = write_pieces(new, groups.rank, content.pieces, content.updates, content.rested)
         content.pieces.clear()
         records = gather_json(groups, record.to_json(), Record.of_json)

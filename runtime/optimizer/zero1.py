@@ -111,6 +111,7 @@ class DistributedOptimizer:
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
         self.optimizer = FlatAdamW([shard.main for shard in self.shards], parts, settings) if self.shards else None
         self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
+        self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
 
     # ---- one step
@@ -160,6 +161,7 @@ class DistributedOptimizer:
         figures = None if asked is None else asked(sums[1:])
         self.wait_parameters()  # of the update before, what no forward has read
         self.buffers.unmixed.see_parameters(self.buffers.slots)
+        self.before_overwriting()
         self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf, figures)
         self.buffers.start_parameter_gather()
         return StepResult(torch.cat([norm, skipped.to(norm.dtype), sums[1:]]), found_inf)
@@ -181,6 +183,7 @@ class DistributedOptimizer:
         """The mean of the weights takes the place of the weights, on all ranks together; again: back, bitwise."""
         assert self.average is not None, "optimizer.ema is null"
         self.wait_parameters()
+        self.before_overwriting()
         self.average.exchange()
         for shard in self.shards:
             if shard.owns_main:

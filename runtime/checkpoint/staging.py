@@ -1,0 +1,150 @@
+"""Host memory for what a save in the background writes: made at the first one, used again by the next ones.
+
+    device    side stream: waits for the steps before, copies into pinned memory, passes an event
+              steps: the update that overwrites what is copied waits for that event, on the device; the host for nothing
+    writer    waits for the event, then reads its own memory
+    CPU       the same memory, pageable; the values are in it when ``take`` returns
+
+A copy into pageable memory holds the host until it is through, so that no step is launched meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A power of two: the allocator of pinned memory rounds up to one. What is larger has memory of its own.
+BLOCK_BYTES = 256 << 20
+_ALIGNMENT = 64  # bytes
+
+
+class Queue(Protocol):
+    """Where copies run beside the steps."""
+
+    def memory(self, num_bytes: int) -> Tensor: ...
+
+    def copying(self) -> AbstractContextManager[object]: ...
+
+    def hold(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class InOrder:
+    """Of a CPU: a copy is done when it is asked for."""
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """Of the host, to copy into."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Copies of what was computed before, inside."""
+        return nullcontext()
+
+    def hold(self) -> None:
+        """What is queued from here on comes behind the copies."""
+
+    def wait(self) -> None:
+        """Return when the copies are done."""
+
+
+class SideStream(InOrder):
+    """Of a CUDA device: a stream beside that of the steps, and the event behind its last copy. Owns both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied = torch.cuda.Event()
+
+    def memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copying(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return _Recorded(self._stream, self._copied)
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        self._copied.synchronize()
+
+
+class _Recorded(AbstractContextManager[None]):
+    """Calls inside go to ``stream``, and ``event`` behind them."""
+
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self._stream, self._event, self._inside = stream, event, torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._event.record(self._stream)
+        self._inside.__exit__(*error)
+
+
+@dataclass
+class _Block:
+    memory: Tensor
+    used: int = 0
+
+
+class Staging:
+    """Owns: blocks of host memory, and the queue of copies into them. One save at a time uses it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue, self._blocks = queue, list[_Block]()
+        self._is_copying = False
+
+    @classmethod
+    def on(cls, device: torch.device) -> Staging:
+        return cls(SideStream(device) if device.type == "cuda" else InOrder())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(block.memory) for block in self._blocks)
+
+    def take(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Begin to copy: the same values in host memory, to be read after ``wait`` and until the next call."""
+        tensors = [tensor.detach() for tensor in tensors]
+        for block in self._blocks:
+            block.used = 0
+        left, places = sum(_room(tensor) for tensor in tensors), []
+        for tensor in tensors:
+            places.append(self._place(tensor, left))
+            left -= _room(tensor)
+        with self._queue.copying():
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        self._is_copying = True
+        return places
+
+    def hold(self) -> None:
+        """Whoever overwrites what is copied calls this first: its work comes behind the copies."""
+        if self._is_copying:
+            self._queue.hold()
+            self._is_copying = False
+
+    def wait(self) -> None:
+        """Return when the values are in host memory."""
+        self._queue.wait()
+
+    def _place(self, tensor: Tensor, left: int) -> Tensor:
+        """``left``: bytes that are still to be placed, this tensor's among them."""
+        room = _room(tensor)
+        block = next((block for block in self._blocks if len(block.memory) - block.used >= room), None)
+        if block is None:
+            block = _Block(self._queue.memory(max(room, min(left, BLOCK_BYTES))))
+            self._blocks.append(block)
+        start, block.used = block.used, block.used + room
+        return block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
