@@ -5,6 +5,7 @@
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
     torch.autocast                   its casts, written out afterwards (planner.capture.gradients.autocast)
+    self.router.to(torch.float32)    nothing, of weights that are of float32 (planner.capture.gradients.own_casts)
     a Function's apply               its forward in line, or one call (planner.capture.own_backward.custom_functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
@@ -31,6 +32,7 @@ from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.call_sites import CallSites, called_by_user
 from planner.capture.gradients.functions import is_of_torch
 from planner.capture.gradients.hooks import HOOK_FIX
+from planner.capture.gradients.own_casts import watched_cast
 from planner.capture.own_backward.applications import Application, tensors_in
 from planner.capture.own_backward.custom_functions import CustomFunctions
 from planner.capture.own_backward.recorded import GradientAsked, record
@@ -87,6 +89,8 @@ class PythonGradients:
         yield Tensor, "requires_grad_", self._training(Tensor.requires_grad_)
         yield Tensor, "grad_fn", property(self._node)
         yield Tensor, "detach_", self._refusing(Tensor.detach_, "x.detach_() changes a tensor in place", _DETACH_FIX)
+        model_of = lambda: None if self._elsewhere() else self._model  # noqa: E731
+        yield nn.Module, "_apply", watched_cast(nn.Module._apply, model_of, self._refuse)
         for owner, name in (
             (Tensor, "register_hook"),
             (Tensor, "register_post_accumulate_grad_hook"),

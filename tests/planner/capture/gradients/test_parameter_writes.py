@@ -79,3 +79,31 @@ def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
     model.register_buffer("seen", torch.zeros(()))
     assert capture(model, batch()).notes == ["the forward updates buffer seen: the update is not carried out"]
     assert_capture_equals(model)
+
+
+def cast_to_what_it_is(model: OneBody, x: Tensor) -> Tensor:
+    model.up = model.up.to(torch.float64)
+    return model.up(x)
+
+
+def test_a_cast_of_a_module_to_the_dtype_that_it_has_changes_nothing() -> None:
+    assert_capture_equals(OneBody(cast_to_what_it_is))
+
+
+def cast_for_good(model: OneBody, x: Tensor) -> Tensor:
+    model.up = model.up.to(torch.float32)
+    return model.up(x.float()).double()
+
+
+def test_a_cast_of_the_models_own_weights_is_refused_at_its_line() -> None:
+    with pytest.raises(PlanError, match=r"moves its own up\.weight: from torch\.float64 to torch\.float32") as caught:
+        capture(OneBody(cast_for_good), batch())
+    assert "model.up.to(torch.float32)" in caught.value.where.code
+    assert "before planning" in caught.value.fix
+
+
+def test_a_module_made_in_the_forward_may_be_cast() -> None:
+    def body(model: OneBody, x: Tensor) -> Tensor:
+        return nn.LayerNorm(x.shape[-1], elementwise_affine=False).to(torch.float64)(model.up(x))
+
+    assert_capture_equals(OneBody(body))
