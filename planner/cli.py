@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from planner.errors import PlanError, RunError
@@ -28,7 +27,6 @@ from planner.pipeline.schedule import KINDS
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
     from planner.report.section import Section
-    from planner.search.search import Result
 
 BAD_INPUT, RUN_FAILED = 2, 1
 MOST_PRINTED_RANKS = 1 << 17
@@ -104,6 +102,7 @@ def options(
 
 MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML file: mesh, batch, inputs and the rest.")]
 
 
@@ -141,14 +140,21 @@ def show_plan(plan: Plan, *, full: bool = False) -> None:
         write_text(plan.describe(full=full))
 
 
-def show_sections(parts: list[Section]) -> None:
-    """Tables on stdout, as a plan's are."""
+def show_sections(parts: list[Section], output: Path | None = None) -> None:
+    """Tables on stdout, as a plan's are, or as plain text in the file ``output``."""
     from planner.report.text import print_sections, sections_text
 
-    if sys.stdout.isatty():
+    if output is None and sys.stdout.isatty():
         print_sections(parts)
     else:
-        write_text(sections_text(parts))
+        write_text(sections_text(parts), output)
+
+
+def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], output: Path | None = None) -> None:
+    """One table, as ``show_sections`` shows it."""
+    from planner.report.section import Section
+
+    show_sections([Section(title, columns, tuple(rows))], output)
 
 
 def title_of(model: str, spec: Path) -> str:
@@ -180,9 +186,7 @@ def search_command(
     devices: Annotated[int | None, typer.Option(min=1, help="How many; in place of the spec's `devices`.")] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to print.")] = 5,
     format: Annotated[SearchFormat, typer.Option(help="How to print them.")] = SearchFormat.table,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the report here, not to stdout.")
-    ] = None,
+    output: Output = None,
     best: Annotated[
         Path | None,
         typer.Option(
@@ -195,7 +199,7 @@ def search_command(
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model
     from planner.search.progress import shown_progress
-    from planner.search.table import result_sections
+    from planner.search.table import result_sections, result_to_dict
     from planner.search.winner import chosen, winner_text
     from planner.spec.spec import Spec
 
@@ -208,30 +212,19 @@ def search_command(
         result = find_layouts(load_model(model), asked, top=top, progress=progress)
     if best is not None:
         write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), best, "--best")
-    if format is SearchFormat.table and output is None:
-        show_sections(result_sections(result))
+    if format is SearchFormat.table:
+        show_sections(result_sections(result), output)
+    elif format is SearchFormat.json:
+        write_text(json.dumps(result_to_dict(result), indent=2), output)
     else:
-        write_text(_format_result(result, format, title_of(model, spec)), output)
+        from planner.search.page import search_page  # templates are loaded where a page is asked for
+
+        write_text(search_page(result, title=title_of(model, spec)), output)
 
 
 def _names_a_spec(output: Path | None, format: SearchFormat) -> bool:
     """``-o best.yaml``: a table is no YAML, so that the file can only be meant for the spec."""
     return output is not None and format is SearchFormat.table and output.suffix in (".yaml", ".yml")
-
-
-def _format_result(result: Result, format: SearchFormat, title: str) -> str:
-    from planner.report.text import sections_text
-    from planner.search.table import result_sections, result_to_dict
-
-    match format:
-        case SearchFormat.json:
-            return json.dumps(result_to_dict(result), indent=2)
-        case SearchFormat.html:
-            from planner.search.page import search_page  # templates are loaded where a page is asked for
-
-            return search_page(result, title=title)
-        case SearchFormat.table:
-            return sections_text(result_sections(result))
 
 
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
@@ -246,6 +239,7 @@ def groups_command(
     ] = None,
     order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
     format: Annotated[Format, typer.Option(help="How to print the groups.")] = Format.table,
+    output: Output = None,
 ) -> None:
     """Print which ranks talk to each other over each axis, for the dense layers and for the experts."""
     from planner.mesh import Mesh, all_groups
@@ -259,13 +253,17 @@ def groups_command(
     mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=tp if etp is None else etp, order=order)
     groups = all_groups(mesh)
     if format is Format.json:
-        write_text(json.dumps(groups))
-        return
-    for kind, tokens in groups.items():
-        print_table(
-            f"{kind} groups of {world_size} ranks", ("axis", "groups", "ranks"),
-            [(_axis_name(token, kind), str(len(rows)), "  ".join(map(_ranks, rows))) for token, rows in tokens.items()],
-        )  # fmt: skip
+        write_text(json.dumps(groups), output)
+    else:
+        show_sections([_groups_section(kind, rows, world_size) for kind, rows in groups.items()], output)
+
+
+def _groups_section(kind: str, groups: dict[str, list[list[int]]], world_size: int) -> Section:
+    from planner.report.section import Section
+
+    rows = [(_axis_name(axes, kind), str(len(of)), "  ".join(map(_ranks, of))) for axes, of in groups.items()]
+    title = f"{kind} groups of {world_size} ranks"
+    return Section(title, ("axis", "groups", "ranks"), tuple(rows), right=frozenset({"groups"}))
 
 
 def _axis_name(token: str, kind: str) -> str:
@@ -286,6 +284,7 @@ def schedule_command(
     group_size: Annotated[int | None, typer.Option(help="Microbatches of a group; as --pp if not given.")] = None,
     kind: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; by --vpp if not given.")] = None,
     format: Annotated[ScheduleFormat, typer.Option(help="How to print the schedule.")] = ScheduleFormat.table,
+    output: Output = None,
 ) -> None:
     """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
     from planner.pipeline.schedule import build_schedule
@@ -296,19 +295,17 @@ def schedule_command(
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)
     if format is ScheduleFormat.json:
-        write_text(json.dumps(schedule_to_dict(schedule, simulation)))
+        write_text(json.dumps(schedule_to_dict(schedule, simulation)), output)
     elif format is ScheduleFormat.svg:
-        write_text(schedule_svg(schedule, simulation))
+        write_text(schedule_svg(schedule, simulation), output)
     else:
-        write_text(schedule_text(schedule, simulation))
+        write_text(schedule_text(schedule, simulation), output)
 
 
 @app.command("schema", epilog="Example: meshwright schema -o spec.schema.json")
 def schema_command(
     cluster: Annotated[bool, typer.Option("--cluster", help="Of a cluster file, not of a spec.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Print the JSON schema of a spec or a cluster file, for an editor to complete, explain and check.
 
@@ -323,23 +320,15 @@ def schema_command(
     write_text(json.dumps(schema, indent=2, ensure_ascii=False), output)
 
 
-def write_text(text: str, path: Path | None = None, option: str = "--output") -> None:
-    """To stdout, or to ``path``. Raises PlanError where the file cannot be written."""
+def write_text(text: str | Iterable[str], path: Path | None = None, option: str = "--output") -> None:
+    """To stdout, or to ``path``; parts that are not one string are written as they are. Raises PlanError where the file
+    cannot be written."""
+    if isinstance(text, str):
+        text = (text if text.endswith("\n") else text + "\n",)
     if path is None:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.writelines(text)
         return
     try:
-        write_for_user(path, text if text.endswith("\n") else text + "\n")
+        write_for_user(path, text)
     except OSError as error:
         raise PlanError(f"cannot write {path}: {error.strerror}", where=option, fix="name a writable file") from error
-
-
-def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """One rich table on stdout; lines wrap at the terminal's width, or not at all in a pipe."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
-    console.print(table)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from planner.cli import Model, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
+from planner.cli import Model, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
 from planner.errors import PlanError
 from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, report, train
 
@@ -30,9 +29,7 @@ def plan_command(
     model: Model,
     spec: SpecFile,
     format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")
-    ] = None,
+    output: Output = None,
     full: Annotated[bool, typer.Option("--full", help="A row for every block, also where they repeat.")] = False,
     passes: Annotated[
         bool, typer.Option("--passes", help="Print, in place of the plan, what each pass changes in a rank's graphs.")
@@ -77,6 +74,7 @@ def verify_command(
     remove_collective: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Leave out the N-th collective, to see the check turn red.")
     ] = None,
+    output: Output = None,
 ) -> None:
     """Run the plan and one process side by side; compare all gradients and parameters too. Exit 1 if they differ.
 
@@ -85,7 +83,7 @@ def verify_command(
     from runtime.verify.run import verify
 
     report = verify(model, str(spec), steps=steps, remove_collective=remove_collective, tolerance=tolerance)
-    write_text(str(report))
+    write_text(str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
 
@@ -95,6 +93,7 @@ def memory_command(
     model: Model,
     spec: SpecFile,
     format: Annotated[MemoryFormat, typer.Option(help="How to print it.")] = MemoryFormat.table,
+    output: Output = None,
 ) -> None:
     """Run a step and set the memory that the plan predicts beside what each rank holds. Exit 1 if they differ: by more
     than 1 % in parameters, gradients and optimizer, 3 % in activations.
@@ -104,7 +103,7 @@ def memory_command(
     from runtime.memory.run import compare_memory
 
     report = compare_memory(model, str(spec))
-    write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report))
+    write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
 

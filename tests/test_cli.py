@@ -245,7 +245,7 @@ def test_version_and_flags_take_no_value():
 
 def test_the_experts_own_tensor_axis_is_called_etp():
     lines = run("groups", "--world-size", 8, "--tp", 2, "--ep", 2, "--etp", 1).stdout.partition("expert groups")[2]
-    axes = [line.split()[0] for line in lines.splitlines()[3:]]
+    axes = [line.split()[0] for line in lines.strip().splitlines()[2:]]
     assert axes == ["etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp", "ep-edp"]
 
 

@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -89,14 +89,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def write_for_user(path: Path, content: str) -> None:
+def write_for_user(path: Path, content: str | Iterable[str]) -> None:
     """Write where a user said: through a link of the user's own, and into a device or pipe as it is. Raises OSError."""
+    parts = (content,) if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         with target.open("w", encoding="utf-8") as file:  # /dev/stdout, a pipe; a directory is an error
-            file.write(content)
+            file.writelines(parts)
     else:
-        write_whole(target, content)
+        with replaced_file(target) as file:
+            file.writelines(part.encode() for part in parts)
 
 
 def sync_directory(directory: Path) -> None:

@@ -14,6 +14,7 @@ from planner.sharding.boxes import Box
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, Entry, files_of, write_directory
+from runtime.checkpoint.saves import check_average
 
 
 def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False) -> None:
@@ -23,12 +24,8 @@ def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, av
     directory is replaced whole, or not at all. ``averaged``: of what was trained the running mean, in the weights'
     dtype. Raises PlanError.
     """
-    if averaged and not manifest.has_average:
-        raise PlanError(
-            "the save holds no running mean of the weights",
-            where=str(save),
-            fix="export the weights themselves; the mean is saved by runs with optimizer: {ema: 0.999} in their spec",
-        )
+    if averaged:
+        check_average(save, manifest)
     entries, kinds = [], {}
     for name, tensor in manifest.tensors.items():
         kinds[name] = "buffer" if "buffer" in tensor.values else "parameter"

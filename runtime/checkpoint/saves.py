@@ -110,6 +110,16 @@ def look(save: Path) -> Manifest:
     return manifest
 
 
+def check_average(save: Path, manifest: Manifest) -> None:
+    """Raises PlanError where the save holds no running mean of the weights."""
+    if not manifest.has_average:
+        raise PlanError(
+            "the save holds no running mean of the weights",
+            where=str(save),
+            fix="leave out --ema; runs with optimizer: {ema: 0.999} in their spec save the mean",
+        )
+
+
 def read_step(save: Path) -> tuple[Manifest, str]:
     """The manifest and its checksum; its step must be that of the directory's name. Raises PlanError."""
     manifest, told = read_manifest(save)

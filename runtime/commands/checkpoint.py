@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import print_table, write_text
+from planner.cli import show_table, write_text
 from planner.errors import PlanError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def checkpoint_command(
     except PlanError as error:
         last, problem = None, f"{LATEST}: {error.what}"
     rows = [_row(save, verify, save == last) for save in saves]
-    print_table("Saves", ("save", "step", "layout", "bytes", "written", "state"), [row for row, _ in rows])
+    show_table("Saves", ("save", "step", "layout", "bytes", "written", "state"), [row for row, _ in rows])
     if problem:
         write_text(problem)
     if problem or not all(is_good for _, is_good in rows):

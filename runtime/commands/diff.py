@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import Format, write_text
+from planner.cli import Format, Output, write_text
 from planner.errors import PlanError
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, read_text, shorten
@@ -94,10 +94,11 @@ def diff_command(
         str | None, typer.Option(metavar="MODEL", help="Plan this model by both specs, and compare the plans.")
     ] = None,
     format: Annotated[Format, typer.Option(help="How to print the differences.")] = Format.table,
+    output: Output = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where they differ, else with 0.")] = False,
 ) -> None:
     """Tell two plans apart: what B has otherwise than A in cuts, collectives, stages, memory and time."""
     text, differ = diff_text(first, second, model, as_json=format is Format.json)
-    write_text(text)
+    write_text(text, output)
     if exit_code and differ:
         raise typer.Exit(DIFFERENT)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Format, Model, SpecFile, print_table, write_text
+from planner.cli import Format, Model, Output, SpecFile, show_table, write_text
 from planner.errors import PlanError
 
 EPILOG = (
@@ -35,6 +35,9 @@ def evaluate_command(
     load: Annotated[
         str | None, typer.Option(metavar="DIR", help="Weights: a save of train, or a directory of saves; any layout.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="With --load: the running mean of the weights (optimizer.ema of the spec).")
+    ] = False,
     stride: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens from one window to the next; 32, or a window, if not given."),
@@ -45,6 +48,7 @@ def evaluate_command(
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
     format: Annotated[Format, typer.Option(help="How to print what was found.")] = Format.table,
+    output: Output = None,
 ) -> None:
     """Measure how well a model tells a text: perplexity, or cloze accuracy. Under any layout, without gradients.
 
@@ -57,10 +61,14 @@ def evaluate_command(
     for option, value in (("--stride", stride), ("--original-tokens", original_tokens)):
         if value is not None and cloze:
             raise PlanError(f"{option} is of perplexity", where=option, fix=f"leave out {option} or --cloze")
-    found = evaluate(Evaluation(model, str(spec), data, tokenizer, cloze, stride, original_tokens, load), nproc)
+    if ema and load is None:
+        raise PlanError("--ema says which weights of a save are scored", where="--ema", fix="add --load DIR")
+    asked = Evaluation(model, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
+    found = evaluate(asked, nproc)
     if found is None:
         return
     if format is Format.json:
-        write_text(json.dumps({"data": data, **found.to_dict()}, indent=2))
+        write_text(json.dumps({"data": data, **found.to_dict()}, indent=2), output)
     else:
-        print_table(f"{'Cloze accuracy' if cloze else 'Perplexity'} on {data}", ("figure", "value"), found.rows())
+        title = f"{'Cloze accuracy' if cloze else 'Perplexity'} on {data}"
+        show_table(title, ("figure", "value"), found.rows(), output)

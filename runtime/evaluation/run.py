@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
-from runtime.checkpoint.saves import look, resolve
+from runtime.checkpoint.saves import check_average, look, resolve
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.data.reading import read_tokens
@@ -38,7 +38,8 @@ TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was asked for; the same on every rank. ``load``: a save of training, or a directory of saves."""
+    """The options; the same on every rank. ``load``: a save of training, or a directory of saves. ``averaged``: score
+    the running mean of the saved weights."""
 
     model: str
     spec: str
@@ -48,6 +49,20 @@ class Evaluation:
     stride: int | None = None
     original_tokens: int | None = None
     load: str | None = None
+    averaged: bool = False
+
+    def read_spec(self) -> Spec:
+        """Raises PlanError."""
+        spec = Spec.load(self.spec)
+        return spec.with_average() if self.averaged else spec
+
+    def check_load(self) -> None:
+        """Raises PlanError where there is nothing to load."""
+        if self.load is not None:
+            save = resolve(Path(self.load))
+            manifest = look(save)
+            if self.averaged:
+                check_average(save, manifest)
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
@@ -65,14 +80,13 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
 
 def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
-    spec = Spec.load(asked.spec)
+    spec = asked.read_spec()
     check_backend_here(spec)
     check_compiler_here(spec)
     tokens = read_tokens(asked.data, asked.tokenizer)
     if is_token_file(Path(asked.data)):
         check_content(Path(asked.data))  # all of it will be read anyway
-    if asked.load is not None:
-        look(resolve(Path(asked.load)))
+    asked.check_load()
     decided = plan(load_model(asked.model), spec)
     if asked.load is None and (weights := pretrained_directory(asked.model)):
         check_pretrained(decided, weights)
@@ -95,7 +109,8 @@ def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> i
 
 def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
     """The evaluation of one rank; what was found on the first."""
-    spec = Spec.load(asked.spec)
+    spec = asked.read_spec()
+    asked.check_load()
     tokens = read_tokens(asked.data, asked.tokenizer)
     weights = pretrained_directory(asked.model) if asked.load is None else None
     model = load_model(asked.model, materialize=weights is None and asked.load is None, seed=spec.seed)
@@ -110,7 +125,8 @@ def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
             engine.load_pretrained(weights)
         elif leads:
             print(f"no --load: the weights are those that {asked.model} is built with", file=sys.stderr, flush=True)
-        with _shown(num_rows, enabled=leads) as progress:
+        weights_of = engine.averaged_weights() if asked.averaged else nullcontext()
+        with weights_of, _shown(num_rows, enabled=leads) as progress:
             found = _measured(engine, asked, tokens, progress)
     return found if leads else None
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from statistics import mean, median
+
+import numpy as np
 
 from planner.tables.sizes import format_bytes
+from runtime.report.runs.history import History, Point, Series
 from runtime.report.runs.reading import Run
-from runtime.report.step_row import StepRow
 
-Point = tuple[int, float]
 Format = Callable[[float], str]
-
-MOST_POINTS = 400  # of one line: about one a pixel
-_WARM = 1  # steps at the start that time nothing: allocations, first messages
 
 
 def plain(value: float) -> str:
@@ -81,29 +77,10 @@ def lines_of(figure: Figure, runs: Sequence[Run]) -> list[Line]:
     found = []
     for index, run in enumerate(runs):
         for field, more in ((figure.field, ""), (figure.beside, figure.beside_title)):
-            points = [(r.step, float(v)) for r in run.rows if field and (v := getattr(r, field)) is not None]
-            if points:
+            if field in run.history.series:
                 name = f"{run.name}, {more}" if more else run.name
-                found.append(Line(index, name, thinned(points), bool(more)))
+                found.append(Line(index, name, run.history.series[field].points, bool(more)))
     return found
-
-
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most about ``most`` points: of each stretch of steps the lowest and the highest, so that no spike is lost."""
-    if len(points) <= most:
-        return tuple(points)
-    stretch = -(-len(points) // (most // 2))
-    kept: list[Point] = [points[0]]
-    for start in range(0, len(points), stretch):
-        part = [p for p in points[start : start + stretch] if isfinite(p[1])]
-        broken = [p for p in points[start : start + stretch] if not isfinite(p[1])][:1]
-        ends = {min(part, key=_value), max(part, key=_value)} if part else set[Point]()
-        kept += sorted({*ends, *broken} - {kept[-1]})
-    return (*kept, points[-1]) if kept[-1] != points[-1] else tuple(kept)
-
-
-def _value(point: Point) -> float:
-    return point[1]
 
 
 # ---- one line a run
@@ -117,24 +94,23 @@ COLUMNS = (
 
 def summary(run: Run) -> tuple[str, ...]:
     """The cells of ``COLUMNS``; - where the run has no such figure. Times are medians without the first step."""
-    rows = run.rows
-    warm = rows[_WARM:] or rows
-    skipped = sum(row.skipped for row in rows)
+    history = run.history
+    first, last, warm = history.first, history.last, history.warm
     return (
         run.name,
-        f"{rows[0].step} to {rows[-1].step}",
-        plain(rows[0].loss),
-        plain(rows[-1].loss),
-        _of(rows, "validation_loss", min, plain),
-        _of(warm, "tokens_per_s", median, lambda v: f"{v:,.0f}"),
-        _of(warm, "step_seconds", median, plain),
-        _of(rows, "memory_bytes", max, size),
-        _of(warm, "bubble", mean, share),
-        _of(rows, "planned_bubble", mean, share),
-        str(skipped),
+        f"{first.step} to {last.step}",
+        plain(first.loss),
+        plain(last.loss),
+        _of(history, "validation_loss", lambda series: plain(series.low)),
+        f"{np.median(warm['tokens_per_s']):,.0f}" if warm["tokens_per_s"] else "-",
+        plain(float(np.median(warm["step_seconds"]))) if warm["step_seconds"] else "-",
+        _of(history, "memory_bytes", lambda series: size(series.high)),
+        share(float(np.mean(warm["bubble"]))) if warm["bubble"] else "-",
+        _of(history, "planned_bubble", lambda series: share(series.total / series.num_finite)),
+        str(round(history.series["skipped"].total)),
     )
 
 
-def _of(rows: Sequence[StepRow], field: str, fold: Callable[[list[float]], float], shown: Format) -> str:
-    values = [float(v) for row in rows if (v := getattr(row, field)) is not None and isfinite(v)]
-    return shown(fold(values)) if values else "-"
+def _of(history: History, field: str, shown: Callable[[Series], str]) -> str:
+    series = history.series.get(field)
+    return shown(series) if series is not None and series.num_finite else "-"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from planner.errors import PlanError
 from planner.files.text import MIB, lines_of, shorten
 from runtime.report.memory_rows import MemoryReport
 from runtime.report.runs.beside import LOG, memory_beside, trace_beside
+from runtime.report.runs.history import History
 from runtime.report.step_row import StepRow
 
 FIX = "write one with `meshwright train … --log FILE.jsonl`"
@@ -24,24 +25,46 @@ _KEYS = {field.name for field in dataclasses.fields(StepRow)}
 _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default is dataclasses.MISSING}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
-    """What one run logged. ``trace``: the events of a trace that lies beside its log, if one does; ``memory``: what its
-    ranks held, if that does."""
+    """One run. ``rows``: its steps, read anew at each walk. ``trace``: the events of a trace that lies beside its log,
+    if one does; ``memory``: the memory of its ranks, if that does."""
 
     name: str
-    rows: tuple[StepRow, ...]
+    rows: Iterable[StepRow]
     trace: tuple[dict[str, Any], ...] = ()
     memory: MemoryReport | None = None
+
+    @cached_property
+    def history(self) -> History:
+        """Its steps, folded at the first use. Raises PlanError where the log is damaged."""
+        return History(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The steps of a log; a last line that a kill cut short is left out. Each walk reads the file and raises PlanError,
+    naming the line, where it is damaged or holds no step."""
+
+    log: Path
+
+    def __iter__(self) -> Iterator[StepRow]:
+        num_steps = 0
+        for row in _rows(self.log):
+            num_steps += 1
+            yield row
+        if not num_steps:
+            raise PlanError("the log holds no step", where=shorten(self.log), fix=FIX)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Every log that ``paths`` are, or that directories among them hold. Raises PlanError for what is none."""
     logs = [log for path in paths for log in _logs_at(path)]
     names = names_of(logs)
-    return [
-        Run(name, read_rows(log), trace_beside(log), memory_beside(log)) for log, name in zip(logs, names, strict=True)
-    ]
+    runs = [Run(name, Rows(log), trace_beside(log), memory_beside(log)) for log, name in zip(logs, names, strict=True)]
+    for run in runs:
+        run.history  # noqa: B018 - reads the log, so that a damaged one is refused before anything is written
+    return runs
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:
@@ -61,14 +84,6 @@ def _logs_at(path: Path) -> list[Path]:
     if not found:
         raise PlanError("the directory holds no log of steps (*.jsonl)", where=shorten(path), fix=FIX)
     return found
-
-
-def read_rows(log: Path) -> tuple[StepRow, ...]:
-    """The steps of a log; a last line that a kill cut short is left out. Raises PlanError, naming the line."""
-    rows = tuple(_rows(log))
-    if not rows:
-        raise PlanError("the log holds no step", where=shorten(log), fix=FIX)
-    return rows
 
 
 def _rows(log: Path) -> Iterator[StepRow]:

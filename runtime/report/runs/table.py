@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.report.section import Section
@@ -32,14 +33,19 @@ def _or_none(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def to_dict(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every step of every run, the times of its actions, and what its ranks held; null: nobody measured that."""
-    return [
-        {
-            "name": run.name,
-            "steps": [dataclasses.asdict(row) for row in run.rows],
-            "actions": [dataclasses.asdict(time) for time in action_times(run)],
-            "memory": run.memory.to_dict() if run.memory else None,
-        }
-        for run in runs
-    ]
+def json_parts(runs: Sequence[Run]) -> Iterator[str]:
+    """JSON, part by part, as a log may be larger than memory: every step of every run, the times of its actions, and
+    the memory of its ranks; null: nobody measured that."""
+    yield "["
+    for i, run in enumerate(runs):
+        yield f'{"," if i else ""}\n  {{\n    "name": {json.dumps(run.name)},\n    "steps": ['
+        for j, row in enumerate(run.rows):
+            yield f"{',' if j else ''}\n      {_indented(dataclasses.asdict(row), 6)}"
+        actions = [dataclasses.asdict(time) for time in action_times(run)]
+        yield f'\n    ],\n    "actions": {_indented(actions, 4)}'
+        yield f',\n    "memory": {_indented(run.memory.to_dict() if run.memory else None, 4)}\n  }}'
+    yield "\n]\n"
+
+
+def _indented(value: Any, depth: int) -> str:
+    return json.dumps(value, indent=2).replace("\n", "\n" + " " * depth)

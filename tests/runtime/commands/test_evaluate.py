@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from examples.gpt import GPT
@@ -56,10 +57,13 @@ def ran(files: Path, *options: str, code: int = 0) -> Any:
     return result
 
 
-def alone(source: Path) -> Alone:
+def alone(source: Path, weights: Path | None = None) -> Alone:
     namespace: dict[str, Any] = {}
     exec(MODEL, namespace)
     model: GPT = namespace["build"]()
+    if weights is not None:
+        missing = model.load_state_dict(load_file(weights), strict=False).missing_keys
+        assert missing == ["head.weight"]  # tied: it stands under its first name
     return Alone(lambda ids: model(ids)[0], read_tokens(str(source)), 17)
 
 
@@ -101,6 +105,31 @@ def test_a_model_of_the_last_save_is_scored(files: Path) -> None:
         for load in ((), ("--load", f"{files}/run"))
     )
     assert after < 0.99 * before
+
+
+def test_the_running_mean_of_a_save_is_scored(files: Path) -> None:
+    """As the weights that ``checkpoint --export --ema`` writes, under a spec that has no mean itself."""
+    spec = files / "spec.yaml"
+    spec.write_text(SPEC + "optimizer: {name: adamw, lr: 1.0e-2, ema: 0.5}\n")
+    given = [f"{files}/model.py:build", str(spec), "--data", f"{files}/text.txt"]
+    trained = CliRunner().invoke(app, ["train", *given, "--steps", "3", "--save", f"{files}/run"])
+    assert trained.exit_code == 0, trained.output
+    spec.write_text(SPEC)
+    options = ("--data", f"{files}/text.txt", "--format", "json", "--stride", "16", "--load", f"{files}/run")
+    last, mean = (json.loads(ran(files, *options, *ema).stdout)["perplexity"] for ema in ((), ("--ema",)))
+    exported = CliRunner().invoke(app, ["checkpoint", f"{files}/run", "--export", f"{files}/mean", "--ema"])
+    assert exported.exit_code == 0, exported.output
+    truth = alone(files / "text.txt", files / "mean" / "model.safetensors").perplexity(16)
+    assert mean == pytest.approx(truth, rel=1e-5)
+    assert last != pytest.approx(truth, rel=1e-3)
+
+
+def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
+    given = [f"{files}/model.py:build", f"{files}/spec.yaml", "--data", f"{files}/text.txt"]
+    assert CliRunner().invoke(app, ["train", *given, "--steps", "1", "--save", f"{files}/run"]).exit_code == 0
+    options = ("--data", f"{files}/text.txt", "--ema")
+    assert "add --load DIR" in ran(files, *options, code=2).stderr
+    assert "holds no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from runtime.profiling.trace import MEASURED, PLANNED
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
 from runtime.report.runs.actions import action_times
 from runtime.report.runs.chart import Axes, chart, round_ticks
-from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary, thinned
+from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary
+from runtime.report.runs.history import Series
 from runtime.report.runs.memory import PARTS, category_bars, fullest, over_actions
 from runtime.report.runs.page import page
 from runtime.report.runs.reading import Run
@@ -99,7 +100,11 @@ def test_a_value_that_is_no_number_is_a_gap_and_is_told():
 @given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=3000), st.integers(10, 200))
 def test_thinning_keeps_both_ends_the_lowest_and_the_highest(values, most):
     points = list(enumerate(values))
-    kept = thinned(points, most)
+    series = Series(most)
+    for step, value in points:
+        series.add(step, value)
+    kept = series.points
+    assert len(kept) == len(points) or len(kept) > most / 4
     assert len(kept) <= max(most + 4, 4)
     assert kept[0] == points[0]
     assert kept[-1] == points[-1]

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from planner.errors import PlanError
+from runtime.cli import app
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
-from runtime.report.runs.reading import names_of, read_rows, read_runs
+from runtime.report.runs.reading import Rows, names_of, read_runs
 from runtime.report.step_row import StepRow
 
 
@@ -27,15 +29,15 @@ def write(path: Path, values: list[StepRow] | list[dict], tail: str = "") -> Pat
 
 
 def test_a_log_is_what_was_logged(tmp_path):
-    assert read_rows(write(tmp_path / "run.jsonl", rows())) == tuple(rows())
+    assert list(Rows(write(tmp_path / "run.jsonl", rows()))) == rows()
 
 
 def test_a_last_line_cut_short_is_left_out_but_none_before_it(tmp_path):
     log = write(tmp_path / "run.jsonl", rows(), tail='{"step": 4, "lo')
-    assert len(read_rows(log)) == 3
+    assert len(list(Rows(log))) == 3
     log.write_text(log.read_text() + "\n" + json.dumps(asdict(rows()[0])) + "\n")
     with pytest.raises(PlanError, match="this is no JSON") as error:
-        read_rows(log)
+        list(Rows(log))
     assert "line 4" in str(error.value)
 
 
@@ -51,7 +53,7 @@ def test_metrics_that_are_not_ours_are_one_error_by_line(tmp_path, change, words
     values = [asdict(row) for row in rows()]
     change(values[1])
     with pytest.raises(PlanError, match=words) as error:
-        read_rows(write(tmp_path / "run.jsonl", values))
+        list(Rows(write(tmp_path / "run.jsonl", values)))
     assert "line 2" in str(error.value)
     assert error.value.fix
 
@@ -121,11 +123,37 @@ def test_a_log_is_read_line_by_line(tmp_path):
     log.write_text(line * 200)
     tracemalloc.start()
     try:
-        assert len(read_rows(log)) == 200
+        assert len(list(Rows(log))) == 200
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < log.stat().st_size / 10
     log.write_text(json.dumps("x" * (1 << 21)))
     with pytest.raises(PlanError, match="a line of the log is longer than 1024 KiB"):
-        read_rows(log)
+        list(Rows(log))
+
+
+def peak_of_a_report(log: Path, format: str) -> int:
+    tracemalloc.start()
+    try:
+        assert CliRunner().invoke(app, ["report", str(log), "--format", format, "-o", f"{log}.out"]).exit_code == 0
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("format", ["table", "json", "html"])
+def test_memory_of_a_report_hardly_grows_with_the_steps(tmp_path, format):
+    """At most 24 bytes a step, for medians; a step is some 200 bytes of text."""
+    short, long = (write(tmp_path / str(n) / "run.jsonl", rows(n)) for n in (2_000, 10_000))
+    peak_of_a_report(short, format)  # modules are imported, templates compiled
+    grown = peak_of_a_report(long, format) - peak_of_a_report(short, format)
+    assert grown < 8_000 * 32
+
+
+def test_json_of_a_report_has_every_step_under_its_run(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", rows())
+    told = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--format", "json"]).output)
+    assert [(run["name"], run["actions"], run["memory"]) for run in told] == [("a", [], None), ("b", [], None)]
+    assert [StepRow(**step) for run in told for step in run["steps"]] == [*rows(), *rows()]
