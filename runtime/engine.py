@@ -52,6 +52,7 @@ from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
 from runtime.scores import Scores, Scoring
 from runtime.update import Update
+from runtime.weights.freed import give_back_freed
 from runtime.weights.gather import by_all_names, collect
 from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source
@@ -383,6 +384,7 @@ class Engine:
         if self._fresh:
             initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
             self._fresh = []
+            give_back_freed()  # full parameters, of which shards were taken
             self.optimizer.sync_main_from_parameters()
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:

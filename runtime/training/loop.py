@@ -95,7 +95,7 @@ def run_rank(job: Job) -> Trained:
     """
     spec = spec_of(job)
     weights = pretrained_directory(job.model)
-    model = load_model(job.model, materialize=weights is None, seed=spec.seed)
+    model = load_model(job.model, materialize=weights is None, seed=spec.seed, values_later=True)
     leads = not launched(os.environ).rank
     decided = plan(model, spec)
     data = run_data(job, spec, decided)

@@ -1,6 +1,7 @@
 """Where full tensors come from: the user's model, or fresh values where it stands on the meta device.
 
-With ``initialization.method: normal`` these; with ``model`` what the model's own methods draw.
+With ``initialization.method: normal`` these; with ``model`` what the model's own methods draw. A model that was built
+with ``values_later`` has the values of its construction, whatever the method.
 
 N(0, std)                                  matrices
 N(0, std / sqrt(number of residual writes))    matrices that write into the residual
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.model.meta_init import buffer_value
+from planner.capture.model.recorded import RecordedValues, recorded_values
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -86,6 +88,21 @@ class OwnWeights(ModelWeights):
         return self._own.value(fqn, shape, dtype)
 
 
+class RecordedWeights(ModelWeights):
+    """The values that the model's construction would have drawn, made one parameter at a time."""
+
+    def __init__(self, model: nn.Module, recorded: RecordedValues) -> None:
+        super().__init__(model)
+        self._recorded = recorded
+
+    def is_fresh(self, fqn: str) -> bool:
+        return self._parameters[fqn].is_meta
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        held = self._parameters.get(fqn)
+        return self._recorded.value(fqn) if held is None or held.is_meta else held.detach()
+
+
 class InitialWeights(ModelWeights):
     """Fresh weights for parameters on the meta device; what the model really holds is taken as it is.
 
@@ -130,6 +147,8 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
+    if (recorded := recorded_values(model)) is not None:
+        return RecordedWeights(model, recorded)
     initial = spec.initialization
     if initial.method == "model":
         return OwnWeights(model, spec.seed)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from planner.capture.model.meta_init import meta_parameters
+from planner.capture.model.recorded import build_recorded
 from planner.errors import PlanError, Where, first_line
 from planner.files.json_text import read_json
 from planner.files.text import is_directory, is_file
@@ -26,8 +27,11 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 
 
-def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
+def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None] | None = None) -> nn.Module:
     """The model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
+
+    With ``seeded``, which sets all generators to where they are now, values that would be drawn are written down for
+    later and take no memory (``recorded_values``), where the model's construction can be written down.
 
     Raises PlanError for a config that is none, asks for code of its own, or whose model cannot be built.
     """
@@ -47,6 +51,8 @@ def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
         build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
     try:
         with _offline(), _counted_modules():
+            if materialize and seeded is not None:
+                return _recorded(build, seeded)
             if materialize:
                 return build()
             with meta_parameters():
@@ -57,6 +63,15 @@ def hugging_face_model(path: Path, materialize: bool) -> nn.Module:
         raise PlanError(
             f"{path}: the model of this config cannot be built: {first_line(error)}", where=Where(file=str(path))
         ) from error
+
+
+def _recorded(build: Callable[[], nn.Module], seeded: Callable[[], None]) -> nn.Module:
+    """Whatever fails while it is written down is tried again with memory: that raises what there is to raise."""
+    try:
+        return build_recorded(build)
+    except Exception:
+        seeded()
+        return build()
 
 
 def _read_config(path: Path) -> Any:

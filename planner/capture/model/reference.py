@@ -18,6 +18,7 @@ import random
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,15 +36,17 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin
 FORMS = "package.module:callable, path/file.py:callable, or hf:DIR_OR_CONFIG.json"
 
 
-def load_model(reference: str, *, materialize: bool = False, seed: int = 1234) -> nn.Module:
+def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, values_later: bool = False) -> nn.Module:
     """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed.
 
+    With ``values_later`` drawn weights stay on the meta device: an Engine makes those of its rank when it needs them.
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     quiet_transformers()
     if reference.startswith("hf:"):
         seed_generators(seed)
-        return hugging_face_model(Path(reference.removeprefix("hf:")), materialize)
+        path = Path(reference.removeprefix("hf:"))
+        return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None)
     name, colon, attribute = reference.rpartition(":")
     if not colon or not name or not attribute:
         raise PlanError(f"MODEL {shorten(reference)!r} is not understood", fix=f"write {FORMS}")

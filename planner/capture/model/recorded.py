@@ -1,0 +1,265 @@
+"""A model built without memory for its parameters, whose values are exactly those of building it with memory.
+
+    constructor          runs as it is; a parameter is a fake tensor that says it lies on the CPU, so that code which
+                         asks for its device takes the path that it takes with values
+    ops on parameters    are written down (init_log.py), also draws: the generator does not move
+    another draw         first the draws before it are repeated into memory that is freed at once
+    a question about     is answered with the value, made for that question alone
+      values
+    afterwards           parameters stand on the meta device; buffers are real
+
+What cannot be written down is no error: the model is then built whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from planner.capture.model.exchange import fake, plain_tensors, swap
+from planner.capture.model.init_log import EMPTY, Entry, InitLog, Window
+from planner.capture.model.meta_init import HUGE
+
+_ASKS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_recorded: WeakKeyDictionary[nn.Module, RecordedValues] = WeakKeyDictionary()
+
+
+class CannotRecord(Exception):
+    """The construction does what the log cannot say."""
+
+
+class RecordedValues:
+    """By dotted name, the values that a model's construction gave its parameters; one at a time, in new memory."""
+
+    def __init__(self, log: InitLog, windows: dict[str, Window]) -> None:
+        self._log, self._windows = log, windows
+
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self._windows
+
+    def value(self, fqn: str) -> Tensor:
+        """The full tensor. The first call repeats all draws of the construction."""
+        return self._log.value(self._windows[fqn])
+
+
+def recorded_values(model: nn.Module) -> RecordedValues | None:
+    """Of a model that ``build_recorded`` made."""
+    return _recorded.get(model)
+
+
+def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model of ``build`` with parameters on the meta device, and its values in ``recorded_values``.
+
+    Raises CannotRecord, or whatever ``build`` raises.
+    """
+    recorder = _Recorder()
+    with recorder.registering(), recorder:
+        model = build()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if not all(isinstance(parameter, FakeTensor) for parameter in named.values()):
+        raise CannotRecord("a parameter that was not registered as others are")
+    windows = {name: recorder.window(parameter) for name, parameter in named.items()}
+    recorder.log.keep_only({window.storage for window in windows.values()})
+    for parameter in {id(p): p for p in named.values()}.values():
+        _to_meta(parameter)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, FakeTensor):
+                module._buffers[name] = recorder.log.value(recorder.window(buffer))
+    if any(isinstance(held, FakeTensor) for held in plain_tensors(model)):
+        raise CannotRecord("a tensor that was computed of a parameter, and is no buffer")
+    _recorded[model] = RecordedValues(recorder.log, windows)
+    return model
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs a construction and writes it down. Owns the numbers of storages, and draws that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = InitLog()
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps its address from another
+        self._waiting: tuple[Tensor, list[int]] | None = None  # the generator's state, and the draws from there
+
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        """Inside, a parameter has no memory from when a module registers it."""
+        original = nn.Module.register_parameter
+        recorder = self
+
+        def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not isinstance(param, FakeTensor):
+                with _disable_current_modes():
+                    param = recorder.without_memory(param)
+            original(self, name, param)
+
+        nn.Module.register_parameter = register
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original
+
+    def without_memory(self, parameter: nn.Parameter) -> nn.Parameter:
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
+            raise CannotRecord("a parameter of another kind")
+        value = parameter.detach()
+        empty = fake(value, None, self._fakes)
+        source = self.window(value)
+        op, made = torch.ops.aten.clone.default, (self._window(empty),)
+        self.log.add(Entry(op, (source,), {}, made, (), torch.get_default_dtype()))
+        result = nn.Parameter(empty, parameter.requires_grad)
+        vars(result).update(vars(parameter))
+        return result
+
+    def window(self, tensor: Tensor) -> Window:
+        """Of a tensor of this construction, or one from elsewhere, whose values are then held."""
+        window = self._window(tensor)
+        log = self.log
+        if not (log.is_written(window.storage) or window.storage in log.held):
+            if isinstance(tensor, FakeTensor) or tensor.is_meta:
+                raise CannotRecord("a tensor without values from elsewhere")
+            memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # pyright: ignore[reportCallIssue, reportArgumentType]
+            log.held[window.storage] = memory.clone()
+        return window
+
+    def _window(self, tensor: Tensor) -> Window:
+        if tensor.layout is not torch.strided:
+            raise CannotRecord("a sparse tensor")
+        storage = tensor.untyped_storage()
+        _, number = self._numbers.setdefault(storage._cdata, (StorageWeakRef(storage), len(self._numbers)))
+        self.log.num_bytes[number] = storage.nbytes()
+        return Window(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.overloadpacket in EMPTY and not given:
+            return self._noted(func, (args, kwargs), (), (), self._empty(func, args, kwargs))
+        read = pytree.tree_map(lambda leaf: self.window(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        written = _written(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs, read, written, given)
+        result = self._result(func, args, kwargs, written, given)
+        return self._noted(func, read, written, given, result)
+
+    def _empty(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        with self._fakes:
+            shape = func(*args, **kwargs)
+        return shape if shape.untyped_storage().nbytes() > HUGE else func(*args, **kwargs)
+
+    def _result(self, func: Any, args: Any, kwargs: Any, written: Any, given: Any) -> Any:
+        """On fakes where any is; on their values where they decide what comes, or reach a tensor with memory."""
+        if not any(isinstance(tensor, FakeTensor) for tensor in given):
+            return func(*args, **kwargs)
+        if all(isinstance(tensor, FakeTensor) for tensor in written):
+            try:
+                return func(*args, **kwargs)
+            except _ASKS_VALUES:
+                if written:
+                    raise CannotRecord("a write whose shape follows values") from None
+        args, kwargs = pytree.tree_map(lambda x: self._value(x) if isinstance(x, FakeTensor) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        self._catch_up()
+        return self.log.value(self.window(tensor))
+
+    # ---- draws
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, read: Any, written: Any, given: Any) -> Any:
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
+            raise CannotRecord("a generator of its own")
+        fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+        if not fakes:
+            self._catch_up()
+            number = len(self.log.entries)
+            state = torch.get_rng_state()
+            result = self._noted(func, read, written, given, func(*args, **kwargs), is_draw=True)
+            self.log.entries[number].state = state
+            return result
+        if any(tensor is not own for tensor, own in zip(given, written, strict=False)) or len(given) != len(written):
+            raise CannotRecord("a draw that depends on values")
+        self._wait_with(len(self.log.entries))
+        return self._noted(func, read, written, given, func(*args, **kwargs), is_draw=True)
+
+    def _wait_with(self, number: int) -> None:
+        state = torch.get_rng_state()
+        if self._waiting is not None and not torch.equal(state, self._waiting[0]):  # the constructor set a seed
+            self.log.segments.append(self._waiting)
+            self._waiting = None
+        if self._waiting is None:
+            if any(torch.equal(state, before) for before, _ in self.log.segments):
+                raise CannotRecord("a state of the generator that was there before")
+            self._waiting = (state, [])
+        self._waiting[1].append(number)
+
+    def _catch_up(self) -> None:
+        """Move the generator to where it would be."""
+        if self._waiting is None:
+            return
+        (state, numbers), self._waiting = self._waiting, None
+        if not torch.equal(state, torch.get_rng_state()):
+            self.log.segments.append((state, numbers))
+            return
+        with torch.no_grad():
+            self.log.draw(numbers)
+
+    def finish(self) -> None:
+        if self._waiting is not None:
+            self.log.segments.append(self._waiting)
+            self._waiting = None
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.finish()
+
+    # ---- the log
+
+    def _noted(self, func: Any, read: Any, written: Any, given: Any, result: Any, *, is_draw: bool = False) -> Any:
+        """``result``, and an entry where it lies in memory of its own or something was written.
+
+        ``read``: positional and keyword arguments, with windows for tensors.
+        """
+        known = {self._window(tensor).storage for tensor in given}
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        windows = [self._window(tensor) for tensor in results]
+        made = tuple(None if window.storage in known else window for window in windows)
+        if written or any(window is not None for window in made):
+            into = tuple(self._window(tensor) for tensor in written)
+            args, kwargs = read
+            self.log.add(Entry(func, args, kwargs, made, into, torch.get_default_dtype(), is_draw))
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _to_meta(parameter: nn.Parameter) -> None:
+    """The Python object stays: whoever holds it holds the model's parameter."""
+    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    stand_in = nn.Parameter(empty, parameter.requires_grad)
+    of_fakes = vars(nn.Parameter(fake(empty, None, parameter.fake_mode)))  # pyright: ignore[reportAttributeAccessIssue]
+    attributes = {name: value for name, value in vars(parameter).items() if name not in of_fakes}
+    swap(parameter, stand_in)
+    vars(parameter).update(attributes)
