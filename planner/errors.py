@@ -33,7 +33,7 @@ class Where:
 class PlanError(ValueError):
     """Bad input of a user: ``what`` is wrong, ``where``, and how to ``fix`` it. The command line exits with 2."""
 
-    def __init__(self, what: str, *, where: Where | str | None = None, fix: str = "") -> None:
+    def __init__(self, what: str, *, where: Where | str | None = None, fix: str) -> None:
         self.what = what
         self.where = where
         self.fix = fix
@@ -43,8 +43,7 @@ class PlanError(ValueError):
         lines = [self.what]
         if self.where and str(self.where):
             lines.append(f"  at:  {self.where}")
-        if self.fix:
-            lines.append(f"  fix: {self.fix}")
+        lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
 
 

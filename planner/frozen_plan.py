@@ -49,6 +49,7 @@ __all__ = [
     "Summary",
 ]
 
+_AGAIN = "save the plan again with this version"
 _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs
 
 
@@ -116,17 +117,16 @@ class Plan(Tables):
         try:
             return Plan.from_dict(values)
         except PlanError as error:
-            raise PlanError(
-                error.what, where=str(path), fix=error.fix or "save the plan again with this version"
-            ) from None
+            raise PlanError(error.what, where=str(path), fix=error.fix) from None
 
     @staticmethod
     def from_dict(values: Any) -> Plan:
         """The plan of what ``to_dict`` gave. Raises PlanError."""
         if not isinstance(values, dict) or "version" not in values:
-            raise PlanError("this is not a saved plan: it has no version")
+            raise PlanError("this is not a saved plan: it has no version", fix=_AGAIN)
         if values["version"] != VERSION:
             raise PlanError(
-                f"the plan has version {shorten(values['version'], 40)}, this program reads version {VERSION}"
+                f"the plan has version {shorten(values['version'], 40)}, this program reads version {VERSION}",
+                fix=_AGAIN,
             )
         return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))

@@ -120,6 +120,10 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
+def cannot_read(path: Path, error: Exception) -> PlanError:
+    return PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path), fix="name a readable file")
+
+
 def shorten(text: object, most: int = 300) -> str:
     """For the words of an error: all of a text, or its beginning and its end."""
     text = str(text)

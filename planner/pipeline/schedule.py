@@ -89,7 +89,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if len(self.orders) != self.pp:
-            raise PlanError(f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks")
+            raise PlanError(
+                f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks",
+                fix="give one list for each",
+            )
         cells = [(m, c) for m in range(self.num_microbatches) for c in range(self.vpp)]
         kinds = "F" if self.kind == FORWARD_ONLY else "FBW" if self.has_weights else "FB"
         expected = sorted(Action(kind, m, c) for kind in kinds for m, c in cells)

@@ -39,7 +39,7 @@ def decode(kind: Any, value: Any, path: str) -> Any:
     if origin is Literal:
         if value not in arguments:
             what = f"{path} must be one of {', '.join(map(str, arguments))}, not {value!r}"
-            raise PlanError(f"not a plan of this version: {what}")
+            raise _of_another_version(what)
         return value
     if kind is float:
         return float(_expect(value, (int, float), path))
@@ -52,7 +52,7 @@ def _decode_row(kind: type, value: Any, path: str) -> Any:
     required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
     for name in (*sorted(required - value.keys()), *sorted(value.keys() - hints.keys())):
         problem = "is missing" if name in required else "is unknown"
-        raise PlanError(f"not a plan of this version: {path}.{name} {problem}")
+        raise _of_another_version(f"{path}.{name} {problem}")
     return kind(**{name: decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
 
 
@@ -60,7 +60,7 @@ def _decode_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[An
     _expect(value, list, path)
     kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
     if len(kinds) != len(value):
-        raise PlanError(f"not a plan of this version: {path} must have {len(kinds)} items, not {len(value)}")
+        raise _of_another_version(f"{path} must have {len(kinds)} items, not {len(value)}")
     return tuple(
         decode(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
     )
@@ -69,7 +69,7 @@ def _decode_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[An
 def _expect(value: Any, kind: Any, path: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = kind.__name__ if isinstance(kind, type) else "number"
-        raise PlanError(f"not a plan of this version: {path} must be of type {names}, not {type(value).__name__}")
+        raise _of_another_version(f"{path} must be of type {names}, not {type(value).__name__}")
     return value
 
 
@@ -94,3 +94,7 @@ def to_text(values: dict[str, Any]) -> str:
 
 def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _of_another_version(what: str) -> PlanError:
+    return PlanError(f"not a plan of this version: {what}", fix="save the plan again with this version")

@@ -143,7 +143,8 @@ class PieceReader:
                 try:
                     values = self._handles[index].get_tensor(key_of(kind, name, start))
                 except (OSError, SafetensorError) as error:
-                    raise PlanError(f"{name} cannot be read from {path.name}: {error}", where=str(path)) from error
+                    what = f"{name} cannot be read from {path.name}: {error}"
+                    raise PlanError(what, where=str(path), fix="load another save") from error
                 target[common.slices_in(box)].copy_(values[common.slices_in(held)])
                 found += common.num_elements
         assert found == box.num_elements, f"{name}: {found} of {box.num_elements} elements"

@@ -99,7 +99,8 @@ class SafetensorsFiles:
                     part = values[tuple(_slice(start, size, dim) for dim in range(max(whole) + 1))]
                     target[tuple(_slice(own, size, dim) for dim in range(max(whole) + 1))].copy_(part)
         except (OSError, SafetensorError) as error:
-            raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file)) from error
+            fix = "give the file as it was written"
+            raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
 
     # ---- opening
 

@@ -47,7 +47,8 @@ def saves_in(directory: str | PathLike[str]) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise PlanError(f"cannot read the directory of saves: {error.strerror}", where=str(directory)) from None
+        what, fix = f"cannot read the directory of saves: {error.strerror}", "name a directory that this user may read"
+        raise PlanError(what, where=str(directory), fix=fix) from None
     found = sorted((int(match[1]), path) for path in entries if (match := _STEP.fullmatch(path.name)))
     return [path for _, path in found if os.path.lexists(path / MANIFEST)]
 
@@ -182,7 +183,11 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
             save.rename(gone)  # a save is whole or not there
             shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
-        raise PlanError(f"cannot remove old saves: {error.strerror}", where=str(error.filename or directory)) from None
+        what, fix = (
+            f"cannot remove old saves: {error.strerror}",
+            "let this user remove files there, or leave out --keep",
+        )
+        raise PlanError(what, where=str(error.filename or directory), fix=fix) from None
     return old
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planner.errors import PlanError
 from planner.files.json_text import parse_json
-from planner.files.text import MIB, open_regular, reason, shorten
+from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.tokens import Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
@@ -75,7 +75,9 @@ class Header(BaseModel):
         """The first bytes of the file. Raises PlanError where the names in it are too long."""
         text = self.model_dump_json().encode()
         if len(text) > MOST_HEADER_BYTES:
-            raise PlanError("the names of the tokenizer's special tokens are too long", where="--tokenizer")
+            raise PlanError(
+                "the names of the tokenizer's special tokens are too long", where="--tokenizer", fix="shorten them"
+            )
         return (_PRELUDE.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text).ljust(BEGIN, b"\0")
 
 
@@ -95,7 +97,7 @@ def read_header(path: Path) -> Header:
         with os.fdopen(open_regular(path), "rb") as file:
             begin, size = file.read(BEGIN), os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path)) from None
+        raise cannot_read(path, error) from None
     if not begin.startswith(MAGIC) and not (begin and MAGIC.startswith(begin)):
         raise _bad(path, "is no token file")
     if len(begin) < BEGIN:
@@ -120,7 +122,7 @@ def open_token_file(path: Path, source: str) -> Tokens:
     try:
         whole = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path)) from None
+        raise cannot_read(path, error) from None
     arrays = {name: whole[at : at + n * dtype.itemsize].view(dtype) for name, dtype, n, at in header.sections()}
     _check_ends(path, header, arrays["ends"])
     how = Tokenization(header.tokenization, header.vocabulary_size, header.special)

@@ -24,7 +24,11 @@ def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
     except PlanError as error:
         found = error
     except OSError as error:
-        found = PlanError(f"{error.strerror or error}", where=str(error.filename or ""))
+        found = PlanError(
+            f"{error.strerror or error}",
+            where=str(error.filename or ""),
+            fix="name files that this user may read and write",
+        )
         found.__cause__ = error
     if rank_0_is_long:
         until_rank_0_is_done(groups)

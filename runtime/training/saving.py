@@ -137,7 +137,9 @@ class RunSaves:
                 self._say(f"passed over a newer save: {told}")
             return taken
         if first is not None or skipped:
-            raise first or PlanError(skipped[0])
+            raise first or PlanError(
+                skipped[0].partition("\n")[0], where=self.job.save, fix="name a save by --resume DIR"
+            )
         return None
 
     def _take(self, save: Path) -> Path:

@@ -61,7 +61,9 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
         raise
     except BaseException as error:  # of the user's code: it may derive from any class
         raise PlanError(
-            f"{path}: the model of this config cannot be built: {first_line(error)}", where=Where(file=str(path))
+            f"{path}: the model of this config cannot be built: {first_line(error)}",
+            where=Where(file=str(path)),
+            fix="change the config until transformers builds the model",
         ) from error
 
 
@@ -90,7 +92,11 @@ def _read_config(path: Path) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of the user's code: it may derive from any class
-        raise PlanError(f"{file} is no config that transformers knows: {first_line(error)}", where=where) from error
+        what, fix = (
+            f"{file} is no config that transformers knows: {first_line(error)}",
+            "name the config of one of its models",
+        )
+        raise PlanError(what, where=where, fix=fix) from error
     if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
         raise PlanError(
             f"the config asks for kernels of a repository ({kernels}), whose code is not run",
@@ -155,7 +161,7 @@ def _counted_modules() -> Iterator[None]:
         nonlocal count
         count += 1
         if count > _MOST_MODULES:
-            raise PlanError(f"more than {_MOST_MODULES} modules: a number in the config is too large")
+            raise PlanError(f"more than {_MOST_MODULES} modules", fix="correct the config: a number in it is too large")
 
     handle: Any = register_module_module_registration_hook(note)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from planner.errors import PlanError
-from planner.files.text import MIB, open_regular, reason, shorten
+from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.text.pieces import Part
 
 PART_BYTES = MIB
@@ -44,7 +44,7 @@ def parts(
         except (OSError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise
-            raise PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path)) from None
+            raise cannot_read(path, error) from None
 
 
 class _Told:
