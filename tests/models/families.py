@@ -61,11 +61,13 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, untrained
+    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, signals, untrained
 
     torch.manual_seed(11)
     models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS
-    models |= held_weights.HELD_WEIGHTS | dropping.MODELS | untrained.MODELS | {"fragile": fragile.fragile}
+    models |= (
+        signals.SIGNALS | held_weights.HELD_WEIGHTS | dropping.MODELS | untrained.MODELS | {"fragile": fragile.fragile}
+    )
     entry = models[name]()
     with torch.no_grad():
         for parameter in entry.model.parameters():

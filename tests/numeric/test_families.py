@@ -8,6 +8,7 @@ import pytest
 
 from tests.models.families import FAMILIES
 from tests.models.own import MODELS
+from tests.models.signals import SIGNALS
 from tests.tools.laboratory import Case, Lab, name_of
 
 ALWAYS = {"tp": 2, "pp": 2}
@@ -50,6 +51,11 @@ def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[
 
 @pytest.mark.parametrize("model", UNUSUAL_GRAPHS)
 def test_unusual_graph_equals_one_process(lab: Lab, model: str) -> None:
+    assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
+
+
+@pytest.mark.parametrize("model", SIGNALS)
+def test_series_speech_and_images_equal_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 

@@ -32,6 +32,7 @@ from planner.capture.selection.values import COUNT, Positions, Rows, column_of, 
 from planner.errors import Where
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
 from planner.graph.source_lines import where_of
+from planner.graph.walks import ancestors
 
 CHECKS = {
     aten._assert_scalar,
@@ -86,8 +87,10 @@ class _Rewriter:
         self.asked: dict[str, int] = {}
         self.nobody = nobody
         self.told: list[Where] = []
+        self.live: set[fx.Node] = set()
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        self.live = ancestors([graph.output_node()])
         for node in graph.nodes:
             self.write.origin = node
             self.env[node] = made = self._made(node)
@@ -151,7 +154,8 @@ class _Rewriter:
         self.spaces.update(dict.fromkeys(sorted(symbols_of(value), key=str), space))
         origin = self.write.origin
         assert origin is not None
-        self.told.append(where_of(origin))
+        if origin in self.live:
+            self.told.append(where_of(origin))
 
     def _space(self, mask: fx.Node) -> Space:
         if mask.meta["val"].dtype != torch.bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -26,7 +26,7 @@ from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
 from planner.capture.selection.conditions import condition_of, is_read
 from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
 from planner.capture.selection.spelled_out import SpelledOut
-from planner.errors import Where
+from planner.errors import PlanError, Where
 from planner.graph.ops.aten import aten, is_mutable, packet_of
 
 Answer = Callable[[int], bool]  # of the first, second … mask asked about: whether it selects no row
@@ -63,10 +63,13 @@ class Questions:
 
         ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            with SpelledOut():
+            with SpelledOut(self._refuse):
                 yield
         finally:
             ShapeEnv.evaluate_sym_node = before
+
+    def _refuse(self, what: str, fix: str) -> NoReturn:
+        raise PlanError(what, where=self._sites.here(), fix=fix)
 
     def draw_is_not_zero(self) -> None:
         """Called where a branch asks whether a number drawn from [0, 1) is more than 0."""

@@ -2,12 +2,15 @@
 
 torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
+masked_select(x, mask)     x[mask], where both have one shape
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), where every x is the index of one of n
+ctc_loss(p, targets, …)    a loss for each sequence, then its reduction (planner.capture.selection.ctc)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from planner.capture.known_values import node_of
+from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
 from planner.capture.selection.space import PERMUTES, RESHAPES, SAME
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
 
@@ -25,7 +29,11 @@ MOST_ITEMS = 256
 
 
 class SpelledOut(TorchFunctionMode):
-    """While it is entered."""
+    """While it is entered. ``refuse(what, fix)`` raises PlanError at the user's line."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__()
+        self._selected, self._refuse = Selected(), refuse
 
     def __torch_function__(
         self,
@@ -34,11 +42,14 @@ class SpelledOut(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        spell = _SPELLED.get(getattr(func, "__name__", ""))
-        if spell is not None and args and isinstance(args[0], FakeTensor):
-            found = spell(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {})) if found is None else found
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        spell = partial(spelled_ctc, self._selected, self._refuse) if name == "ctc_loss" else _SPELLED.get(name)
+        is_traced = bool(args) and isinstance(args[0], FakeTensor)
+        found = spell(*args, **kwargs) if spell is not None and is_traced else None
+        made = func(*args, **kwargs) if found is None else found
+        if name in _SELECTS and len(args) == 2 and isinstance(made, FakeTensor):
+            self._selected.note(made, *args)
+        return made
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -47,6 +58,10 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _allclose(*args: Any, **kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    return x[mask] if mask.shape == x.shape and mask.dtype == torch.bool else None
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
@@ -73,10 +88,12 @@ def _is_index(node: fx.Node, size: int) -> bool:
     return dim is not None and shape_of(source)[int(dim)] <= size
 
 
+_SELECTS = ("masked_select", "__getitem__")
 _PLACES = (aten.topk, aten.sort, aten.max, aten.min)
 _SPELLED: dict[str, Callable[..., Any]] = {
     "equal": _equal,
     "allclose": _allclose,
     "bincount": _bincount,
+    "masked_select": _masked_select,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }

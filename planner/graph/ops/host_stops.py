@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from planner.graph.ops.ctc import CTC_LOSSES
+
 aten = torch.ops.aten
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+_LENGTHS = {CTC_LOSSES}  # loops on the host over as many frames as data tells
 _MASKS = {torch.bool, torch.uint8}
 
 
@@ -25,4 +28,4 @@ def reads_on_host(target: Any, args: Sequence[Any], value_of: Callable[[Any], An
         return by_mask and not fills
     if target is aten.one_hot.default:
         return (*args[1:], -1)[0] == -1
-    return bool(_TAGS & set(getattr(target, "tags", ())))
+    return target in _LENGTHS or bool(_TAGS & set(getattr(target, "tags", ())))

@@ -2,6 +2,8 @@
 
 vocabulary   logits cut on the class dim, padding masked; ranks exchange per token the maximum, then the sum of
              exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
+
+CTC is computed whole on every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from planner.graph.ops.ctc import CTC_LOSSES
 from planner.graph.ops.over_data import over_data
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
@@ -30,6 +33,11 @@ def cross_entropy(site: Site) -> Iterator[Option]:
         yield Option(tuple(site.settle(n, cut if n is logits else R) for n in site.inputs), I, Form.CLASSES)
 
 
+def by_sequence(site: Site) -> Iterator[Option]:
+    """CTC: each sequence runs over all of its frames and classes, so no dim is cut over tp."""
+    return iter(())
+
+
 def summed_over_data(site: Site) -> Iterator[Option]:
     """Of a value that is the same on all ranks of tp: no other way."""
     return iter(())
@@ -39,5 +47,6 @@ def summed_over_data(site: Site) -> Iterator[Option]:
 
 COVERS = (
     Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),
+    Covers(by_sequence, targets=(CTC_LOSSES,), gives=frozenset()),
     Covers(summed_over_data, targets=(over_data,), gives=frozenset()),
 )
