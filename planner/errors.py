@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,16 @@ class PlanError(ValueError):
         self.fix = fix
         super().__init__(what)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An exception is made again of its positional arguments alone."""
+        return partial(type(self), fix=self.fix), (self.what,), self.__dict__
+
     def __str__(self) -> str:
         lines = [self.what]
         if self.where and str(self.where):
             lines.append(f"  at:  {self.where}")
-        lines.append(f"  fix: {self.fix}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ def test_one_inside_of_another_and_an_error_end_as_they_began():
     here = threading.get_ident()
     with undisturbed():
         with pytest.raises(PlanError), undisturbed():
-            raise PlanError("no")
+            raise PlanError("no", fix="none")
         assert is_planning(here)
         assert not gc.isenabled()
     assert not is_planning(here)

@@ -199,8 +199,8 @@ def test_location_is_the_line_of_a_key_or_of_what_is_around_it(tmp_path):
 
 def test_locate_gives_an_error_of_the_planner_its_line(tmp_path):
     spec = load(tmp_path, TWO_LINES)
-    assert str(spec.locate(PlanError("too few", where="batch.global")).where) == "spec.yaml:2"
-    elsewhere = PlanError("no", where="model.h.0")
+    assert str(spec.locate(PlanError("too few", where="batch.global", fix="more")).where) == "spec.yaml:2"
+    elsewhere = PlanError("no", where="model.h.0", fix="none")
     assert spec.locate(elsewhere) is elsewhere
 
 

@@ -52,7 +52,7 @@ def test_one_failure_more_than_restarts_is_the_error():
 
 
 def refuse() -> None:
-    raise PlanError(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    raise PlanError(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", fix="none")
 
 
 def test_bad_input_is_not_tried_again():

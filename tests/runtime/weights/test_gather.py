@@ -28,7 +28,7 @@ def gather_without_the_device_group() -> dict[str, torch.Tensor]:
         engine.groups.world = engine.groups.pp = no_group
         assert broadcast_json(engine.groups, f"said by {rank}") == "said by 0"
         with pytest.raises(PlanError, match="rank 1 will not"):
-            agree(engine.groups, PlanError("rank 1 will not") if rank else None)
+            agree(engine.groups, PlanError("rank 1 will not", fix="wait") if rank else None)
         engine.gather_gradients()
         return engine.gather_parameters()
 
