@@ -59,10 +59,15 @@ def digest(*modules: nn.Module) -> str:
 
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
-    """By stage. Where experts are branches of the graph, ranks of ep run other code: those of one ep rank compare."""
+    """By stage. Where experts are branches of the graph, ranks of ep run other code, and ranks of cp where a stage draws
+    random numbers, each those of its own tokens: those of one ep or cp rank compare."""
     has_branches = any(row.expert is not None and row.expert.dim < 0 for row in plan.parameters)
     here = f" for the experts of ep rank {groups.place['ep']}" if has_branches and plan.mesh.ep > 1 else ""
-    found = {f"stage {stage.index}{here}": digest(stage.module) for stage in program.stages}
+    own = f" for the tokens of cp rank {groups.place['cp']}" if plan.mesh.cp > 1 else ""
+    found = {
+        f"stage {stage.index}{here}{own if hasattr(stage.module, 'random') else ''}": digest(stage.module)
+        for stage in program.stages
+    }
     if program.count_module is not None:
         found["the counts that losses are divided by"] = digest(program.count_module)
     return found

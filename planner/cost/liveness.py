@@ -23,7 +23,7 @@ from planner.saved.trace import Call, StageTrace
 class StageMemory:
     """Bytes of one microbatch on a stage: ``kept`` between forward and backward, of which ``logits`` by what follows
     the last block; at the peak of a ``forward`` and of a ``backward``, in which what is kept is counted too. ``aside``:
-    what a backward leaves for its W."""
+    what a backward leaves for its W. ``received``: of what is kept, what came from the stage before."""
 
     kept: int
     logits: int
@@ -33,6 +33,7 @@ class StageMemory:
     at_forward: str = ""  # the call at the peak
     at_backward: str = ""
     aside: int = 0
+    received: int = 0
 
 
 def stage_memory(
@@ -49,7 +50,9 @@ def stage_memory(
     backward, at_backward = _most(trace, ran.run())
     logits = _kept_by_last(trace, after_blocks)
     sent = sum(trace.bytes_of[m] for m in set(trace.sent.values()) - held - trace.outside)
-    return StageMemory(kept, logits, max(forward, kept), max(backward, kept), sent, at_forward, at_backward, ran.aside)
+    received = sum(trace.bytes_of[m] for m in set(trace.received.values()) & held)
+    peaks = (max(forward, kept), max(backward, kept), sent, at_forward, at_backward)
+    return StageMemory(kept, logits, *peaks, ran.aside, received)
 
 
 def held_between(trace: StageTrace, let_go: Sequence[LetGo] = ()) -> tuple[set[int], int]:

@@ -17,7 +17,8 @@ logits                  the part of it after the last block, kept apart: final n
 working                 what else lives at that moment inside of the forward or backward that runs: values that are
                         read once more, gradients, insides of ops, gathered values
 communication           messages between stages that are under way then
-graph_buffers           the static inputs, outputs and gradients of what CUDA graphs capture, all slots
+graph_buffers           the static inputs, outputs and gradients of what CUDA graphs capture, all slots; of a whole
+                        iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
 """
 
@@ -98,14 +99,12 @@ def memory_rows(
         trace = trace_stage(decisions, shards, index)
         later = waiting_calls(trace, decisions) if schedule.has_weights else frozenset[int]()
         stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
-    static = Counter[int]()
+    static, orders, fold = Counter[int](), schedule.actions, decisions.mesh.fold
     for row in slots:
         static[row.pp_rank] += row.bytes
-    orders = schedule.actions
-    return tuple(
-        _row(decisions, shards, rank, peak_of(orders, rank, stages, shards, decisions.mesh.fold), stages, static[rank])
-        for rank in range(decisions.mesh.pp)
-    )
+    standing = {row.pp_rank for row in slots if row.message_bytes}
+    peaks = [peak_of(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
+    return tuple(_row(decisions, shards, rank, peak, stages, static[rank]) for rank, peak in enumerate(peaks))
 
 
 def waiting_calls(trace: StageTrace, decisions: Decisions) -> frozenset[int]:

@@ -39,20 +39,35 @@ class Peak:
 
 
 def peak_of(
-    orders: Sequence[Order], pp_rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold = LOOP
+    orders: Sequence[Order],
+    pp_rank: int,
+    stages: Sequence[StageMemory],
+    shards: Shards,
+    fold: Fold = LOOP,
+    stands_still: bool = False,
 ) -> Peak:
-    """The first of equal peaks. ``stages``: of every stage of the pipeline; ``orders``: the actions of every rank."""
-    return _Rank(orders, pp_rank, stages, shards, fold).run()
+    """The first of equal peaks. ``stages``: of every stage of the pipeline; ``orders``: the actions of every rank.
+
+    ``stands_still``: messages lie in buffers that are counted elsewhere, received values too.
+    """
+    return _Rank(orders, pp_rank, stages, shards, fold, stands_still).run()
 
 
 class _Rank:
     """Owns what is held at a moment: of microbatches in flight, and in messages."""
 
     def __init__(
-        self, orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold
+        self,
+        orders: Sequence[Order],
+        rank: int,
+        stages: Sequence[StageMemory],
+        shards: Shards,
+        fold: Fold,
+        stands_still: bool,
     ) -> None:
         self.order, self.rank, self.pp, self.stages, self.shards = orders[rank], rank, len(orders), stages, shards
         self.fold: Fold = fold
+        self.stands_still = stands_still
         self.sending: dict[Message, int] = {}
         self.positions = {
             (action.kind, action.microbatch, stage_of(r, action.chunk, self.pp, fold)): at
@@ -63,9 +78,10 @@ class _Rank:
     def run(self) -> Peak:
         peak, held = Peak(), Peak()
         for at, action in enumerate(self.order):
-            memory = self.stages[self._stage(action)]
+            memory = self._memory(action)
             self._receive(action)
             messages = sum(self.sending.values()) + sum(map(self._posted, self.order[at + 1 : at + 2]))
+            messages = 0 if self.stands_still else messages
             during = self._during(action, memory, held)
             during = replace(during, messages=messages)
             if during.total > peak.total:
@@ -92,6 +108,15 @@ class _Rank:
 
     def _stage(self, action: Action) -> int:
         return stage_of(self.rank, action.chunk, self.pp, self.fold)
+
+    def _memory(self, action: Action) -> StageMemory:
+        """Of the action's stage; of what it has received only what no static buffer holds."""
+        stage = self._stage(action)
+        memory = self.stages[stage]
+        if not self.stands_still or not self._crosses(received_by("F", stage, action.microbatch)):
+            return memory
+        kept, forward, backward = (n - memory.received for n in (memory.kept, memory.forward, memory.backward))
+        return replace(memory, kept=kept, forward=forward, backward=backward)
 
     def _rank_of(self, stage: int) -> int:
         return rank_of(stage, self.pp, self.fold)

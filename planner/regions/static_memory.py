@@ -6,7 +6,8 @@
 
 A slot serves one microbatch from its forward to its backward, so a chunk has as many as it has microbatches in flight.
 make_graphed_callables of Transformer Engine captures for each microbatch, and regions of one signature take their
-inputs in turn from one queue. A whole iteration is one graph, replayed once: static are the batch and its denominators.
+inputs in turn from one queue. A whole iteration is one graph, replayed once: static are the batch and its denominators,
+and the buffers of messages between stages.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from planner.decisions import Decisions
+from planner.pipeline.message_slots import message_slots, ring_sizes
 from planner.pipeline.schedule import Order, SchedulePlan
 from planner.pipeline.slots import graph_slots, num_graphs_by_microbatch, slots_by_kind
 from planner.regions.regions import Region
+from planner.sharding.boundaries import boundary, crossing
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 
@@ -42,10 +45,11 @@ class GraphSlots:
     output_bytes: int = 0
     gradient_bytes: int = 0
     slots: tuple[int, ...] = ()
+    message_bytes: int = 0  # of a whole iteration: what stages send each other
 
     @property
     def bytes(self) -> int:
-        return self.input_bytes + self.output_bytes + self.gradient_bytes
+        return self.input_bytes + self.output_bytes + self.gradient_bytes + self.message_bytes
 
 
 def decide_slots(
@@ -140,5 +144,16 @@ def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: in
     return microbatch * schedule.num_microbatches + len(counts) * torch.float64.itemsize
 
 
+def static_message_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
+    """Bytes of the buffers in which a rank's messages lie in turn."""
+    slots = message_slots(schedule.actions, rank, decisions.stages.num_stages, decisions.mesh.fold)
+    return sum(
+        count * sum(value.bytes for value in crossing(boundary(decisions, ring.boundary), ring.kind))
+        for ring, count in ring_sizes(slots).items()
+    )
+
+
 def _whole_iteration(decisions: Decisions, schedule: SchedulePlan, rank: int) -> GraphSlots:
-    return GraphSlots(rank, None, 0, 1, 1, 1, input_bytes=iteration_input_bytes(decisions, schedule, rank))
+    inputs = iteration_input_bytes(decisions, schedule, rank)
+    messages = static_message_bytes(decisions, schedule, rank)
+    return GraphSlots(rank, None, 0, 1, 1, 1, input_bytes=inputs, message_bytes=messages)

@@ -209,11 +209,22 @@ def _graphs(plan: Tables, full: bool) -> Section:
     rows = []
     for s in plan.graph_slots:
         counts = (s.num_regions, s.num_slots, s.num_graphs, s.num_replays)
-        sizes = (s.input_bytes, s.output_bytes, s.gradient_bytes)
+        sizes = (s.input_bytes, s.output_bytes, s.gradient_bytes, s.message_bytes)
         chunk = "all" if s.chunk is None else str(s.chunk)
         cells = (str(s.pp_rank), chunk, *(f"{n:,}" for n in (*counts, *sizes)))
         rows.append((*cells, " ".join(map(str, s.slots)) if full else format_slots(s.slots)))
-    columns = ("pp rank", "chunk", "regions", "slots", "graphs", "replays", "inputs", "outputs", "gradients")
+    columns = (
+        "pp rank",
+        "chunk",
+        "regions",
+        "slots",
+        "graphs",
+        "replays",
+        "inputs",
+        "outputs",
+        "gradients",
+        "messages",
+    )
     note = "replays a step; bytes of all slots; the slot of microbatch 0, 1, …, where (0 1).. goes on in turn"
     return Section("Graphs", (*columns, "slot of each microbatch"), tuple(rows), note, frozenset(columns))
 

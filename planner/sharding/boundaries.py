@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,6 +30,11 @@ def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
         return ()
     placements, program = decisions.placements, decisions.program
     return tuple(value_at(decisions, n, sent_type(placements.of(program.node(n)))) for n in stages.live[cut])
+
+
+def crossing(values: Sequence[BoundaryPlan], kind: str) -> list[BoundaryPlan]:
+    """Of the values at a boundary those that cross it forward ("F"), or that a gradient crosses it for ("B")."""
+    return [value for value in values if kind == "F" or value.requires_grad]
 
 
 def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryPlan:

@@ -1,7 +1,8 @@
 """One graph for a step: forward and backward of all microbatches, exchanges between stages too, and no optimizer.
 
     in      batch tensors of each microbatch, and the denominators that are read  → copied into static inputs
-    graph   the whole order of actions; gradients of weights are added into their buffers
+    graph   the whole order of actions; gradients of weights are added into their buffers, messages between stages lie
+            in buffers that were there before
     out     the sum of the losses, copied from its place
 
 Reductions over the data-parallel ranks start after it, as does the update.
@@ -9,7 +10,7 @@ Reductions over the data-parallel ranks start after it, as does the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +19,17 @@ from torch import Tensor, nn
 
 from passes.ops.random_state import Draw
 from passes.stage_module import RankProgram
+from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
 from runtime.cuda_graphs.region_graphs import copy_in
 from runtime.optimizer.buffers import GradientBuffers, ParameterSlot
 from runtime.pipeline.executor import Executor, Step
+from runtime.pipeline.message_buffers import StaticBuffers
 
 
 class FullIteration(Graphs):
-    """Owns: the graph, its static inputs, and the generators that its draws are from."""
+    """Owns: the graph, its static inputs and buffers of messages, and the generators that its draws are from."""
 
     def __init__(self, program: RankProgram, buffers: GradientBuffers, maker: Maker, device: torch.device) -> None:
         self._program, self._buffers, self._maker, self._device = program, buffers, maker, device
@@ -37,6 +40,7 @@ class FullIteration(Graphs):
     def _forget(self) -> None:
         self._graph: Graph | None = None
         self._static: Step | None = None
+        self._messages: StaticBuffers | None = None
         self._loss: Tensor | None = None
         self._counted: Counted = []
         self._generators: dict[Draw, torch.Generator] = {}
@@ -52,7 +56,8 @@ class FullIteration(Graphs):
         self.release()
         random, self.holds_reductions = self._program.random, True
         self._static = static = self._copy_of(step)
-        with uncounted(self._axes), _aliases(self._program, self._buffers):
+        self._messages = messages = static_buffers(executor)
+        with uncounted(self._axes), _aliases(self._program, self._buffers), executor.transport.lying_in(messages):
             with random.watched() as drawn:
                 self._maker.warm_up(lambda: self._run(executor, static))
             self._generators = {draw: torch.Generator(self._device) for draw in drawn}
@@ -80,7 +85,7 @@ class FullIteration(Graphs):
             slot.is_fresh = False
         count_again(self._counted)
         loss = None if self._loss is None else self._loss.clone()
-        self._maker.spoil(self._tensors(self._static))
+        self._maker.spoil(self._standing)
         return loss
 
     def _put_generators(self, step: Step) -> None:
@@ -95,7 +100,12 @@ class FullIteration(Graphs):
 
     @property
     def static_bytes(self) -> int:
-        return 0 if self._static is None else sum(tensor.nbytes for tensor in self._tensors(self._static))
+        return sum(tensor.nbytes for tensor in self._standing)
+
+    @property
+    def _standing(self) -> list[Tensor]:
+        inputs = [] if self._static is None else self._tensors(self._static)
+        return [*inputs, *(self._messages.tensors if self._messages is not None else ())]
 
     def _copy_of(self, step: Step) -> Step:
         """The same values in memory of their own. The scale of the loss stands still already."""
@@ -107,6 +117,18 @@ class FullIteration(Graphs):
         """What is copied in."""
         batch = [tensor for given in step.microbatches for tensor in given.values()]
         return [*batch, *(step.denominators[i] for i in self._read)]
+
+
+def static_buffers(executor: Executor) -> StaticBuffers:
+    """Of all messages of a step."""
+    transport = executor.transport
+    boundaries: list[Sequence[BoundaryPlan]] = [()] * (transport.num_stages - 1)
+    for stage in executor.stages:
+        if stage.receives:
+            boundaries[stage.index - 1] = stage.receives
+        if stage.sends:
+            boundaries[stage.index] = stage.sends
+    return StaticBuffers(boundaries, transport.orders or (executor.order,), transport.groups)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ receives the first of them, and would wait for each other. A sent buffer is free
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from planner.pipeline.schedule import Order
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
 from runtime.distributed.marks import Marks
+from runtime.pipeline.message_buffers import FreshBuffers, MessageBuffers
 from runtime.pipeline.waits import Waits
 
 
@@ -50,7 +52,7 @@ class Transport:
     """Exchanges messages with the neighbouring stages.
 
     Owns: the receive buffers posted ahead, the send buffers not yet taken over, messages handed over on this rank, and
-    how long it has waited for others (``waits``).
+    how long it has waited for others (``waits``). ``memory``: where messages lie.
     """
 
     def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:
@@ -58,6 +60,7 @@ class Transport:
         self.groups = groups
         self.num_stages = num_stages
         self.orders = tuple(orders)
+        self.memory: MessageBuffers = FreshBuffers(groups.device)
         self.waits = Waits(Marks(groups.device), is_alone=groups.mesh.pp == 1)
         self._positions = {
             (action.kind, action.microbatch, groups.mesh.stages_of(rank)[action.chunk]): position
@@ -73,6 +76,15 @@ class Transport:
         """Messages whose buffers are still held."""
         return len(self._sending)
 
+    @contextmanager
+    def lying_in(self, memory: MessageBuffers) -> Iterator[None]:
+        """Messages of the steps inside lie there."""
+        before, self.memory = self.memory, memory
+        try:
+            yield
+        finally:
+            self.memory = before
+
     @property
     def buffers(self) -> Iterator[Tensor]:
         """Of all messages under way, in either direction."""
@@ -80,13 +92,10 @@ class Transport:
             yield from transfer.buffers
 
     def post(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> None:
-        """Start receiving ``message`` into fresh buffers; nothing happens if it is posted already or stays here."""
+        """Start receiving ``message``; nothing happens if it is posted already or stays here."""
         if message in self._posted or self._is_local(message):
             return
-        buffers = [
-            torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=self.groups.device)
-            for b in _crossing(message, boundaries)
-        ]
+        buffers = self.memory.received(message, boundaries)
         source = self.groups.rank_of_stage(message.sender)
         works = [
             dist.irecv(buffer, source, group=self._group(message), tag=self._tag(message, index, len(buffers)))
@@ -112,8 +121,7 @@ class Transport:
             self._handed[message] = [tensor.detach() for tensor in tensors]
             return
         self._sending = {sent: transfer for sent, transfer in self._sending.items() if not transfer.is_done()}
-        # gloo and NCCL read the memory as it lies: a transposed view would arrive scrambled.
-        buffers = [tensor.detach().contiguous() for tensor in tensors]
+        buffers = self.memory.sent(message, tensors)
         target = self.groups.rank_of_stage(message.receiver)
         works = [
             dist.isend(buffer, target, group=self._group(message), tag=self._tag(message, index, len(buffers)))
@@ -157,7 +165,3 @@ class Transport:
         """A number for each tensor of a step; a step's messages are all in before the next uses the numbers again."""
         position = (message.microbatch * self.num_stages + message.boundary) * 2 + (message.kind == "B")
         return position * count + index
-
-
-def _crossing(message: Message, boundaries: Sequence[BoundaryPlan]) -> list[BoundaryPlan]:
-    return [b for b in boundaries if message.kind == "F" or b.requires_grad]

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from runtime import Engine
+from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.in_place import all_gather
 from tests.tools.graphed_ranks import STEPS, differ, on_ranks
@@ -56,6 +58,32 @@ def test_no_weight_gradient_that_waits_reads_memory_of_the_next_microbatch(lab: 
     sections = {"mesh": mesh, "pipeline": {"schedule": schedule}}
     eager = on_ranks(lab, "bert", None, **sections)
     assert differ(eager, on_ranks(lab, "bert", scope, **sections)) == [[]] * 2
+
+
+def places_of_messages(plan: Any, batches: Any) -> tuple[int, set[int], set[int]]:
+    """On a rank: how many tensors a capture sent or received, where they lie, and where its static buffers do."""
+    with Engine(plan, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.train_step(batches[0])
+        seen: list[int] = []
+        for name in ("isend", "irecv"):
+            call = getattr(dist, name)
+            patch.setattr(dist, name, lambda x, *a, call=call, **k: (seen.append(x.data_ptr()), call(x, *a, **k))[1])
+        engine.capture_graphs()
+        engine.forward_backward(batches[1])
+        assert isinstance(engine.graphs, FullIteration)
+        assert engine.graphs._messages is not None
+        return len(seen), set(seen), {tensor.data_ptr() for tensor in engine.graphs._messages.tensors}
+
+
+@pytest.mark.slow
+def test_messages_of_a_whole_iteration_lie_in_few_buffers_however_many_there_are(lab: Lab):
+    """A graph never uses the memory again that NCCL touched in its capture."""
+    rest = {"train": False, "cuda_graphs": {"impl": "emulate", "scope": ["full_iteration"]}}
+    found = lab.run(Case("gpt2", {"pp": 2}, rest, num_sequences=16, job=places_of_messages))
+    for count, seen, standing in found:
+        assert count == 2 * 2 * 8  # the warm-up and the capture: a value and a gradient of each microbatch
+        assert seen == standing
+        assert len(seen) == 2 * 2
 
 
 def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
