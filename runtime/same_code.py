@@ -59,7 +59,7 @@ def digest(*modules: nn.Module) -> str:
 
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
-    """By stage. Where experts are branches of the graph, ranks of ep run other code, and ranks of cp where a stage draws
+    """By stage. Ranks of ep run other code where experts are branches of the graph, ranks of cp where a stage draws
     random numbers, each those of its own tokens: those of one ep or cp rank compare."""
     has_branches = any(row.expert is not None and row.expert.dim < 0 for row in plan.parameters)
     here = f" for the experts of ep rank {groups.place['ep']}" if has_branches and plan.mesh.ep > 1 else ""
@@ -77,7 +77,7 @@ def _codes(module: nn.Module) -> Iterator[str]:
     """Also of what regions, pieces and recomputed blocks hold: they are attributes, and no submodules."""
     for path, inner in module.named_modules():
         if isinstance(inner, fx.GraphModule):
-            yield f"{path}\n{inner.code}"
+            yield f"{path}\n{inner.graph.python_code('self').src}"  # a copy of a program was never compiled
             for handle in dict.fromkeys(n.target for n in inner.graph.nodes if n.op == "get_attr"):
                 held = getattr(getattr(inner, str(handle), None), "module", None)
                 if isinstance(held, fx.GraphModule):
