@@ -4,20 +4,21 @@
     if (mask == other_mask).all(): …           known: no batch tensor, parameter or random number is in it
 
 Export knows shapes and no values. But what it has recorded so far is a graph: where a tensor is made of factory calls
-and constants, the calls are run once more on real tensors, and the answer is that of every forward.
+and constants, the calls are run once more on real tensors, with all that was written into them since (``mask[0] = 1``),
+and the answer is that of every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
 from planner.graph.constants import computed, follows
-from planner.graph.ops.aten import is_mutable
+from planner.graph.ops.aten import is_mutable, shares_memory
 from planner.graph.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24
@@ -45,31 +46,41 @@ def known_answer(tensor: Tensor, question: str) -> Any:
 def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
     """What ``node`` computes from constants, attributes of ``root``, and ``given`` values; None where it reads more.
 
-    Called with tracing and fake tensors switched off.
+    Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """
-    above = walk([node], operands, stop=lambda n: n in given)
-    if not all(n in given or _is_constant(n) for n in above):
+    needed = set(walk([node], _with_writes, stop=lambda n: n in given))
+    if not all(n in given or _is_constant(n) for n in needed):
         return None
-    return _run(in_order([node], given), root, given)
+    order = in_order([node], given)
+    if len(needed) > len(order):
+        order = [n for n in node.graph.nodes if n in needed and n not in given]
+    return _run(order, node, root, given)
+
+
+def _with_writes(node: fx.Node) -> Iterator[fx.Node]:
+    """What a value is made of, what sees its memory, and what writes into that."""
+    yield from operands(node)
+    yield from (user for user in node.users if is_mutable(user.target) or shares_memory(user))
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a call adds nothing to constants; writes could be missed, so they are not followed."""
+    """Whether a call adds nothing to constants."""
     if node.op == "get_attr":
         return True
     value = node.meta.get("val")
-    too_large = isinstance(value, Tensor) and value.numel() > MOST_ELEMENTS
-    is_plain = hasattr(node.target, "_schema") and not is_mutable(node.target)
-    return follows(node) and is_plain and not too_large and not any(is_mutable(user.target) for user in node.users)
+    size = value.numel() if isinstance(value, Tensor) else 0
+    is_large = isinstance(size, SymInt) or size > MOST_ELEMENTS
+    return follows(node) and hasattr(node.target, "_schema") and not is_large
 
 
-def _run(order: list[fx.Node], root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
+def _run(order: list[fx.Node], last: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
     values: dict[fx.Node, Any] = dict(given)
     for node in order:
         if node.op == "get_attr":
-            values[node] = getattr(root, str(node.target))
-            if not isinstance(values[node], Tensor) or isinstance(values[node], FakeTensor):
+            value = getattr(root, str(node.target))
+            if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
                 return None
+            values[node] = value.clone()  # it may be written to
             continue
         values[node] = computed(node, values.__getitem__)
-    return values[order[-1]] if order else None
+    return values[last] if order else None

@@ -33,8 +33,10 @@ def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | Non
         return None
     order = in_order([n for n in reads if isinstance(n, fx.Node)])
     attributes = {str(n.target): getattr(tracer.root, str(n.target)) for n in order if n.op == "get_attr"}
-    sizes = sum(n.meta["val"].numel() for n in order if isinstance(n.meta.get("val"), torch.Tensor))
-    if sizes > MOST_ELEMENTS or not all(_is_plain(n) for n in order):
+    sizes = [n.meta["val"].numel() for n in order if isinstance(n.meta.get("val"), torch.Tensor)]
+    if any(isinstance(n, torch.SymInt) for n in sizes) or sum(sizes) > MOST_ELEMENTS:  # as many as data selects
+        return None
+    if not all(_is_plain(n) for n in order):
         return None
     if any(isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) for value in attributes.values()):
         return None

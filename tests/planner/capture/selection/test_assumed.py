@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner import PlanError, plan
+from planner.capture.selection.conditions import condition_of
 from planner.frozen_plan import Plan
 from runtime.data.batches import BatchLayout
 
@@ -175,6 +179,16 @@ def test_the_branch_that_does_not_raise_is_what_the_plain_model_computes() -> No
     given = [own[program.parameters[n.name]] if n.name in program.parameters else ids
              for n in program.graph.graph.find_nodes(op="placeholder")]  # fmt: skip
     torch.testing.assert_close(program.graph(*given)[0], model(ids))
+
+
+def test_a_check_of_as_many_values_as_data_tells_is_not_made_on_the_host() -> None:
+    sizes = ShapeEnv()
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    with FakeTensorMode(shape_env=sizes):
+        values.meta["val"] = torch.empty(sizes.create_unbacked_symint(), 700)
+    read = graph.call_function(torch.ops.aten.item.default, (values,))
+    assert condition_of(None, True, {"number": read}, SimpleNamespace(root=nn.Module())) is None
 
 
 def as_an_integer(m: Any, x: Tensor, ids: Tensor) -> Tensor:
