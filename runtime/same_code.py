@@ -1,7 +1,8 @@
 """What must be equal on all ranks beside the plan's tables: versions, the captured graph, and the code of each stage.
 
     before any group      versions, the hash of the plan, the captured graph, names, shapes and dtypes of tensors
-    after lowering        of each stage, a hash of its code on all ranks that run it
+    after lowering        of each stage, a hash of its ops on all ranks that run it, and of its code on replicas, which
+                          differ in dp alone: numbers in it may name a place on the other axes (a stream of dropout)
 
 The tables say which tensors are cut and exchanged, not which ops compute between: two versions of a library can give
 equal tables and other code, and would then train together to the numbers of neither.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
+from passes.base import kind_of
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from runtime.distributed.exchange_json import all_gather_json
@@ -49,39 +51,49 @@ def require_same_code(plan: Plan, program: RankProgram, groups: Groups, *, is_gi
     found = all_gather_json(groups, {} if is_given else _code_of(plan, program, groups), _texts)
     for name in sorted({name for of_rank in found for name in of_rank}):
         told = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}
-        require_equal(f"the lowered code of {name} (by hash)", told, len(found))
+        require_equal(f"{name} (by hash)", told, len(found))
 
 
 def digest(*modules: nn.Module) -> str:
     """Of the code of graphs and of all graphs that they hold; which of its GPUs a rank has does not count."""
-    text = "\0".join(code for module in modules for code in _codes(module))
-    return hashlib.sha256(_DEVICE_INDEX.sub(r"device(type='\1')", text).encode()).hexdigest()[:16]
+    graphs = (graph for module in modules for graph in _graphs(module))
+    text = "\0".join(g.graph.python_code("self").src for g in graphs)  # a copy of a program was never compiled
+    return _short(_DEVICE_INDEX.sub(r"device(type='\1')", text))
 
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
-    """By stage. Ranks of ep run other code where experts are branches of the graph, ranks of cp where a stage draws
-    random numbers, each those of its own tokens: those of one ep or cp rank compare."""
+    """By what it is a hash of. Where experts are branches of the graph, ranks of ep run other ops."""
     has_branches = any(row.expert is not None and row.expert.dim < 0 for row in plan.parameters)
     here = f" for the experts of ep rank {groups.place['ep']}" if has_branches and plan.mesh.ep > 1 else ""
-    own = f" for the tokens of cp rank {groups.place['cp']}" if plan.mesh.cp > 1 else ""
-    found = {
-        f"stage {stage.index}{here}{own if hasattr(stage.module, 'random') else ''}": digest(stage.module)
-        for stage in program.stages
-    }
+    axes = [axis for axis in ("tp", "cp", "ep", "etp") if plan.mesh.size(axis) > 1]
+    place = "".join(f", {axis} {groups.place[axis]}" for axis in axes)
+    found: dict[str, str] = {}
+    for stage in program.stages:
+        found[f"the lowered ops of stage {stage.index}{here}"] = _ops_of(stage.module)
+        found[f"the lowered code of stage {stage.index}{place}"] = digest(stage.module)
     if program.count_module is not None:
-        found["the counts that losses are divided by"] = digest(program.count_module)
+        found["the code of the counts that losses are divided by"] = digest(program.count_module)
     return found
 
 
-def _codes(module: nn.Module) -> Iterator[str]:
-    """Also of what regions, pieces and recomputed blocks hold: they are attributes, and no submodules."""
-    for path, inner in module.named_modules():
+def _ops_of(module: nn.Module) -> str:
+    nodes = (node for graph in _graphs(module) for node in graph.graph.nodes)
+    return _short("\n".join(f"{node.op} {kind_of(node)}" for node in nodes))
+
+
+def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
+    """Also what regions, pieces and recomputed blocks hold: they are attributes, and no submodules."""
+    for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
-            yield f"{path}\n{inner.graph.python_code('self').src}"  # a copy of a program was never compiled
+            yield inner
             for handle in dict.fromkeys(n.target for n in inner.graph.nodes if n.op == "get_attr"):
                 held = getattr(getattr(inner, str(handle), None), "module", None)
                 if isinstance(held, fx.GraphModule):
-                    yield from _codes(held)
+                    yield from _graphs(held)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _texts(values: dict[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 import passes.lower
+from examples.gpt import GPT
 from planner import Plan, plan
 from planner.errors import PlanError
 from runtime.distributed.launch import launch
@@ -34,9 +35,9 @@ class Scaled(nn.Module):
         return (self.down(torch.tanh(self.up(x) * self.factor)) ** 2).mean()
 
 
-def planned(factor: float = 2.0) -> Plan:
+def planned(factor: float = 2.0, axis: str = "dp") -> Plan:
     inputs = {"x": {"shape": [WIDTH], "dtype": "float32"}}
-    return plan(Scaled(factor), {"mesh": {"dp": 2}, "batch": {"global": SIZE, "micro": 1}, "inputs": inputs})
+    return plan(Scaled(factor), {"mesh": {axis: 2}, "batch": {"global": SIZE, "micro": 1}, "inputs": inputs})
 
 
 def outcome(decided: Plan) -> str:
@@ -52,11 +53,30 @@ def another_graph() -> str:
     return outcome(planned(3.0 if os.environ["RANK"] == "1" else 2.0))
 
 
-def another_lowering() -> str:
+def another_lowering(axis: str) -> str:
     """Rank 1 lowers as another version of the passes might: linears stay those of torch."""
     if os.environ["RANK"] == "1":
         passes.lower.PASSES = tuple(step for step in passes.lower.PASSES if step.name != "own_linears")
-    return outcome(planned())
+    return outcome(planned(axis=axis))
+
+
+DRAWS = [("fast", {"cp": 2}), ("layout_invariant", {"tp": 2}), ("layout_invariant", {"cp": 2})]
+
+
+def draws(dropout: str, mesh: dict[str, int]) -> float:
+    model = GPT(vocabulary=32, length=8, width=16, num_layers=1, num_heads=2, dropout=0.1).train()
+    ids = {"shape": [8], "dtype": "int64", "high": 32}
+    spec = {"mesh": mesh, "batch": {"global": 2, "micro": 2}, "inputs": {"input_ids": ids, "targets": ids}}
+    batch = {name: torch.ones(2, 8, dtype=torch.int64) for name in spec["inputs"]}
+    with Engine(plan(model, spec | {"dropout": dropout}), timeout_seconds=60) as engine:
+        return engine.train_step(batch).loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dropout", "mesh"), DRAWS, ids=str)
+def test_streams_that_are_named_by_a_place_are_no_difference(dropout: str, mesh: dict[str, int]):
+    first, second = launch(draws, 2, dropout, mesh, timeout_seconds=60)
+    assert first == second
 
 
 def test_tables_do_not_show_a_number_among_the_ops():
@@ -71,10 +91,11 @@ def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
 
 
 @pytest.mark.slow
-def test_a_stage_that_was_lowered_to_other_code_is_refused_on_all_ranks():
-    told = launch(another_lowering, 2, timeout_seconds=60)
+@pytest.mark.parametrize(("axis", "kind"), [("dp", "code"), ("tp", "ops")])
+def test_a_stage_that_was_lowered_otherwise_is_refused_on_all_ranks(axis: str, kind: str):
+    told = launch(another_lowering, 2, axis, timeout_seconds=60)
     assert told[0] == told[1]
-    assert "the lowered code of stage 0 (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
+    assert f"the lowered {kind} of stage 0 (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 
 
 def ranks(changed: dict[str, str]) -> list[str]:
