@@ -185,7 +185,8 @@ def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int
             raise PlanError(
                 f"sequence parallelism: a sequence of {shape[dim]} is not divisible by tp = {tp}",
                 where=where_of(node),
-                fix=f"use sequences of {below or tp} or {below + tp}, or set tensor_parallel.sequence_parallel: false",
+                fix=f"use sequences of {below or tp} or {below + tp} (by padding, or by register tokens of a ViT), "
+                "or set tensor_parallel.sequence_parallel: false",
             )
         cuts[rep[node.name]] = Placement("V", dim, (Segment(shape[dim]),))
     if not cuts:

@@ -51,4 +51,5 @@ def test_gradients_of_norms_and_biases_are_summed_over_tp_once_a_step(lab: Lab) 
 def test_a_sequence_that_does_not_divide_names_the_nearest_sizes(lab: Lab) -> None:
     with pytest.raises(PlanError, match="a sequence of 5 is not divisible by tp = 2") as caught:
         lab.plan(Case("vit", {"tp": 2}, SEQUENCE_PARALLEL))
-    assert "4 or 6" in caught.value.fix
+    assert "4 or 6 (by padding" in caught.value.fix
+    assert "sequence_parallel: false" in caught.value.fix
