@@ -15,6 +15,7 @@ from torch import nn
 from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
+from planner.capture.canonical.norms import fuse_norms
 from planner.capture.export import capture
 from planner.capture.loss.shares import LossTerms, share_loss
 from planner.cluster.read import read_cluster
@@ -198,9 +199,11 @@ def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) 
         with shown_if_slow("capturing the model at another batch size"):
             return capture(model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
 
-    return program, share_loss(
-        program, spec.batch.global_size // int(spec.batch.micro), at_size, at_once=spec.num_microbatches == 1
-    )
+    num_microbatches = spec.batch.global_size // int(spec.batch.micro)
+    terms = share_loss(program, num_microbatches, at_size, at_once=spec.num_microbatches == 1)
+    if spec.fuse_norms:
+        fuse_norms(program)
+    return program, terms
 
 
 def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:

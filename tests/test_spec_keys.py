@@ -92,8 +92,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "cluster": ("no-such-cluster", {}),
     "devices": (4, {}),  # without auto it says how many ranks the mesh has
 }
-# these have tests of their own: of layouts with dropout, below, of recorded graphs, and of numbers that are none
-BELOW = ["dropout", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
+# these have tests of their own: of layouts with dropout, below, of norms, recorded graphs, and numbers that are none
+BELOW = ["dropout", "fuse_norms", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
 # what they change is tested beside what reads them: tests/runtime/data/
 OF_BATCHES = [
     "data.mixture",

@@ -43,9 +43,10 @@ def _by_kernel(target: Any) -> Callable[[dict[str, Any]], tuple[Any, dict[str, A
     return lambda kwargs: (target, {**kwargs, "attend": attention_kernels.attention})
 
 
-# What stands for attention on a GPU, from its keywords.
+# What stands for attention and norms on a GPU, from its keywords.
 ON_GPU: dict[Any, Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
     aten.scaled_dot_product_attention.default: lambda kwargs: (attention_kernels.attention, kwargs),
+    aten.rms_norm.default: lambda kwargs: (stand_ins.rms_norm_kernel, kwargs),
     stand_ins.shared_key_attention: _by_kernel(stand_ins.shared_key_attention),
     of_sequence.causal_attention: _by_kernel(of_sequence.causal_attention),
 }

@@ -119,6 +119,9 @@ class Spec(Section):
     compile: Flag = key(
         False, "runs of ops between products and collectives become compiled functions (torch.compile's Inductor)"
     )
+    fuse_norms: Flag = key(
+        False, "RMS norms that the model spells out become aten.rms_norm: on a GPU one kernel, which rounds otherwise"
+    )
     dropout: Literal["fast", "layout_invariant"] = key(
         "fast", "fast | layout_invariant: the same masks for every layout, slower"
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.canonical.norms import spelled_norms
 from planner.decisions import Decisions
 from planner.errors import Where
 from planner.exchanges.collectives import scalars_of_loss
@@ -52,6 +53,7 @@ def diagnostic_rows(
         *_skipped(decisions),
         *_own_backwards(decisions, places),
         *_kernels(decisions, places),
+        *_spelled_norms(decisions, places),
         *_experts(decisions, parameters, places),
     ]
     if decisions.mesh.tp > 1:
@@ -160,6 +162,19 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
                 why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
                 why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
                 yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
+
+
+def _spelled_norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
+    """On a GPU each of their ops is a kernel that reads and writes all features."""
+    found = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
+    num_ops = sum(norm.num_ops for norm in found)
+    if found:
+        yield Diagnostic(
+            "info",
+            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; with fuse_norms: true each is one kernel of a "
+            "GPU forward and one backward, which sum in another order",
+            places.text(found[0].results[0]),
+        )
 
 
 def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:

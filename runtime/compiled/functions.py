@@ -3,7 +3,8 @@
 Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
 Inductor compiles a function's forward and backward at its first call, with one thread, and keeps what it made in its
 cache on disk, where other ranks and later runs find it: a lock lets one process at a time make the same function. What
-it cannot compile runs op by op, and is told. Without gradients (an evaluation) pieces run op by op.
+it cannot compile runs op by op, and is told. Without gradients (an evaluation) pieces run op by op, and so they do
+where a dispatch mode watches, as the capture of an emulated graph: it would record nothing of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.stage_module import RankProgram
@@ -68,7 +70,8 @@ class CompiledPieces:
             call.run = self._run
 
     def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
-        function = self.function_of(call, inputs) if torch.is_grad_enabled() else None
+        is_watched = is_in_torch_dispatch_mode()  # a recorded graph has the ops that it sees, and no compiled code
+        function = self.function_of(call, inputs) if torch.is_grad_enabled() and not is_watched else None
         if function is None:
             self.counts[call.index, "eager"] += 1
             return call.module(*inputs)

@@ -86,3 +86,12 @@ def test_blocks_that_are_computed_again_run_op_by_op_and_are_listed(lab: Lab, ki
     rows = lab.plan(case).compiled
     assert any(row.reason == f"its block is computed again (recompute: {kind})" for row in rows)
     assert lab.check(case).wrong == []
+
+
+def test_an_emulated_graph_of_an_iteration_has_the_ops_of_pieces(lab: Lab) -> None:
+    """What is compiled would run at its capture alone."""
+    graphs = {"cuda_graphs": {"impl": "emulate", "scope": ["full_iteration"], "warmup_steps": 1}}
+    (eager,) = lab.run(Case("gpt", {}, {}, job=trained))
+    (found,) = lab.run(Case("gpt", {}, COMPILE | graphs, job=trained))
+    assert found["figures"] == pytest.approx(eager["figures"], rel=1e-10)
+    assert any(way == "compiled" for _, way in found["counts"])

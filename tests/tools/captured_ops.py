@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,13 @@ def _double_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the captured graph, run whole, and its gradients by the user's parameter names."""
+def gradients(
+    model: nn.Module, inputs: dict[str, Tensor], *, change: Callable[[Program], None] = lambda _: None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the captured graph, run whole, and its gradients by the user's parameter names. ``change``: made to
+    the program before."""
     program = capture(model, inputs)
+    change(program)
     given = {
         n.name: _placeholder(program, model, inputs, n.name) for n in program.graph.graph.find_nodes(op="placeholder")
     }

@@ -143,6 +143,7 @@ def test_the_schema_at_a_glance():
   "cuda_graphs",
   "recompute",
   "compile",
+  "fuse_norms",
   "dropout",
   "initial_weights",
   "seed",

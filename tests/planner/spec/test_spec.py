@@ -39,6 +39,7 @@ def test_the_reference_spec_names_every_key_with_its_default():
         "loss",
         "recompute",
         "compile",
+        "fuse_norms",
         "dropout",
         "initial_weights",
         "seed",

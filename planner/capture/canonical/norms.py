@@ -1,0 +1,133 @@
+"""An RMS norm that the model spells out becomes ``aten.rms_norm``, where it is the same formula (``fuse_norms: true``).
+
+    v · rsqrt(mean(v², last dim) + eps)                          v of float32 or float64     rms_norm(v, [h], None, eps)
+    to(to(x, float32) · rsqrt(mean(to(x, float32)²) + eps), x)   x of half precision         rms_norm(x, [h], None, eps)
+
+PyTorch computes a norm of half precision in float32 and rounds once, as the second line does; so one that is computed
+in half precision throughout stays. So does what divides by a root, as a product with rsqrt rounds otherwise, and v · v,
+whose gradient is added in another order than that of v². The weight is left outside, in the precision in which the
+model multiplies by it. On a CPU ops and bits are the same; a GPU has one kernel for each direction in place of seven
+and some twenty, which sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.canonical.form import KEPT_META, prune
+from planner.graph.ops.aten import aten
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+
+_WIDE = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
+_ADD = (aten.add.Tensor, aten.add.Scalar)
+
+
+@dataclass(frozen=True)
+class SpelledNorm:
+    """``results`` are the norm of ``x`` over its last dim; ``num_ops`` calls compute it."""
+
+    x: fx.Node
+    eps: float
+    results: tuple[fx.Node, ...]
+    num_ops: int
+
+
+def spelled_norms(program: Program) -> Iterator[SpelledNorm]:
+    """All that the program spells out, in its order."""
+    for node in program.graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        found = _norm_of(node)
+        if found is not None:
+            yield found
+
+
+def fuse_norms(program: Program) -> None:
+    """Rewrite them in place; ``program.rewrites`` says where."""
+    found = list(spelled_norms(program))
+    for norm in found:
+        for result in norm.results:
+            _replace(program.graph.graph, norm, result)
+        line = where_of(norm.results[0])
+        program.rewrites.append((f"an RMS norm in {norm.num_ops} ops is aten.rms_norm (fuse_norms)", line))
+    if found:
+        prune(program.graph)
+        program.graph_changed()
+
+
+def _replace(graph: fx.Graph, norm: SpelledNorm, result: fx.Node) -> None:
+    with graph.inserting_before(result):
+        new = graph.call_function(aten.rms_norm.default, (norm.x, [norm.x.meta["val"].shape[-1]], None, norm.eps))
+    new.meta = {key: result.meta[key] for key in (*KEPT_META, "val", "grad") if key in result.meta}
+    result.replace_all_uses_with(new)
+
+
+def _norm_of(product: fx.Node) -> SpelledNorm | None:
+    for v, root in (_pair(product.args), _pair(product.args[::-1])):
+        eps = _eps_of(v, root)
+        if v is None or eps is None or product.kwargs or not _alike(product, v):
+            continue
+        found = SpelledNorm(v, eps, (product,), 5)
+        dtype = v.meta["val"].dtype
+        if v.target is aten.to.dtype and dtype == torch.float32 and len(v.args) == 2 and not v.kwargs:
+            return _with_casts(v, product, eps) or found
+        return found if dtype in _WIDE else None
+    return None
+
+
+def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
+    """Where the value is float32 for the norm alone, and the norm goes back to the dtype that it had."""
+    (x,) = v.all_input_nodes
+    given = x.meta["val"].dtype
+    back = tuple(product.users)
+    is_back = all(u.target is aten.to.dtype and u.args[1:] == (given,) and not u.kwargs for u in back)
+    own = all(user is product or _is_square(user, v) for user in v.users)
+    return SpelledNorm(x, eps, back, 7) if given in _HALF and back and is_back and own else None
+
+
+def _eps_of(v: fx.Node | None, root: fx.Node | None) -> float | None:
+    """eps, where ``root`` is rsqrt(mean(v², last dim, kept) + eps) and nobody reads what is between."""
+    if v is None or root is None or root.target is not aten.rsqrt.default or len(root.users) != 1:
+        return None
+    added: Any = root.args[0]
+    if added.target not in _ADD or len(added.args) != 2 or added.kwargs or not _is_inner(added, v):
+        return None
+    mean, eps = added.args
+    if not isinstance(mean, fx.Node) or isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        return None
+    if mean.target is not aten.mean.dim or mean.kwargs or not _is_inner(mean, v):
+        return None
+    square, dims, *kept = mean.args
+    if not isinstance(square, fx.Node) or not _is_last(dims, v) or kept != [True]:
+        return None
+    return float(eps) if _is_square(square, v) and _is_inner(square, v) else None
+
+
+def _is_square(node: fx.Node, v: fx.Node) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args == (v, 2)
+    return node.target is aten.square.default and node.args == (v,)
+
+
+def _is_inner(node: fx.Node, v: fx.Node) -> bool:
+    """Whether it has one reader, and the dtype of ``v``."""
+    return len(node.users) == 1 and node.meta["val"].dtype == v.meta["val"].dtype
+
+
+def _is_last(dims: Any, v: fx.Node) -> bool:
+    ndim = v.meta["val"].dim()
+    return isinstance(dims, Sequence) and len(dims) == 1 and ndim > 0 and dims[0] in (-1, ndim - 1)
+
+
+def _alike(product: fx.Node, v: fx.Node) -> bool:
+    a, b = product.meta["val"], v.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _pair(args: Sequence[Any]) -> tuple[fx.Node | None, fx.Node | None]:
+    return tuple(a if isinstance(a, fx.Node) else None for a in args)  # pyright: ignore[reportReturnType]
