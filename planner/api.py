@@ -197,7 +197,9 @@ def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) 
 
     def at_size(times: int) -> Program:  # where one capture leaves in doubt how the loss follows the batch
         with shown_if_slow("capturing the model at another batch size"):
-            return capture(model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
+            return capture(
+                model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec), is_known=True
+            )
 
     num_microbatches = spec.batch.global_size // int(spec.batch.micro)
     terms = share_loss(program, num_microbatches, at_size, at_once=spec.num_microbatches == 1)

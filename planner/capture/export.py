@@ -79,12 +79,16 @@ def capture(
     has_rule: HasRule,
     loss: str = "auto",
     dtype: torch.dtype | None = None,
+    is_known: bool = False,
 ) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
     ``has_rule``: of which ops it is known how to cut them; others are written out where that helps. ``dtype`` casts
-    floating parameters, buffers and inputs (None keeps the model's own). Raises PlanError where the
-    model cannot be traced or would not train as traced, naming the user's line, and where no output is a loss.
+    floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: of a model that was captured at
+    another batch size before, whose Python side was settled then: exported once, for its graph alone.
+
+    Raises PlanError where the model cannot be traced or would not train as traced, naming the user's line, and where no
+    output is a loss.
     """
     refuse_gradient_hooks(model)
     refuse_shared_memory(model)
@@ -94,14 +98,16 @@ def capture(
     while True:
         try:
             with answers.given():
-                program = _captured(model, inputs, mode, exchange, has_rule=has_rule, loss=loss, dtype=dtype)
+                program = _captured(
+                    model, inputs, mode, exchange, has_rule=has_rule, loss=loss, dtype=dtype, is_known=is_known
+                )
         except PlanError as error:
             cannot_be_traced = depends_on_data(error) or error.fix == FORWARD_MUST_WORK
             if not cannot_be_traced or not answers.give_in(error.where):
                 raise
         else:
             program.notes += answers.notes
-            if dtype is None:
+            if dtype is None and not is_known:
                 refuse_another_forward(model, inputs, program, answers.traced)
             return program
 
@@ -115,11 +121,12 @@ def _captured(
     has_rule: HasRule,
     loss: str,
     dtype: torch.dtype | None,
+    is_known: bool,
 ) -> Program:
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
-        traced = _traced(model, kwargs, exchange, mode)
+        traced = _traced(model, kwargs, exchange, mode, is_known=is_known)
         exported = traced.exported
         lifted = {
             s.target: exported.constants.get(s.target)
@@ -152,7 +159,9 @@ class _Traced:
     assumptions: list[Assumption] = field(default_factory=list)
 
 
-def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode) -> _Traced:
+def _traced(
+    model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode, *, is_known: bool
+) -> _Traced:
     """The export in which no check of values raises."""
     assumed = Assumptions()
 
@@ -161,7 +170,7 @@ def _traced(model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchang
         with watch.installed(), PythonGradients(model).watched():
             _export(model, kwargs, watch, Questions(CallSites(model), assumed))
 
-    traced = assumed.settled(lambda: _attempted(model, kwargs, exchange, mode, assumed), trial)
+    traced = assumed.settled(lambda: _attempted(model, kwargs, exchange, mode, assumed, is_known), trial)
     traced.assumptions = assumed.found(traced.exported.graph_signature.user_inputs)  # pyright: ignore
     return traced
 
@@ -172,14 +181,20 @@ def _attempted(
     exchange: Exchange,
     mode: FakeTensorMode,
     assumed: Assumptions,
+    is_known: bool,
 ) -> _Traced:
-    """The export; made twice where the forward left behind what a next one may read, or asked what only data tells."""
+    """The export; made twice where the forward left behind what a next one may read, or asked what only data tells.
+
+    Where the model ``is_known``, made once.
+    """
     sites = CallSites(model)
     watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(sites, assumed)
     others: list[tuple[Questions, torch.export.ExportedProgram]] = []
     with watch.installed():
         with gradients.watched():
             exported = _export(model, kwargs, watch, asked)
+        if is_known:
+            return _Traced(exported, [], [], asked, [])
         with PythonGradients(model, gradients).watched():
             _quietly(lambda: watch.refuse_draws(kwargs))
             _quietly(lambda: watch.call_again(kwargs))
