@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from planner.errors import PlanError, RunError
 from planner.files.atomic import write_for_user
-from planner.files.text import printable, shorten
+from planner.files.text import printable, reason, shorten
 from planner.pipeline.schedule import KINDS
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _file_errors():
+                return super().invoke(ctx)
         except PlanError as error:
             typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
             raise typer.Exit(BAD_INPUT) from None
@@ -51,6 +53,18 @@ class Commands(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_take_no_value(super().get_params(ctx))
+
+
+@contextmanager
+def _file_errors() -> Iterator[None]:
+    """A file that the system refuses, wherever it is opened or looked up, such as one with too long a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fix = "name another file or directory, or mend this one"
+        raise PlanError(reason(error), where=shorten(error.filename), fix=fix) from error
 
 
 class Command(TyperCommand):

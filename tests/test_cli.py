@@ -243,6 +243,26 @@ def test_version_and_flags_take_no_value():
     assert "<bool>" not in run("--help").stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "{long}"],
+        ["checkpoint", "{long}"],
+        ["diff", "{long}", "{long}"],
+        ["plan", "{long}.py:build", "examples/gpt.yaml"],
+        ["plan", "examples/gpt.py:build", "{long}"],
+        ["search", "hf:{long}", "examples/gpt.yaml"],
+        ["train", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "{long}"],
+        ["train", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "stdlib", "--resume", "{long}"],
+        ["evaluate", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "stdlib", "--load", "{long}"],
+        ["prepare", "{long}", "-o", "x"],
+    ],
+    ids=lambda words: "-".join(word for word in words if "." not in word and "{" not in word),
+)
+def test_a_name_that_no_file_can_have_is_one_error(words):
+    assert_bad_input(run(*(word.format(long="x" * 5000) for word in words)), "fix: ")
+
+
 def test_the_experts_own_tensor_axis_is_called_etp():
     lines = run("groups", "--world-size", 8, "--tp", 2, "--ep", 2, "--etp", 1).stdout.partition("expert groups")[2]
     axes = [line.split()[0] for line in lines.strip().splitlines()[2:]]
