@@ -16,16 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from planner.capture.batch.mixing import dims_along
 from planner.capture.loss.counts import REDUCTIONS
 from planner.capture.loss.loss_ops import CASTS
 from planner.graph.ops.aten import is_pointwise, reduced_dims
+from planner.graph.ops.spatial import dims_of_image, is_spatial
 from planner.graph.program import Program
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 Dims = frozenset[Run]
 SAME = {"contiguous", "clone", "detach", "alias", "dropout", "to", "softmax", "_softmax", "log_softmax", "_log_softmax",
         "layer_norm", "rms_norm", "cumsum", "slice", "split_with_sizes", "rand_like",
-        "randn_like", "bernoulli"}  # fmt: skip
+        "randn_like", "bernoulli", "one_hot"}  # fmt: skip
+BESIDE = {"topk", "sort", "argsort", "msort", "gather", "scatter", "scatter_add", "cummax", "cummin", "flip", "roll"}
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
@@ -71,6 +74,12 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
         return given[node.args[1]]  # pyright: ignore
     if name in ("linear", "matmul", "bmm", "mm", "scaled_dot_product_attention"):
         return _product(node, given)
+    if name == "einsum":
+        return _by_letters(node, given)
+    if name in BESIDE:
+        return _beside(node, given)
+    if is_spatial(node):
+        return _over_images(node, given)
     if name in REDUCTIONS and isinstance(node.meta["val"], Tensor):
         return _reduced(node, given[first])
     return None
@@ -126,6 +135,34 @@ def _product(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
             return _anywhere(node)
         found.update(_beside_vector(dims, operand, node) or _aligned(dims, operand, node))
     return frozenset(found)
+
+
+def _by_letters(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims | None:
+    """Of an einsum: a letter of the result is a dim of it; a sum along the batch leaves it anywhere."""
+    words, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+    if not arrow or "." in words:
+        return None
+    found: set[Run] = set()
+    for word, operand in zip(words.split(","), node.args[1], strict=True):  # pyright: ignore
+        for dim, step, count in given[operand]:  # pyright: ignore
+            if word[dim] not in result:
+                return _anywhere(node)
+            found.add((result.index(word[dim]), step, count))
+    return frozenset(found)
+
+
+def _beside(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
+    """Operands of equal dims, of which the op takes one apart: the others stay."""
+    dims = frozenset().union(*given.values())
+    return _anywhere(node) if any(dim in dims_along(node) for dim, *_ in dims) else dims
+
+
+def _over_images(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
+    """The dims that the op does not run along stay; weights have none."""
+    image = node.all_input_nodes[0]
+    runs_along = any(dim in dims_of_image(node) for dim, *_ in given[image])
+    others = any(dims for operand, dims in given.items() if operand is not image)
+    return _anywhere(node) if runs_along or others else given[image]
 
 
 def _beside_vector(dims: Dims, operand: fx.Node, node: fx.Node) -> Dims:

@@ -17,6 +17,7 @@ from torch import fx
 from planner.capture.loss.counts import input_only, reduces_batch
 from planner.graph.ops.aten import named, reduced_dims
 from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.ops.spatial import dims_of_image, is_spatial
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 
@@ -52,11 +53,15 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
         return False
     if isinstance(node.target, OwnBackward):
         return not _works_by_sequence(node.target, [{0} if n in on_batch else set() for n in node.args])
-    if _name(node) in ALONG:
-        return 0 in _dims_along(node)
+    if _runs_along_dims(node):
+        return 0 in dims_along(node)
     if _name(node) in PRODUCTS:
         return all(n in on_batch for n in node.all_input_nodes) and not _is_batched(node)
     return reduces_batch(node) and 0 in reduced_dims(node)
+
+
+def _runs_along_dims(node: fx.Node) -> bool:
+    return _name(node) in ALONG or is_spatial(node)
 
 
 def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
@@ -84,8 +89,10 @@ def _is_batched(node: fx.Node) -> bool:
     return all(n.meta["val"].dim() > 2 for n in node.all_input_nodes)
 
 
-def _dims_along(node: fx.Node) -> frozenset[int]:
+def dims_along(node: fx.Node) -> frozenset[int]:
     """The dims that an op runs along."""
+    if is_spatial(node):
+        return dims_of_image(node)
     given = named(node)
     dims = given.get("dim", given.get("dims", 0))
     ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
@@ -97,7 +104,7 @@ def _dims_along(node: fx.Node) -> frozenset[int]:
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
     is_cut = _name(node) in ("slice", "split_with_sizes", "narrow")
-    return node.op == "call_function" and not is_cut and (_name(node) in ALONG or reduces_batch(node))
+    return node.op == "call_function" and not is_cut and (_runs_along_dims(node) or reduces_batch(node))
 
 
 def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
@@ -105,7 +112,7 @@ def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) 
     held = [flow.get(n) for n in node.all_input_nodes]
     if isinstance(node.target, OwnBackward) or _name(node) in PRODUCTS or any(dims is None for dims in held):
         return True
-    along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
+    along = dims_along(node) if _runs_along_dims(node) else reduced_dims(node)
     return any(not along.isdisjoint(dims) for dims in held if dims)
 
 
@@ -120,7 +127,7 @@ def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
     if _name(node) in PRODUCTS:
         made = dims_of(node)
         return made is not None and len(made) != 1 and bool(held)
-    if _name(node) not in ALONG and not reduces_batch(node):
+    if not _runs_along_dims(node) and not reduces_batch(node):
         return False
-    along = _dims_along(node) if _name(node) in ALONG else reduced_dims(node)
+    along = dims_along(node) if _runs_along_dims(node) else reduced_dims(node)
     return bool(held) and not along.isdisjoint(held[0])

@@ -70,7 +70,45 @@ class Vector(nn.Module):
         return x * (x @ self.right).unsqueeze(-1) + (self.left @ x).unsqueeze(1)
 
 
-BODIES = [nn.Identity, Seq2Seq, TimeFirst, Mixing, Vector]
+class Convolved(nn.Module):
+    """Along time, with the sequences in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+class ConvolvedUnbatched(nn.Module):
+    """One image whose channels are the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.flatten(1).unsqueeze(0)).view_as(x)
+
+
+class Chosen(nn.Module):
+    """The two best of four experts by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        logits = self.router(rows)
+        weights, chosen = logits.softmax(-1).topk(2, dim=-1)
+        share = torch.zeros_like(logits).scatter(1, chosen, weights)
+        return sum(share[:, i, None] * expert(rows) for i, expert in enumerate(self.experts)).view_as(x)  # pyright: ignore
+
+
+BODIES = [Chosen, nn.Identity, Seq2Seq, TimeFirst, Mixing, Vector, Convolved, ConvolvedUnbatched]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -93,7 +131,10 @@ def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Ca
     assert compared > 5
 
 
-@pytest.mark.parametrize(("body", "captures"), [(Seq2Seq, 1), (TimeFirst, 1), (Vector, 1), (Mixing, 2)])
+@pytest.mark.parametrize(
+    ("body", "captures"),
+    [(Seq2Seq, 1), (TimeFirst, 1), (Vector, 1), (Convolved, 1), (Chosen, 1), (Mixing, 2), (ConvolvedUnbatched, 2)],
+)
 def test_one_capture_is_enough_where_no_op_runs_along_the_batch(
     body: Callable[[], nn.Module], captures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,3 +147,36 @@ def test_one_capture_is_enough_where_no_op_runs_along_the_batch(
     monkeypatch.setattr(planner.api, "capture", counted)
     warnings = [row.what for row in plan(Model(body()), SPEC).diagnostics if "mixes the sequences" in row.what]
     assert (len(made), bool(warnings)) == (captures, captures == 2)
+
+
+class Dropped(nn.Module):
+    """Dropout behind ``inner``: its numbers need to know which dim holds the sequences."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.inner(x), 0.1, self.training)
+
+
+class Stacked(nn.Module):
+    """All of four experts by einsum, weighted by the two best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.weight = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        logits = self.router(rows)
+        weights, chosen = logits.softmax(-1).topk(2, dim=-1)
+        share = torch.zeros_like(logits).scatter(1, chosen, weights)
+        return torch.einsum("th,ehi,te->ti", rows, self.weight, share).view_as(x)
+
+
+@pytest.mark.parametrize("inner", [Convolved, Chosen, Stacked])
+def test_dropout_has_a_layout_invariant_name_behind(inner: Callable[[], nn.Module]) -> None:
+    made = plan(Model(Dropped(inner())).train(), SPEC | {"dropout": "layout_invariant"})
+    draws = [n.meta["draw"] for n in made.to_run()[0].program.graph.graph.nodes if "draw" in n.meta]
+    assert [(draw.shape, draw.batch, draw.by_sample) for draw in draws] == [((2, 6, 16), (0, 1, 2), True)]
