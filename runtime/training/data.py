@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
 from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.data.batches import BatchLayout
 from runtime.data.mixture import MixedBatches
+from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
 from runtime.data.roles import roles_of
 from runtime.data.text.sources import STDLIB, files_of
@@ -22,6 +22,9 @@ from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split
 from runtime.data.vocabulary import check_vocabulary
+from runtime.distributed.exchange_json import all_gather_json
+from runtime.distributed.groups import Groups
+from runtime.distributed.meeting import require_equal
 from runtime.training.job import Job
 
 MOST_VALIDATED = 16  # batches of one validation
@@ -43,12 +46,14 @@ class RunData:
     def is_validated_after(self, step: int) -> bool:
         return self.validation is not None and self.validate_every is not None and step % self.validate_every == 0
 
-    def validation_loss(self, evaluate: Callable[[Mapping[str, Tensor]], float]) -> float:
-        """The mean over the same batches each time: all of what is held out, or a part of it."""
+    def validation_loss(self, evaluate: Callable[..., float], layout: BatchLayout) -> float:
+        """The mean over the same batches each time: all of what is held out, or a part of it. ``evaluate``: as of an
+        Engine; each rank reads the rows that ``layout`` gives it."""
         assert self.validation is not None, "nothing is held out"
+        rows = OwnRows(self.validation, layout)
         size = self.validation.global_size
         num_batches = min(MOST_VALIDATED, max(1, self.validation.num_samples // size))
-        return fmean(evaluate(self.validation.batch(step)) for step in range(num_batches))
+        return fmean(evaluate(rows.batch(step), local=rows.is_local) for step in range(num_batches))
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
@@ -68,6 +73,15 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     held_out = [_validation(tokens, spec) for _, tokens in parts if tokens is not None]
     validation = _mixed(held_out, weights, spec) if held_out else None
     return RunData(training, validation, identity, job.validate_every)
+
+
+def require_same_data(data: RunData, groups: Groups) -> None:
+    """The same call on every rank: each reads rows that no other reads, so nothing later would show another text.
+
+    Raises PlanError on every rank, naming those whose text is another.
+    """
+    found = all_gather_json(groups, str(data.identity["data"]), str)
+    require_equal("the data (by its content)", dict(enumerate(found)), len(found))
 
 
 def _mixed(texts: list[TokenBatches], weights: list[float], spec: Spec) -> TokenBatches | MixedBatches:

@@ -13,6 +13,7 @@ from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
+from runtime.data.own_rows import OwnRows
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches
 from runtime.distributed.devices import launched
@@ -22,7 +23,7 @@ from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.training.best import Best
-from runtime.training.data import RunData, run_data
+from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.saving import RunSaves
@@ -46,7 +47,7 @@ class _Run:
         profile: Profile | None,
     ) -> None:
         self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
-        self.profile = profile
+        self.profile, self.rows = profile, OwnRows(data.training, engine.layout)
         self.is_stopped = False
         self.validation_loss: float | None = None
         self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
@@ -56,10 +57,10 @@ class _Run:
     def step(self, batch: dict[str, Tensor]) -> None:
         if self.profile is not None:
             self.profile.before_step(self.engine.step_index + 1)
-        report = self.engine.train_step(batch)
+        report = self.engine.train_step(batch, local=self.rows.is_local)
         if self.profile is not None:
             self.profile.after_step(self.engine.step_index)
-        alone = self.beside.train_step(batch) if self.beside else None
+        alone = self.beside.train_step(self.data.training.batch(self.engine.step_index - 1)) if self.beside else None
         self.validation_loss = self._validated()
         seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss)
         self._waiting.append((batch, report, seen))
@@ -70,7 +71,7 @@ class _Run:
         if not self.data.is_validated_after(self.engine.step_index):
             return None
         with nullcontext() if self.engine.spec.optimizer.ema is None else self.engine.averaged_weights():
-            return self.data.validation_loss(self.engine.evaluate)
+            return self.data.validation_loss(self.engine.evaluate, self.engine.layout)
 
     def finish(self) -> None:
         """After the last step."""
@@ -84,7 +85,7 @@ class _Run:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
             self.showing.step(report, seen)
-            self._guard.check(batch, report, seen.step - 1)
+            self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
 
 
 def run_rank(job: Job) -> Trained:
@@ -104,6 +105,7 @@ def run_rank(job: Job) -> Trained:
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
+        require_same_data(data, engine.groups)
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)
         if save is None and weights is not None:
@@ -114,7 +116,7 @@ def run_rank(job: Job) -> Trained:
             profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:
             run = _Run(engine, data, showing, stopping, beside, profile)
-            ahead = Prefetched(data.training, engine.step_index, job.num_steps)
+            ahead = Prefetched(run.rows, engine.step_index, job.num_steps)
             try:
                 with ahead as batches:
                     while engine.step_index < job.num_steps and not run.is_stopped and not best.is_over:

@@ -15,6 +15,7 @@ from planner import plan
 from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.cli import app
+from runtime.data.batches import BatchLayout
 from runtime.data.prepare import prepare
 from runtime.data.text.byte_tokens import ByteEncoder
 from runtime.data.token_batches import TokenBatches
@@ -95,12 +96,14 @@ def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path
     assert data.validation is not None
     seen: list[list[int]] = []
 
-    def evaluate(batch: Any) -> float:
+    def evaluate(batch: Any, *, local: bool) -> float:
+        assert not local
         seen.extend(batch["input_ids"].tolist())
         return float(len(seen))
 
     num_batches = data.validation.objective.num_samples // 4
-    assert data.validation_loss(evaluate) == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
+    alone = BatchLayout({}, 4, 2, 1, 0)
+    assert data.validation_loss(evaluate, alone) == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
     assert len({tuple(window) for window in seen}) == 4 * num_batches
     held_out = bytes(Path(job.data).read_bytes())[-(len(seen) * 8 + 40) :]
     assert all(bytes(window) in held_out + b"\0" for window in seen)

@@ -157,7 +157,7 @@ def test_only_so_many_saves_stay(tmp_path: Path) -> None:
 
 def run_and_hang(job: Job) -> Any:
     if os.environ["RANK"] == "1":
-        Engine.train_step = lambda *_: time.sleep(200)  # pyright: ignore[reportAttributeAccessIssue]
+        Engine.train_step = lambda *_, **__: time.sleep(200)  # pyright: ignore[reportAttributeAccessIssue]
     return run_rank(job)
 
 
