@@ -155,9 +155,9 @@ def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[s
     elif target is of_gathered:
         kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
         yield from (("cp", kind, p) for _ in node.args[2] for p, kind in kinds)  # pyright: ignore
-    elif target is gathered_attention:  # keys and values
+    elif target is gathered_attention:  # keys and values in one
         kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
-        yield from (("cp", kind, p) for p, kind in 2 * kinds if p in phases)
+        yield from (("cp", kind, p) for p, kind in kinds if p in phases)
     elif target in _OF_FORMS:
         counts = zip(phases, _OF_FORMS[target], strict=False)
         yield from ((axis, ALL_REDUCE, p) for p, times in counts for _ in range(times))

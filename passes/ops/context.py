@@ -8,6 +8,7 @@ A rank holds two chunks of a sequence (planner.context.zigzag); what is gathered
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,29 +35,57 @@ def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 def gathered(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
     """The whole from all ranks' chunks, without a gradient."""
+    return gathered_together((x,), dim, axis, phase)[0]
+
+
+def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, phase: str) -> list[Tensor]:
+    """The same of several tensors of one dtype, in one exchange."""
     if axis.size == 1:
-        return x
-    note(axis, "all_gather", phase, x, axis.size)
-    parts = x.new_empty((axis.size, *x.shape))
-    if not x.is_meta:
-        all_gather_single(parts.view(-1), x.contiguous().view(-1), group=axis.group)
+        return list(tensors)
+    flat = [x.contiguous().view(-1) for x in tensors]
+    own = torch.cat(flat) if len(flat) > 1 else flat[0]
+    note(axis, "all_gather", phase, own, axis.size)
+    parts = own.new_empty((axis.size, own.numel()))
+    if not own.is_meta:
+        all_gather_single(parts.view(-1), own, group=axis.group)
+    of_tensors = parts.split([x.numel() for x in tensors], 1)
+    return [_in_order(of_x.view(axis.size, *x.shape), dim, axis) for x, of_x in zip(tensors, of_tensors, strict=True)]
+
+
+def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
+    """What ranks hold [cp, ..], as the whole sequence."""
     halves = [part.chunk(2, dim) for part in parts.unbind(0)]
     owners = (zigzag.owner(axis.size, chunk) for chunk in range(2 * axis.size))
     return torch.cat([halves[rank][half] for rank, half in owners], dim)
 
 
 def scattered_sum(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """This rank's chunks of the sum of the ranks' whole tensors, without a gradient."""
+    """This rank's chunks of the sum of the ranks' whole tensors, without a gradient. Sums are in the dtype of x."""
+    return scattered_sums((x,), dim, axis, phase)[0]
+
+
+def scattered_sums(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, phase: str) -> list[Tensor]:
+    """The same of several tensors of one dtype, in one exchange."""
     if axis.size == 1:
-        return x
-    note(axis, "reduce_scatter", phase, x)
+        return list(tensors)
+    sizes = [x.numel() // axis.size for x in tensors]
+    parts = tensors[0].new_empty((axis.size, sum(sizes)))
+    shapes = [_cut_into(of_x, x, dim, axis) for x, of_x in zip(tensors, parts.split(sizes, 1), strict=True)]
+    note(axis, "reduce_scatter", phase, parts)
+    out = parts.new_empty(sum(sizes))
+    if not out.is_meta:
+        reduce_scatter_single(out, parts.view(-1), group=axis.group)
+    return [of_x.view(shape) for of_x, shape in zip(out.split(sizes), shapes, strict=True)]
+
+
+def _cut_into(parts: Tensor, x: Tensor, dim: int, axis: AxisHandle) -> list[int]:
+    """Write into ``parts`` [cp, elements] each rank's chunks of x; the shape of one rank's."""
     chunks = x.chunk(2 * axis.size, dim)
-    of_ranks = (zigzag.chunks(axis.size, rank) for rank in range(axis.size))
-    parts = torch.stack([torch.cat([chunks[a], chunks[b]], dim) for a, b in of_ranks])
-    out = x.new_empty(parts.shape[1:])
-    if not x.is_meta:
-        reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group)
-    return out
+    shape = [2 * n if d == dim % x.dim() else n for d, n in enumerate(chunks[0].shape)]
+    for rank, part in enumerate(parts.unbind(0)):
+        first, second = zigzag.chunks(axis.size, rank)
+        torch.cat([chunks[first], chunks[second]], dim, out=part.view(shape))
+    return shape
 
 
 class _Gather(torch.autograd.Function):

@@ -8,8 +8,9 @@ Causal, in parts, each without a mask:
 The backward of each part with the merged y and lse is its addend to the gradient (Dao 2023, FlashAttention-2; Liu et
 al. 2023, ring attention).
 
-``gathered_attention`` gets this rank's keys and values, gathers them, and gathers them again in the backward: no rank
-keeps those of the whole sequence. Without a kernel that tells log-sum-exps, the backward attends again, too.
+``gathered_attention`` gets this rank's keys and values, gathers both in one exchange, and again in the backward: no
+rank keeps those of the whole sequence. Their gradients are summed over the ranks in one exchange too, in their own
+dtype. Without a kernel that tells log-sum-exps, the backward attends again, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle, widened
-from passes.ops.context import gathered, scattered_sum
+from passes.ops.context import gathered_together, scattered_sums
 from passes.ops.flash import Result, flash, flash_backward, takes
 from planner.context import zigzag
 
@@ -95,7 +96,7 @@ class _InParts(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
         ctx.axis = axis
         ctx.scale, ctx.is_causal, ctx.gathers, _ = options
-        whole_k, whole_v = (gathered(t, 2, axis, "forward") if ctx.gathers else t for t in (k, v))
+        whole_k, whole_v = gathered_together((k, v), 2, axis, "forward") if ctx.gathers else (k, v)
         found = []
         for parts in _parts(whole_k.shape[2], axis, ctx.is_causal):
             operands = ((p.of_rows(q), p.of_keys(whole_k), p.of_keys(whole_v), mask, p.is_causal) for p in parts)
@@ -108,7 +109,7 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, mask, out, lse = ctx.saved_tensors
         if ctx.gathers:
-            k, v = (gathered(t, 2, ctx.axis, "backward") for t in (k, v))
+            k, v = gathered_together((k, v), 2, ctx.axis, "backward")
         of_q, of_k, of_v = torch.zeros_like(widened(q)), torch.zeros_like(widened(k)), torch.zeros_like(widened(v))
         for part in (part for parts in _parts(k.shape[2], ctx.axis, ctx.is_causal) for part in parts):
             rows, keys = part.of_rows, part.of_keys
@@ -118,7 +119,7 @@ class _InParts(torch.autograd.Function):
                 total += addend
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if ctx.gathers:
-            of_k, of_v = (scattered_sum(t, 2, ctx.axis, "backward") for t in (of_k, of_v))
+            of_k, of_v = scattered_sums((of_k, of_v), 2, ctx.axis, "backward")
         return of_q, of_k, of_v, None, None, None, None, None, None
 
 
@@ -129,17 +130,18 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
         ctx.axis, ctx.options = axis, options
         ctx.save_for_backward(q, k, v, mask)
-        return _plain(q, gathered(k, 2, axis, "forward"), gathered(v, 2, axis, "forward"), mask, axis, *options)
+        whole_k, whole_v = gathered_together((k, v), 2, axis, "forward")
+        return _plain(q, whole_k, whole_v, mask, axis, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, mask = ctx.saved_tensors
-        leaves = [q.detach(), *(gathered(t, 2, ctx.axis, "backward") for t in (k, v))]
+        leaves = [q.detach(), *gathered_together((k, v), 2, ctx.axis, "backward")]
         leaves = [t.detach().requires_grad_() for t in leaves]
         with torch.enable_grad():
             out = _plain(leaves[0], leaves[1], leaves[2], mask, ctx.axis, *ctx.options)
         of_q, *others = torch.autograd.grad(out, leaves, grads[0])
-        of_k, of_v = (scattered_sum(t, 2, ctx.axis, "backward") for t in others)
+        of_k, of_v = scattered_sums(others, 2, ctx.axis, "backward")
         return of_q, of_k, of_v, None, None, None, None, None, None
 
 

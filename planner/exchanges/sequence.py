@@ -3,7 +3,7 @@
     gather_sequence    all-gather, and a reduce-scatter of the gradient      bytes of all tokens
                        and an all-gather in the backward, where what is gathered is not kept
     sum_over_ranks     all-reduce in both directions
-    gathered_attention as gather_sequence, of keys and of values; the backward gathers them again
+    gathered_attention as gather_sequence, of keys and values together; the backward gathers them again
 
 ``bytes`` are those of one rank of tp: of its own heads.
 """
@@ -48,9 +48,13 @@ def sequence_rows(decisions: Decisions, node: fx.Node, stage: int, places: Place
 def _attention_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
     cp = int(node.args[4])  # pyright: ignore[reportArgumentType]
     phases = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
-    for operand in (n for n in node.args[1:3] if isinstance(n, fx.Node)):
-        wanted = decisions.placements.wanted(node, node.all_input_nodes.index(operand))
-        shape = wanted.local_shape(shape_of(operand), decisions.placements.tp)
-        size = cp * prod(shape) * operand.meta["val"].element_size()
-        for phase, kind in phases if node.meta["grad"] else phases[:1]:
-            yield CollectivePlan(kind, "cp", phase, places.text(node), size, 1, "microbatch", stage, places.block(node))
+    size = sum(cp * _bytes(decisions, node, n) for n in node.args[1:3] if isinstance(n, fx.Node))
+    for phase, kind in phases if node.meta["grad"] else phases[:1]:
+        yield CollectivePlan(kind, "cp", phase, places.text(node), size, 1, "microbatch", stage, places.block(node))
+
+
+def _bytes(decisions: Decisions, node: fx.Node, operand: fx.Node) -> int:
+    """Of keys or values that one rank has before they are gathered."""
+    wanted = decisions.placements.wanted(node, node.all_input_nodes.index(operand))
+    shape = wanted.local_shape(shape_of(operand), decisions.placements.tp)
+    return prod(shape) * operand.meta["val"].element_size()

@@ -9,6 +9,7 @@ either without flash    what plain attention keeps, with a mask for each chunk; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,21 @@ def _whole(x: Tensor, dim: int, cp: int) -> Tensor:
 def _own(x: Tensor, dim: int, cp: int) -> Tensor:
     parts = torch.stack(x.chunk(cp, dim))
     return parts.new_empty(parts.shape[1:])
+
+
+def _wholes(tensors: Sequence[Tensor], dim: int, cp: int) -> list[Tensor]:
+    """Of tensors that are gathered in one exchange."""
+    own = torch.cat([x.reshape(-1) for x in tensors])
+    parts = own.new_empty((cp, own.numel())).split([x.numel() for x in tensors], 1)
+    return [torch.cat(of_x.view(cp, *x.shape).unbind(0), dim) for x, of_x in zip(tensors, parts, strict=True)]
+
+
+def _owns(tensors: Sequence[Tensor], dim: int, cp: int) -> list[Tensor]:
+    """Of sums that are scattered in one exchange."""
+    sizes = [x.numel() // cp for x in tensors]
+    parts = tensors[0].new_empty((cp, sum(sizes)))
+    own = parts.new_empty(sum(sizes)).split(sizes)
+    return [part.view(x.chunk(cp, dim)[0].shape) for part, x in zip(own, tensors, strict=True)]
 
 
 def causal_attention(
@@ -97,7 +113,7 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cp: int) -> Tensor:
         ctx.cp = cp
-        whole = [_whole(t, 2, cp) for t in (k, v)] if cp > 1 else []
+        whole = _wholes((k, v), 2, cp) if cp > 1 else []
         batch, heads, rows, _ = q.shape
         out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -109,11 +125,11 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, *_ = ctx.saved_tensors
         if ctx.cp > 1:
-            k, v = (_whole(t, 2, ctx.cp) for t in (k, v))
+            k, v = _wholes((k, v), 2, ctx.cp)
         totals = [torch.zeros_like(t) for t in (q, k, v)]
         addends = [torch.empty_like(t) for t in (q, k, v)]
         del addends
-        own = (_own(t, 2, ctx.cp) if ctx.cp > 1 else t for t in totals[1:])
+        own = _owns(totals[1:], 2, ctx.cp) if ctx.cp > 1 else totals[1:]
         return totals[0], *own, None, None
 
 
