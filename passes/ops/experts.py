@@ -8,7 +8,7 @@
     give_back  the reverse of dispatch
     unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
 
-How many rows a rank sends and receives follows the routing: ``splits_of`` and ``spread`` wait for it on the host.
+How many rows a rank sends and receives follows the routing: the host waits for it in ``on_host``, once a layer.
 """
 
 from __future__ import annotations
@@ -60,20 +60,64 @@ class Splits:
     sizes: list[int]
 
     @classmethod
-    def of(cls, counts: Tensor, received: Tensor) -> Splits:
-        """``counts`` [E]: of this rank's rows. ``received`` [ep, E / ep]: of this rank's experts, by their sender."""
-        sent, came = torch.stack([counts.view(received.shape), received]).tolist()  # one wait for both
+    def over_ep(cls, sent: list[list[int]], came: list[list[int]], received: Tensor) -> Splits:
+        """``sent`` [ep][E / ep]: of this rank's rows. ``came``, ``received`` [ep, E / ep]: of this rank's experts, by
+        their sender."""
         sizes = [sum(column) for column in zip(*came, strict=True)]
-        return cls([sum(row) for row in sent], [sum(row) for row in came], _by_expert(received), received.sum(0), sizes)
+        order = _by_expert(received, sum(sizes))
+        return cls([sum(row) for row in sent], [sum(row) for row in came], order, received.sum(0), sizes)
+
+    @classmethod
+    def over_etp(cls, came: list[list[int]], every: Tensor, rank: int) -> Splits:
+        """``came``, ``every`` [etp, E / ep]: of the rows that each of its ranks has."""
+        sizes = [sum(column) for column in zip(*came, strict=True)]
+        received = [sum(row) for row in came]
+        return cls([received[rank]] * len(came), received, _by_expert(every, sum(sizes)), every.sum(0), sizes)
+
+
+def splits_of_both(counts: Tensor, ep: AxisHandle, etp: AxisHandle) -> tuple[Splits, Splits | None]:
+    """What the ranks of ep, then those of etp, tell each other of their routing. The host waits once, for both.
+
+    ``counts`` [E]: of this rank's rows.
+    """
+    received = _received(counts, ep)
+    sent = counts.view(received.shape)
+    if etp.size == 1:
+        here = on_host(sent, received)
+        return Splits.over_ep(here[0], here[1], received), None
+    every = _every(received.sum(0), etp)
+    here = on_host(sent, received, every)
+    return Splits.over_ep(here[0], here[1], received), Splits.over_etp(here[2], every, etp.rank)
 
 
 def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
-    """What the ranks of ``axis`` tell each other of their routing."""
+    """The same of ep alone."""
+    return splits_of_both(counts, axis, AxisHandle("etp", 1, 0))[0]
+
+
+def on_host(*tables: Tensor) -> list[list[list[int]]]:
+    """The values of several tables of integers, for which the host waits once."""
+    flat = iter(torch.cat([table.reshape(-1) for table in tables]).tolist())
+    return [[[next(flat) for _ in range(table.shape[1])] for _ in range(table.shape[0])] for table in tables]
+
+
+def _received(counts: Tensor, axis: AxisHandle) -> Tensor:
+    """[ep, E / ep]: the rows that come for this rank's experts, by their sender."""
     received = counts.view(axis.size, -1).clone()
     _count(axis, "all_to_all", "forward", counts)
     if axis.size > 1:
         dist.all_to_all_single(received, counts.view(axis.size, -1).contiguous(), group=axis.group)
-    return Splits.of(counts, received)
+    return received
+
+
+def _every(counts: Tensor, axis: AxisHandle) -> Tensor:
+    """[etp, E / ep]: the rows that each rank of etp has."""
+    every = counts.new_empty((axis.size, len(counts)))
+    every[axis.rank] = counts
+    if axis.size > 1:
+        _count(axis, "all_gather", "forward", every)
+        dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
+    return every
 
 
 def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
@@ -95,15 +139,8 @@ def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Spli
 
 def spread_splits(counts: Tensor, axis: AxisHandle) -> Splits:
     """What the ranks of etp tell each other of the rows that each of them has."""
-    every = counts.new_empty((axis.size, len(counts)))
-    every[axis.rank] = counts
-    if axis.size > 1:
-        _count(axis, "all_gather", "forward", every)
-        dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
-    came: list[list[int]] = every.tolist()
-    sizes = [sum(column) for column in zip(*came, strict=True)]
-    received = [sum(row) for row in came]
-    return Splits([received[axis.rank]] * axis.size, received, _by_expert(every), every.sum(0), sizes)
+    every = _every(counts, axis)
+    return Splits.over_etp(on_host(every)[0], every, axis.rank)
 
 
 def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
@@ -116,11 +153,18 @@ def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
 
 
-def _by_expert(counts: Tensor) -> Tensor:
-    """The order that brings rows by expert which lie by sender, ``counts`` [senders, experts]."""
-    senders, experts = counts.shape
-    numbers = torch.arange(experts, device=counts.device).repeat(senders).repeat_interleave(counts.reshape(-1))
-    return torch.sort(numbers, stable=True).indices
+def _by_expert(counts: Tensor, num_rows: int) -> Tensor:
+    """The order that brings rows by expert which lie by sender, ``counts`` [senders, experts], ``num_rows`` in all."""
+    return torch.sort(owners(counts.reshape(-1), num_rows) % counts.shape[1], stable=True).indices
+
+
+def owners(counts: Tensor, num_rows: int) -> Tensor:
+    """The group of each of ``num_rows`` rows that lie group by group, ``counts`` of each.
+
+    The host knows the sum of counts, and does not wait for it, as in a ``repeat_interleave`` that is not told.
+    """
+    rows = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), rows, right=True)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops import experts
@@ -31,6 +32,11 @@ class Meeting:
     to_parts: Splits | None
     counts: Tensor
 
+    @property
+    def sizes(self) -> list[int]:
+        """On the host, how many rows each expert of this rank has."""
+        return (self.to_experts if self.to_parts is None else self.to_parts).sizes
+
 
 def meet(
     counts: Tensor, num_rows: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, load: ExpertLoad, layer: int
@@ -40,8 +46,7 @@ def meet(
     ends = counts.cumsum(0)
     share = tp.rank * num_rows // tp.size, (tp.rank + 1) * num_rows // tp.size
     own = (ends.clamp(max=share[1]) - (ends - counts).clamp(min=share[0])).clamp(min=0)
-    to_experts = experts.splits_of(own, ep)
-    to_parts = experts.spread_splits(to_experts.counts, etp) if etp.size > 1 else None
+    to_experts, to_parts = experts.splits_of_both(own, ep, etp)
     here = to_experts.counts if to_parts is None else to_parts.counts
     return Meeting(ep, etp, num_rows, share, to_experts, to_parts, here)
 
@@ -66,15 +71,28 @@ def give_back(rows: Tensor, here: Meeting) -> Tensor:
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
     """The rows of each expert of this rank times its own matrix, weights [E / ep, i, o]."""
-    sizes = (here.to_experts if here.to_parts is None else here.to_parts).sizes
-    return torch.cat([x @ w for x, w in zip(rows.split(sizes), weights, strict=True)])
+    if _has_kernel(rows, weights):
+        return of_groups(rows, weights, here)
+    return torch.cat([x @ w for x, w in zip(rows.split(here.sizes), weights, strict=True)])
+
+
+def of_groups(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
+    """The same in one call, which learns on the device where the rows of each expert end."""
+    return F.grouped_mm(rows.contiguous(), weights, offs=ends_of(here, torch.int32))
+
+
+def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Whether one call computes all experts: from Hopper on, in bfloat16, rows of 16 bytes or a multiple of it."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
+        return False
+    is_aligned = all(size % 8 == 0 for size in weights.shape[1:]) and weights.is_contiguous()
+    return is_aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
     """The rows of one expert of this rank."""
-    sizes = (here.to_experts if here.to_parts is None else here.to_parts).sizes
-    start = sum(sizes[:number])
-    return rows[start : start + sizes[number]]
+    start = sum(here.sizes[:number])
+    return rows[start : start + here.sizes[number]]
 
 
 def join(*parts: Tensor, dim: int = 0) -> Tensor:
@@ -89,5 +107,4 @@ def ends_of(here: Meeting, dtype: torch.dtype) -> Tensor:
 
 def ids_of(here: Meeting, num_rows: int) -> Tensor:
     """The expert of each row, counted from this rank's first."""
-    numbers = torch.arange(len(here.counts), device=here.counts.device)
-    return numbers.repeat_interleave(here.counts)
+    return experts.owners(here.counts, sum(here.sizes))

@@ -65,8 +65,9 @@ class HostWatch(TorchDispatchMode):
         if not self.has_begun:
             return func(*args, **(kwargs or {}))
         self.num_ops += 1
-        name, overload = func._schema.name.rpartition("::")[2], str(func).partition("::")[2]
-        if name in STOPS or overload in STOPS:
+        name = func._schema.name.rpartition("::")[2]
+        knows_size = (kwargs or {}).get("output_size") is not None
+        if name in STOPS or (f"{name}.{func._overloadname}" in STOPS and not knows_size):
             self.see("stop", func)
         elif name in COPIES:
             self.see("copy", func)
