@@ -24,6 +24,7 @@ from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import diagnostic_rows, summary_row
 from planner.tables.experts import experts_rows
+from planner.tables.graph_rounding import graph_rounding_warnings
 from planner.tables.optimizer import optimizer_plan
 from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
@@ -71,6 +72,7 @@ def tables_of(
             *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
             *weight_gradient_notes(decisions, regions, schedule),
+            *graph_rounding_warnings(spec, decisions, shards, regions),
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
