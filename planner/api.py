@@ -16,7 +16,7 @@ from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.canonical.norms import fuse_norms
-from planner.capture.export import capture
+from planner.capture.kept.captures import capture, captures_shared
 from planner.capture.loss.shares import LossTerms, share_loss
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
@@ -80,7 +80,7 @@ def plan(
         )
     checked = Spec.load(spec)
     try:
-        with undisturbed(), _on_cpu():
+        with undisturbed(), _on_cpu(), captures_shared():
             decide = _decide_the_fastest if checked.mesh.has_auto else _decide
             return decide(model, checked, example_inputs)
     except PlanError as error:
@@ -100,7 +100,7 @@ def find_layouts(
     if not checked.mesh.has_auto:
         raise checked.error("mesh", "no axis of the mesh is auto: there is nothing to search", "write mesh: auto")
     try:
-        with undisturbed(), _on_cpu():
+        with undisturbed(), _on_cpu(), captures_shared():
             return _search(model, checked, example_inputs, top, progress)
     except PlanError as error:
         raise checked.locate(error) from error.__cause__

@@ -9,6 +9,7 @@ PlanError from anywhere below becomes one message on stderr and exit code 2, Run
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 BAD_INPUT, RUN_FAILED = 2, 1
 MOST_PRINTED_RANKS = 1 << 17
+CACHE = "MESHWRIGHT_CACHE"
 
 
 class Commands(TyperGroup):
@@ -117,6 +119,22 @@ def options(
 MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")]
+
+
+def _leave_cache(context: typer.Context, asked: bool) -> None:
+    if not asked:
+        return
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = "0"  # the ranks that a command starts take it over
+    context.call_on_close(lambda: os.environ.pop(CACHE) if before is None else os.environ.update({CACHE: before}))
+
+
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache", callback=_leave_cache, expose_value=False, help="Capture the model anew, and keep nothing."
+    ),
+]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML file: mesh, batch, inputs and the rest.")]
 
 
@@ -208,6 +226,7 @@ def search_command(
             help="Write the spec of the fastest one here. -o FILE.yaml without it and without --format does the same.",
         ),
     ] = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Rank the layouts of what the spec leaves to `auto`, fastest first, and say why the others lose."""
     from planner.api import find_layouts

@@ -2,6 +2,8 @@
 
 capturing the model …
 capturing the model: 8.4 s
+
+In a terminal the first line counts: capturing the model: 1200 ops …
 """
 
 from __future__ import annotations
@@ -10,37 +12,94 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 AFTER_SECONDS = 3.0
+_EVERY_SECONDS = 0.1
+_CLEAR = "\r\x1b[K"
+
+
+class _Step:
+    """Owns the lines of one step."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.start, self.is_told = what, time.monotonic(), threading.Event()
+        self._num_seen, self._next = 0, 0.0
+
+    def tell(self) -> None:
+        self.is_told.set()
+        say(f"{self.what} …")
+
+    def end(self) -> None:
+        if self.is_told.is_set():
+            say(f"{self.what}: {time.monotonic() - self.start:.1f} s")
+
+    def see(self, things: str) -> None:
+        self._num_seen += 1
+        now = time.monotonic()
+        if not self.is_told.is_set() or now < self._next:
+            return
+        self._next = now + _EVERY_SECONDS
+        _show(f"{self.what}: {self._num_seen} {things} …")
+
+
+_step: ContextVar[_Step | None] = ContextVar("the slow step under way", default=None)
+_shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("who shows progress in a terminal", default=None)
 
 
 @contextmanager
 def shown_if_slow(what: str, *, after_seconds: float = AFTER_SECONDS) -> Iterator[None]:
     """Around a step called ``what``; silent where it is quick, and on every rank but the first."""
-    start = time.monotonic()
-    told = threading.Event()
-
-    def tell() -> None:
-        told.set()
-        _say(f"{what} …")
-
-    timer = threading.Timer(after_seconds, tell)
+    step = _Step(what)
+    timer = threading.Timer(after_seconds, step.tell)
     timer.daemon = True
-    if os.environ.get("RANK", "0") == "0":
+    if _leads():
         timer.start()
+    before = _step.set(step)
     try:
         yield
     finally:
+        _step.reset(before)
         timer.cancel()
-        if told.is_set():
-            _say(f"{what}: {time.monotonic() - start:.1f} s")
+        step.end()
 
 
-def _say(line: str) -> None:
-    """To the real stderr: torch.export runs with another in its place."""
+def see_one(things: str) -> None:
+    """The step under way has come to one more of ``things``: a terminal shows how many."""
+    step = _step.get()
+    if step is not None:
+        step.see(things)
+
+
+@contextmanager
+def shown_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``show`` gets the counts, as it owns the last line of the terminal."""
+    before = _shown_by.set(show)
+    try:
+        yield
+    finally:
+        _shown_by.reset(before)
+
+
+def say(line: str) -> None:
+    """A line to the real stderr, as torch.export runs with another in its place; of the first rank alone."""
     stream = sys.__stderr__
-    if stream is not None:
-        stream.write(f"{line}\n")
+    if stream is not None and _leads():
+        stream.write(f"{_CLEAR if stream.isatty() else ''}{line}\n")
         stream.flush()
+
+
+def _show(line: str) -> None:
+    """In place of the line that says what is under way."""
+    stream, show = sys.__stderr__, _shown_by.get()
+    if show is not None:
+        show(line)
+    elif stream is not None and stream.isatty():
+        stream.write(_CLEAR + line)
+        stream.flush()
+
+
+def _leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"

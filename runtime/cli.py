@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Model, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
+from planner.cli import Model, NoCache, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
 from planner.errors import PlanError
-from runtime.commands import calibrate, checkpoint, diff, env, evaluate, prepare, report, train
+from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, prepare, report, train
 
 CHECK_FAILED = 1
 
@@ -37,6 +37,7 @@ def plan_command(
     rank: Annotated[
         int | None, typer.Option(metavar="N", help="The rank whose passes are printed; 0 if not given.")
     ] = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
     from planner import plan
@@ -75,6 +76,7 @@ def verify_command(
         int | None, typer.Option(min=0, metavar="N", help="Leave out the N-th collective, to see the check turn red.")
     ] = None,
     output: Output = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Run the plan and one process side by side; compare all gradients and parameters too. Exit 1 if they differ.
 
@@ -94,6 +96,7 @@ def memory_command(
     spec: SpecFile,
     format: Annotated[MemoryFormat, typer.Option(help="How to print it.")] = MemoryFormat.table,
     output: Output = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Run a step and set the memory that the plan predicts beside what each rank holds. Exit 1 if they differ: by more
     than 1 % in parameters, gradients and optimizer, 3 % in activations.
@@ -115,6 +118,7 @@ app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_comman
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
 app.command("report", epilog=report.EPILOG)(report.report_command)
+app.command("cache", epilog=cache.EPILOG)(cache.cache_command)
 app.command("env", epilog=env.EPILOG)(env.env_command)
 
 

@@ -64,6 +64,7 @@ from planner.errors import PlanError, Where, first_line, message_of
 from planner.graph.assumptions import Assumption
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
+from planner.slow_steps import see_one
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
@@ -107,8 +108,9 @@ def capture(
                 raise
         else:
             program.notes += answers.notes
+            program.traced = list(answers.traced.values())
             if dtype is None and not is_known:
-                refuse_another_forward(model, inputs, program, answers.traced)
+                refuse_another_forward(model, inputs, program)
             return program
 
 
@@ -283,8 +285,12 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
 def _export(
     model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch, asked: Questions
 ) -> torch.export.ExportedProgram:
+    def check(args: Any, kwargs: Any) -> None:
+        see_one("ops")
+        watch.check(args, kwargs)
+
     try:
-        with CertainDraws(watch.check, asked.draw_is_not_zero), asked.answered():
+        with CertainDraws(check, asked.draw_is_not_zero), asked.answered():
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
         return exported

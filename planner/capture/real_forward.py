@@ -31,13 +31,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _FIX = "compute the same whether traced or not: no questions about tracing, and none about the classes of tensors"
 
 
-def refuse_another_forward(
-    model: nn.Module, inputs: Mapping[str, Tensor], program: Program, taken: Mapping[Any, Where]
-) -> None:
-    """Raise PlanError where the captured loss differs. ``taken``: lines at which the traced path was captured."""
-    if not _can_run(model, inputs, DEAR if taken else CHEAP):
+def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> None:
+    """Raise PlanError where the captured loss differs."""
+    if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
         return
-    for fill in (_ones, _mixed) if taken else (_mixed,):
+    for fill in (_ones, _mixed) if program.traced else (_mixed,):
         batch = {name: fill(tensor) for name, tensor in inputs.items()}
         with _put_back(model):
             before = torch.get_rng_state()
@@ -47,7 +45,7 @@ def refuse_another_forward(
             continue
         captured = _scalars(lambda b=batch: _interpret(program, model, b))
         if captured and not any(_close([loss], captured) for loss in eager):
-            where = next(iter(taken.values()), Where())
+            where = next(iter(program.traced), Where())
             raise PlanError(
                 f"the model cannot be captured: run once, its loss is {float(eager[0]):.6g}, and as traced "
                 f"{float(captured[0]):.6g}",

@@ -51,6 +51,7 @@ class Program:
     loss: str
     notes: list[str] = field(default_factory=list)
     rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
+    traced: list[Where] = field(default_factory=list)  # the user's questions about tracing that were answered with yes
     untrained: list[str] = field(default_factory=list)  # parameters that ask for a gradient and get none
     assumptions: list[Assumption] = field(default_factory=list)  # checks of values, of which none may raise
     skipped: frozenset[str] = frozenset()  # parameters that the forward does not read where data selects no rows

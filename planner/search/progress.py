@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
+from planner.slow_steps import shown_by
+
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
@@ -17,7 +19,7 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     if not (sys.stderr.isatty() and console.is_terminal):
         yield lambda what, done, total: None
         return
-    with console.status("searching") as status:
+    with console.status("searching") as status, shown_by(lambda line: status.update(escape(line))):
 
         def show(what: str, done: int, total: int) -> None:
             count = f" {done} of {total}" if total else f" {done}" if done else ""

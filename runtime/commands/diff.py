@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import Format, Output, write_text
+from planner.cli import Format, NoCache, Output, write_text
 from planner.errors import PlanError
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, read_text, shorten
@@ -96,6 +96,7 @@ def diff_command(
     format: Annotated[Format, typer.Option(help="How to print the differences.")] = Format.table,
     output: Output = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where they differ, else with 0.")] = False,
+    no_cache: NoCache = False,
 ) -> None:
     """Tell two plans apart: what B has otherwise than A in cuts, collectives, stages, memory and time."""
     text, differ = diff_text(first, second, model, as_json=format is Format.json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Format, Model, Output, SpecFile, show_table, write_text
+from planner.cli import Format, Model, NoCache, Output, SpecFile, show_table, write_text
 from planner.errors import PlanError
 
 EPILOG = (
@@ -49,6 +49,7 @@ def evaluate_command(
     nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
     format: Annotated[Format, typer.Option(help="How to print what was found.")] = Format.table,
     output: Output = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Measure how well a model tells a text: perplexity, or cloze accuracy. Under any layout, without gradients.
 

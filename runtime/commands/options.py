@@ -23,7 +23,7 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         @wraps(command)
         def call(**given: Any) -> None:
             made = {
-                name: group(**{f.name: given.pop(f.name) for f in fields(group)})
+                name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})
                 for name, group in zip(taken, groups, strict=True)
             }
             command(**given, **made)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli import NoCache
+
 if TYPE_CHECKING:
     from runtime.training.job import Job
 
@@ -46,6 +48,7 @@ class Running:
     secret_file: Annotated[
         File, typer.Option(metavar="FILE", help="A secret that all hosts share, to sign what ranks write in the store.")
     ] = None
+    no_cache: NoCache = False
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
 
 

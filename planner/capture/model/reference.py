@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from planner.capture.kept.sources import files_read, note_origin
 from planner.capture.model.hugging_face import hugging_face_model
 from planner.errors import PlanError, Where, first_line
 from planner.files.text import is_directory, is_file, shorten
@@ -43,6 +44,13 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, v
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     quiet_transformers()
+    with files_read() as read:
+        model = _built(reference, materialize, seed, values_later)
+    note_origin(model, reference, seed, read)
+    return model
+
+
+def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> nn.Module:
     if reference.startswith("hf:"):
         seed_generators(seed)
         path = Path(reference.removeprefix("hf:"))

@@ -1,0 +1,178 @@
+"""Each capture is made once: in a call of plan(), and where that is certain, on this host.
+
+    same call            held in memory, while ``captures_shared``
+    another command      on disk (``store``), found by all that a capture depends on:
+                         how the model was built (``sources``), what a forward may read of it in Python (``values``),
+                         the inputs, the loss and the dtype
+
+Where any of it has no certain form, the model is captured. A program that can be kept is always read from its kept
+form, so that a plan is the same whether its capture was kept or made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.capture import export
+from planner.capture.canonical.decompose import HasRule
+from planner.capture.kept import store
+from planner.capture.kept.codec import decode, encode
+from planner.capture.kept.sources import facts_of, files_read, user_files, was_named
+from planner.capture.kept.uncertain import Uncertain
+from planner.capture.kept.values import digest_of
+from planner.capture.real_forward import refuse_another_forward
+from planner.graph.program import Program
+from planner.slow_steps import AFTER_SECONDS, say
+
+LOGGER = logging.getLogger("meshwright.captures")
+Found = tuple[Program, store.Kept | None]
+_shared: ContextVar[dict[tuple[int, str], store.Kept] | None] = ContextVar("captures of one call", default=None)
+
+
+@contextmanager
+def captures_shared() -> Iterator[None]:
+    """Inside, the same capture of one model is made once. The model must not change meanwhile."""
+    before = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def capture(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    has_rule: HasRule,
+    loss: str = "auto",
+    dtype: torch.dtype | None = None,
+    is_known: bool = False,
+) -> Program:
+    """As ``planner.capture.export.capture``, or what that gave before; each time a new program. Raises PlanError."""
+    asked, shared = _Asked(model, inputs, has_rule, loss, dtype, is_known), _shared.get()
+    if shared is not None and asked.name in shared:
+        return decode(*shared[asked.name])
+    place = store.place_of()
+    program, kept = asked.made() if place is None else _kept_or_made(asked, place)
+    if shared is not None and kept is not None:
+        shared[asked.name] = kept
+    return program
+
+
+@dataclass
+class _Asked:
+    """One capture of a model. ``seconds``: that it took here."""
+
+    model: nn.Module
+    inputs: Mapping[str, Tensor]
+    has_rule: HasRule
+    loss: str
+    dtype: torch.dtype | None
+    is_known: bool
+    name: tuple[int, str] = field(init=False)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        shapes = [[name, list(x.shape), list(x.stride()), str(x.dtype)] for name, x in self.inputs.items()]
+        rules = f"{self.has_rule.__module__}.{getattr(self.has_rule, '__qualname__', '')}"
+        self.name = id(self.model), json.dumps([shapes, self.loss, str(self.dtype), self.is_known, rules])
+
+    def key(self) -> str:
+        """Raises Uncertain."""
+        facts = [facts_of(self.model), digest_of(self.model), self.name[1]]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def made(self) -> Found:
+        """Captured here. Raises PlanError."""
+        LOGGER.debug("captured: %s", self.name[1])
+        start = time.monotonic()
+        options: dict[str, Any] = {"loss": self.loss, "dtype": self.dtype, "is_known": self.is_known}
+        made = export.capture(self.model, self.inputs, has_rule=self.has_rule, **options)
+        self.seconds = time.monotonic() - start
+        try:
+            return _settled(made)
+        except Uncertain as reason:
+            self.tell(reason)
+            return made, None
+
+    def read(self, place: Path, key: str) -> Found | None:
+        """From the disk. Raises OSError; PlanError as ``made``, for what depends on the values of weights."""
+        try:
+            kept = store.read(place, key)
+            program = None if kept is None else decode(*kept)
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            say(f"the kept capture {place / key}.capture is damaged, the model is captured again: {error}")
+            return None
+        if program is None:
+            return None
+        LOGGER.debug("read: %s", key)
+        if self.dtype is None and not self.is_known:
+            refuse_another_forward(self.model, self.inputs, program)
+        return program, kept
+
+    def keep(self, kept: store.Kept, place: Path, key: str, read: set[str]) -> None:
+        """Raises OSError, and Uncertain where the capture itself read or changed what the key is made of."""
+        if more := read - set(user_files()):
+            raise Uncertain(f"the forward reads {', '.join(sorted(more))}")
+        if self.key() != key:
+            raise Uncertain("the forward changes the model, or imports more of it")
+        store.write(place, key, *kept)
+        LOGGER.debug("kept: %s", key)
+
+    def tell(self, reason: Exception) -> None:
+        """Why it is not kept: to the user where that costs the next command seconds."""
+        LOGGER.debug("not kept: %s", reason)
+        is_slow = self.seconds > AFTER_SECONDS and was_named(self.model)
+        if isinstance(reason, OSError):
+            say(f"captures are not kept: {reason.filename}: {reason.strerror}")
+        elif is_slow and store.place_of() is not None:
+            say(f"the next command captures this model again: {reason}")
+
+
+def _kept_or_made(asked: _Asked, place: Path) -> Found:
+    """By one process of the host, while others that ask for the same wait and read it. Raises PlanError."""
+    try:
+        key = asked.key()
+        store.make(place)
+        if (found := asked.read(place, key)) is not None:
+            return found
+        with store.alone(place, key):
+            return asked.read(place, key) or _made_and_kept(asked, place, key)
+    except (Uncertain, OSError) as reason:
+        made = asked.made()
+        asked.tell(reason)
+        return made
+
+
+def _made_and_kept(asked: _Asked, place: Path, key: str) -> Found:
+    with files_read() as read:
+        made = asked.made()
+    try:
+        if made[1] is not None:
+            asked.keep(made[1], place, key, read)
+    except (Uncertain, OSError) as reason:
+        asked.tell(reason)
+    return made
+
+
+def _settled(program: Program) -> tuple[Program, store.Kept]:
+    """The program as it is read again, and its kept form. Raises Uncertain where that would be another program."""
+    found, constants = encode(program)
+    text = json.dumps(found)
+    kept = json.loads(text), {name: value.clone() for name, value in constants.items()}
+    again = decode(*kept)
+    if json.dumps(encode(again)[0]) != text:
+        raise Uncertain("the program would be another when it is read")
+    return again, kept

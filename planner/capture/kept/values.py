@@ -1,0 +1,139 @@
+"""Everything that a forward may read of a model in Python, as one digest: models of equal digests are captured alike.
+
+Classes, attributes and configs of all modules; names, shapes, strides, dtypes and ties of parameters; values of buffers
+and of tensors that are attributes. They are written as pickle writes them (nothing is ever read back): what
+pickle refuses (a closure, a generator) raises Uncertain, and so does an object that says itself how it is pickled.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import operator
+import pickle
+import warnings
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from planner.capture.kept.uncertain import Uncertain
+from planner.capture.model.exchange import storage_of
+
+_MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
+_GLOBAL_HOOKS = [name for name in vars(module_hooks) if name.startswith("_global_") and name.endswith("hooks")]
+_BY_HASH_SEED = "_original_object_hash"  # transformers keeps the hash() of its GenerationConfig, no two processes alike
+_NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+_HASHABLE = (bool, int, float, str, bytes, type(None))
+_HOUSES: tuple[Any, ...] = (torch, torch._C._nn, torch.special, math, operator)  # pyright: ignore
+
+
+def digest_of(model: nn.Module) -> str:
+    """Raises Uncertain where something of ``model`` has no certain form."""
+    if any(getattr(module_hooks, name) for name in _GLOBAL_HOOKS):
+        raise Uncertain("modules have global hooks")
+    found = hashlib.sha256()
+    writer = _Writer(model, found)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, module in model.named_modules(remove_duplicate=False):
+                writer.dump((name, type(module), *_parts(name, module)))
+    except (pickle.PickleError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Uncertain(f"the model holds state without a certain form: {error}") from error
+    return found.hexdigest()
+
+
+def _parts(name: str, module: nn.Module) -> list[Any]:
+    for hooks in _HOOKS:
+        if getattr(module, hooks, None):
+            raise Uncertain(f"{name or 'the model'} has hooks")
+    attributes = {key: value for key, value in vars(module).items() if key not in (*_OF_MODULES, *_HOOKS)}
+    return [attributes, *(list(getattr(module, kind).items()) for kind in _OF_MODULES)]
+
+
+class _Writer(pickle.Pickler):
+    """Owns the numbers of objects that were written before, and the memories of tensors."""
+
+    def __init__(self, model: nn.Module, found: Any) -> None:
+        super().__init__(SimpleNamespace(write=found.update), protocol=4)  # pyright: ignore[reportArgumentType]
+        self.fast = True  # equal strings are written alike, be they one object or two
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._seen: dict[int, int] = {}
+        self._held: list[Any] = []  # what was seen lives on: no other object takes its id
+        self._memories: dict[int, int] = {}
+        self._num_bytes = 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        """How an object is written that pickle would write otherwise; None for all others."""
+        kind = type(obj)
+        if kind in _HASHABLE or kind in (list, tuple, dict) or isinstance(obj, type):
+            return None
+        if isinstance(obj, nn.Module):
+            return "module", self._name_of(obj)
+        if kind in _NAMED:
+            return kind.__name__, str(obj)
+        if kind in (set, frozenset):
+            return kind.__name__, _in_order(obj)
+        if kind is BuiltinFunctionType:
+            return _name_of_builtin(obj)
+        if (place := self._seen.get(id(obj))) is not None:
+            return "again", place
+        self._seen[id(obj)] = len(self._seen)
+        self._held.append(obj)
+        return self._tensor(obj) if isinstance(obj, Tensor) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Functions and classes are written by name, and refused where another thing has that name."""
+        if isinstance(obj, FunctionType):
+            if obj.__closure__ or vars(obj):
+                raise Uncertain(f"the function {obj.__qualname__} holds state")
+        elif not isinstance(obj, (type, enum.Enum)):
+            methods = (getattr(type(obj), name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+            if any(isinstance(method, FunctionType) for method in methods):
+                raise Uncertain(f"{type(obj).__qualname__} says itself how it is pickled")
+            if _BY_HASH_SEED in getattr(obj, "__dict__", ()):
+                return type(obj), (), {k: v for k, v in vars(obj).items() if k != _BY_HASH_SEED}
+        return NotImplemented
+
+    def _name_of(self, module: nn.Module) -> str:
+        if id(module) not in self._modules:
+            raise Uncertain("an attribute is a module that is not registered")
+        return self._modules[id(module)]
+
+    def _tensor(self, value: Tensor) -> tuple[Any, ...]:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            raise Uncertain(f"a tensor is a {type(value).__name__}")
+        if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
+            raise Uncertain("a tensor has hooks")
+        memory = self._memories.setdefault(storage_of(value), len(self._memories))
+        layout = tuple(value.shape), value.stride(), value.storage_offset(), memory
+        marks = type(value), value.dtype, value.requires_grad, vars(value)
+        return "tensor", *layout, *marks, None if type(value) is nn.Parameter else self._content(value)
+
+    def _content(self, value: Tensor) -> bytes | None:
+        if value.is_meta:
+            return None
+        self._num_bytes += value.numel() * value.element_size()
+        if self._num_bytes > _MOST_BYTES:
+            raise Uncertain("the buffers are too large to compare")
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(memoryview(flat.numpy())).digest()  # pyright: ignore[reportArgumentType]
+
+
+def _in_order(members: Any) -> list[str]:
+    if not all(type(member) in _HASHABLE for member in members):
+        raise Uncertain("a set holds objects")
+    return sorted(map(repr, members))
+
+
+def _name_of_builtin(function: Any) -> tuple[str, str]:
+    for house in _HOUSES:
+        if getattr(house, function.__name__, None) is function:
+            return house.__name__, function.__name__
+    raise Uncertain(f"{function.__name__} is no function of torch")

@@ -1,0 +1,40 @@
+"""The command ``meshwright cache``: where captures are kept, how many, and how to remove them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from planner.cli import CACHE, Format, Output, write_text
+from planner.errors import PlanError
+
+EPILOG = "Examples: meshwright cache · meshwright cache --clear"
+
+
+def cache_command(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.table,
+    output: Output = None,
+) -> None:
+    """Print where captures of models are kept, how many there are, and their size; remove them if asked."""
+    from planner.capture.kept.store import kept_in, place_of
+
+    place = place_of()
+    if place is None:
+        raise PlanError(f"{CACHE}=0: no captures are kept", where=CACHE, fix="unset it, or name a directory")
+    try:
+        found = kept_in(place)
+        num_bytes = sum(path.stat().st_size for path in found)
+        for path in found if clear else ():
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"cannot use {error.filename}: {error.strerror}", where=CACHE, fix="name a directory of your own"
+        ) from error
+    if format is Format.json:
+        text = json.dumps({"place": str(place), "captures": len(found), "bytes": num_bytes, "removed": clear})
+    else:
+        text = f"{place}: {len(found)} captures, {num_bytes / 2**20:.1f} MiB{', removed' if clear else ''}"
+    write_text(text, output)
