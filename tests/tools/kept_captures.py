@@ -79,6 +79,7 @@ class Processes:
     """Plans models in ``directory`` by ``spec``, one process a plan. Captures are kept in ``directory``/cache."""
 
     def __init__(self, directory: Path, spec: dict[str, Any], *libraries: str) -> None:
+        self.directory = directory
         program = directory / "site-packages" / "parent.py"  # as if installed: it is no file of the user
         program.parent.mkdir(exist_ok=True)
         program.write_text(PARENT)

@@ -123,7 +123,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "files": {path: _content_of(path) for path in files},
         "ours": _our_sources(),
         "packages": _installed(),
-        "edited": sorted(_stamp(path) for m in users_modules(model) if (path := m.__file__) and _is_installed(path)),
+        "edited": _stamps(model),
         "environment": {name: text for name, text in sorted(os.environ.items()) if not _is_of_a_process(name)},
         "versions": [sys.version, platform.platform(), torch.__version__, torch.version.git_version, torch.__file__],
         "devices": [torch.cuda.device_count(), torch.version.cuda, torch.version.hip],
@@ -173,6 +173,17 @@ def _content_of(path: str) -> str:
         return "none"  # asked for, and not there
     except OSError as error:
         raise Uncertain(f"{path} cannot be read again") from error
+
+
+def _stamps(model: nn.Module) -> list[str]:
+    """Of all sources of the installed packages that define the model's classes: somebody may edit them in place."""
+    found: set[str] = set()
+    for module in users_modules(model):
+        package = sys.modules.get(module.__name__.partition(".")[0], module)
+        for place in (*getattr(package, "__path__", ()), module.__file__ or ""):
+            if _is_installed(place):
+                found.update(map(_stamp, map(str, Path(place).rglob("*.py")) if os.path.isdir(place) else [place]))
+    return sorted(found)
 
 
 def _stamp(path: str) -> str:

@@ -121,6 +121,18 @@ def test_a_model_whose_capture_may_depend_on_more_is_captured_each_time(
         assert not answer.is_kept, answer.told
 
 
+def test_an_installed_package_that_is_edited_in_place_is_captured_anew(processes: Processes):
+    """Also in a file that defines none of the model's classes."""
+    package = processes.directory / "site-packages" / "blocks"
+    package.mkdir()
+    (package / "__init__.py").write_text(MODEL.replace("import helper", "from blocks import helper"))
+    (package / "helper.py").write_text(HELPER)
+    assert processes.plan(model="blocks:build", files={"width.json": "8"}).is_kept
+    assert processes.plan(model="blocks:build").is_read
+    (package / "helper.py").write_text(HELPER.replace("SCALE = 2", "SCALE = 31"))
+    assert processes.plan(model="blocks:build").is_captured
+
+
 def test_what_depends_on_weights_is_checked_though_the_capture_is_read(processes: Processes):
     asks = MODEL.replace('get("HALVED")', 'get("HALVED") or x.__class__.__name__ == "FakeTensor"')
     files = FILES | {"model.py": asks.replace(" + self.shift", "").replace("self.register_buffer", "# ")}
