@@ -10,7 +10,7 @@ import typer
 
 from planner.cli import Model, NoCache, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
 from planner.errors import PlanError
-from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, prepare, report, train
+from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, fuzz, prepare, report, train
 
 CHECK_FAILED = 1
 
@@ -119,6 +119,7 @@ app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
 app.command("report", epilog=report.EPILOG)(report.report_command)
 app.command("cache", epilog=cache.EPILOG)(cache.cache_command)
+app.command("fuzz", epilog=fuzz.EPILOG)(fuzz.fuzz_command)
 app.command("env", epilog=env.EPILOG)(env.env_command)
 
 

@@ -18,9 +18,9 @@ from planner.spec.spec import Spec
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes
 from runtime.engine import Engine
+from runtime.fuzz.forks import StoreHost, in_fork
 from runtime.optimizer import buffers, zero1
 from tests.models.plannable import MODELS, build, spec_of
-from tests.tools.forks import StoreHost, in_fork
 from tests.tools.laboratory import Captures, session_lab
 
 STEPS = 2

@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 
 from runtime.cli import app
-from tests.tools.forks import StoreHost
+from runtime.fuzz.forks import StoreHost
 from tests.tools.laboratory import session_lab
 from tests.tools.paths import ROOT
 

@@ -12,11 +12,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from passes.lower import check_stages
+from passes.stage_module import RankProgram
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.errors import PlanError
@@ -110,7 +112,7 @@ def verify(
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
-    decided = plan(_in_mode(load_model(model_ref), spec), spec)
+    decided = plan(in_mode(load_model(model_ref), spec), spec)
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
@@ -135,7 +137,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty."""
     spec = Spec.load(job.spec)
     has_weights = pretrained_directory(job.model) is not None
-    model = _in_mode(load_model(job.model, materialize=not has_weights, seed=spec.seed), spec)
+    model = in_mode(load_model(job.model, materialize=not has_weights, seed=spec.seed), spec)
     untouched = Untouched(model)
     decided = plan(model, spec)
     if job.freeze_parameter is not None:
@@ -143,16 +145,18 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
     draws: list[NamedDraws] = []
 
-    def one_process() -> Beside:
+    def make() -> Beside:
         untouched.check(model)
         truth = model
         if has_weights:  # the plan read its slices, the one process reads all, by transformers
-            truth = _in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
-        if _draws_by_name(spec):
-            draws.append(NamedDraws(truth, draws_of(truth, spec), spec.seed))
-        return Beside(OneProcess(truth, spec, *draws), job.tolerance)
+            truth = in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
+        one = one_process(truth, spec)
+        draws.extend([one.draws] if one.draws else [])
+        return Beside(one, job.tolerance)
 
-    beside = _run_beside(decided, batches, job, one_process)
+    number, rank = job.remove_collective, int(os.environ.get("RANK", "0"))
+    program = None if number is None else without_collective(decided, rank, number)
+    beside = run_beside(decided, batches, make, program=program, weights=pretrained_directory(job.model))
     if beside is None:
         return VerifyReport(())
     precision = str(beside.precision).removeprefix("torch.")
@@ -163,11 +167,18 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     return VerifyReport(tuple(beside.rows), notes)
 
 
+def one_process(model: nn.Module, spec: Spec) -> OneProcess:
+    """``model`` itself, which draws by name where the plan does."""
+    return OneProcess(
+        model, spec, NamedDraws(model, draws_of(model, spec), spec.seed) if _draws_by_name(spec) else None
+    )
+
+
 def _draws_by_name(spec: Spec) -> bool:
     return spec.dropout == "layout_invariant"
 
 
-def _in_mode(model: nn.Module, spec: Spec) -> nn.Module:
+def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
     """As it is compared: with its dropout where that is drawn by name."""
     return model.train(_draws_by_name(spec))
 
@@ -203,14 +214,21 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
     return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
 
 
-def _run_beside(
-    decided: Plan, batches: list[dict[str, Tensor]], job: VerifyJob, make: Callable[[], Beside]
+def run_beside(
+    decided: Plan,
+    batches: list[dict[str, Tensor]],
+    make: Callable[[], Beside],
+    *,
+    program: RankProgram | None = None,
+    weights: Path | None = None,
 ) -> Beside | None:
-    """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update."""
+    """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update.
+
+    ``program``: of this rank in place of the plan's. ``weights``: a directory that the engine reads first.
+    """
     rank, beside = int(os.environ.get("RANK", "0")), None
-    program = None if job.remove_collective is None else without_collective(decided, rank, job.remove_collective)
     with Engine(decided, program=program) as engine:
-        if weights := pretrained_directory(job.model):
+        if weights is not None:
             engine.load_pretrained(weights)
         if engine.graphs is not None:
             engine.capture_graphs()

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import PlanError
+from runtime.fuzz.forks import Child, ForkError, StoreHost, in_fork
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
-from tests.tools.forks import Child, ForkError, StoreHost, in_fork
 
 CALL_SECONDS = 280.0
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}

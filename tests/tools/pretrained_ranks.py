@@ -15,7 +15,7 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine import Engine
-from tests.tools.forks import StoreHost
+from runtime.fuzz.forks import StoreHost
 
 VOCABULARY, LENGTH = 42, 6
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}

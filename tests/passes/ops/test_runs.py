@@ -16,7 +16,7 @@ from passes.ops import runs
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, gather, reduce_scatter, scatter, start_all_gather, start_reduce_scatter
 from planner.placement.types import V
-from tests.tools.forks import StoreHost
+from runtime.fuzz.forks import StoreHost
 from tests.tools.simulated_ranks import on_threads
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import pytest
 from planner import PlanError
 from runtime.checkpoint.manifest import json_of
 from runtime.checkpoint.saves import check_writable, newest_intact, owned, prune, resolve, saves_in, verify
-from tests.tools.forks import in_fork
+from runtime.fuzz.forks import in_fork
 from tests.tools.laboratory import Case, Lab
 from tests.tools.paths import ROOT
 from tests.tools.resumed import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint.saves import newest_intact, owned, resolve, saves_in, verify
-from tests.tools.forks import ForkError, in_fork
+from runtime.fuzz.forks import ForkError, in_fork
 from tests.tools.laboratory import Case, Lab
 from tests.tools.resumed import die_in_a_save
 from tests.tools.small_saves import die_before, num_operations, save

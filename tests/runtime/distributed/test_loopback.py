@@ -14,7 +14,7 @@ from planner.mesh import Mesh
 from runtime.distributed.launch import HOST, launch
 from runtime.distributed.loopback import hosted_store, interface_names, stay_on_one_host
 from runtime.distributed.opening import open_groups
-from tests.tools.forks import in_forks
+from runtime.fuzz.forks import in_forks
 
 LISTENS = "0A"
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

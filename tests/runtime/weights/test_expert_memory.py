@@ -12,8 +12,8 @@ from torch import Tensor
 from planner import meta_parameters, plan
 from planner.frozen_plan import Plan
 from runtime.engine import Engine
+from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
-from tests.tools.forks import StoreHost
 from tests.tools.laboratory import session_lab
 
 MESHES = {

@@ -1,4 +1,4 @@
-"""Forked children for the numeric tests: one process has imported and captured, many short-lived copies of it run.
+"""Forked children: one process has imported and captured, many short-lived copies of it run. For CPUs alone.
 
 Planning and importing cost more than the small runs themselves, so both happen once in a parent that never opens a
 process group and has none of autograd's threads (they do not survive a fork); ranks and references are its forks.

@@ -1,0 +1,1 @@
+"""Random models and specs, each compared with one process."""

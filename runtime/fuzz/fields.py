@@ -1,0 +1,37 @@
+"""Draw and shrink flat choices: each field has a table row of options, the simplest first.
+
+draw      every field by itself: the simplest with a given chance, else any
+simpler   every way to replace one field's option by one that stands before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any
+
+Options = Mapping[str, tuple[Any, ...]]
+Choices = dict[str, Any]
+
+
+def draw(options: Options, random: Random, *, simplest: float = 0.5) -> Choices:
+    """``simplest``: the chance that a field keeps its first option, from 0 to 1."""
+    return {
+        name: values[0] if random.random() < simplest else random.choice(values) for name, values in options.items()
+    }
+
+
+def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:
+    """One change at a time, the largest first: a field's first option, then its others from simple to complex."""
+    positions = {name: options[name].index(value) for name, value in chosen.items() if name in options}
+    most = max(positions.values(), default=0)
+    for at in range(most):
+        for name, position in positions.items():
+            if at < position:
+                yield {**chosen, name: options[name][at]}
+
+
+def told(chosen: Choices, options: Options) -> str:
+    """The fields that are not the simplest, as ``name value``."""
+    names = [f"{n} {chosen[n]}" for n, values in options.items() if n in chosen and chosen[n] != values[0]]
+    return ", ".join(names) or "nothing but defaults"

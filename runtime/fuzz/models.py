@@ -1,0 +1,173 @@
+"""Models that are drawn: decoders, encoders, encoder-decoders and vision models of every usual make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.fuzz.fields import Choices
+from runtime.fuzz.parts import MLP, Attention, Experts, norm
+
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "kind": ("decoder", "encoder", "encoder_decoder", "vision"),
+    "layers": (2, 1, 3, 4),
+    "heads": (4, 2, 3, 6),
+    "head_width": (4, 8, 6),
+    "key_heads": ("all", "half", "one"),
+    "width": (16, 24, 12, 18),
+    "inner": (32, 24, 36, 40),
+    "vocabulary": (32, 33, 50),
+    "length": (8, 6, 9, 12),
+    "norm": ("layer", "rms"),
+    "norm_place": ("pre", "post", "parallel", "none"),
+    "qkv": ("split", "fused"),
+    "positions": ("learned", "rotary", "relative", "alibi", "none"),
+    "attention": ("sdpa", "spelled"),
+    "mlp": ("plain", "gated", "gated_fused"),
+    "activation": ("gelu", "relu", "silu", "tanh"),
+    "experts": ("none", "rows", "dense", "stacked"),
+    "bias": (True, False),
+    "tied": (False, True),
+    "shared_layer": (False, True),
+    "frozen": ("none", "embedding", "first_block", "biases"),
+    "unused": (False, True),
+    "convolution": (False, True),
+    "dropout": (0.0, 0.1),
+    "loss": ("mean", "ignored", "weighted", "smoothed", "counted", "auxiliary", "squares"),
+}
+
+
+class Block(nn.Module):
+    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it."""
+
+    def __init__(self, given: dict[str, Any], *, causal: bool, crosses: bool = False) -> None:
+        super().__init__()
+        self.place, width = given["norm_place"], given["width"]
+        self.attention = Attention(given, causal=causal)
+        self.cross = Attention({**given, "positions": "none"}, causal=False) if crosses else None
+        self.mlp = MLP(given) if given["experts"] == "none" else Experts(given)
+        self.first, self.second = norm(given["norm"], width), norm(given["norm"], width)
+        self.third = norm(given["norm"], width) if crosses else None
+        self.convolution = nn.Conv1d(width, width, 3, padding=2, groups=width) if given["convolution"] else None
+        self.dropout = nn.Dropout(given["dropout"])
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        if self.convolution is not None:
+            x = x + self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        if self.place == "parallel":
+            y = self.first(x)
+            return x + self.attention(y, y) + self.dropout(self.mlp(y))
+        x = self._added(x, self.first, lambda y: self.attention(y, y))
+        if self.cross is not None and self.third is not None and memory is not None:
+            cross = self.cross
+            x = self._added(x, self.third, lambda y: cross(y, memory))
+        return self._added(x, self.second, self.mlp)
+
+    def _added(self, x: Tensor, norm: nn.Module, part: Any) -> Tensor:
+        if self.place == "post":
+            return norm(x + self.dropout(part(x)))
+        return x + self.dropout(part(x if self.place == "none" else norm(x)))
+
+
+class Drawn(nn.Module):
+    """The whole model; its forward takes the inputs of ``inputs_of`` and returns the loss."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given, width = given, given["width"]
+        self.tokens = nn.Embedding(given["vocabulary"], width)
+        if given["kind"] == "vision":
+            self.stem = nn.Conv2d(3, width, 2, stride=2)
+        if given["positions"] == "learned":
+            self.positions = nn.Embedding(64, width)
+        causal = given["kind"] in ("decoder", "encoder_decoder")
+        crosses = given["kind"] == "encoder_decoder"
+        if crosses:
+            self.encoder = nn.ModuleList(Block(given, causal=False) for _ in range(given["layers"]))
+        self.blocks = nn.ModuleList(Block(given, causal=causal, crosses=crosses) for _ in range(given["layers"]))
+        self.norm = norm(given["norm"], width)
+        self.head = nn.Linear(width, given["vocabulary"], bias=False)
+        if given["tied"]:
+            self.head.weight = self.tokens.weight
+        if given["unused"]:
+            self.unused = nn.Linear(width, width)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        kind = self.given["frozen"]
+        for name, parameter in self.named_parameters():
+            is_first = name.startswith("blocks.0.") and kind == "first_block"
+            if is_first or (kind == "embedding" and name.startswith("tokens")) or (kind == "biases" and "bias" in name):
+                parameter.requires_grad_(False)
+
+    def forward(
+        self, labels: Tensor, ids: Tensor | None = None, pixels: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        x = self._embedded(ids) if pixels is None else self._patches(pixels)
+        memory = None
+        if self.given["kind"] == "encoder_decoder":
+            memory, x = x, self._embedded(labels.clamp(min=0))
+            for block in self.encoder:
+                memory = block(memory)
+        for block in self.blocks:
+            for _ in range(2 if self.given["shared_layer"] else 1):
+                x = block(x, memory)
+        return loss_of(self.given, self.head(self.norm(x)), labels, weights)
+
+    def _patches(self, pixels: Tensor) -> Tensor:
+        return self.stem(pixels.to(self.stem.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def _embedded(self, ids: Tensor | None) -> Tensor:
+        assert ids is not None
+        x = self.tokens(ids)
+        if self.given["positions"] == "learned":
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return x
+
+
+def loss_of(given: dict[str, Any], logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """A scalar of [b, s, v] and [b, s]."""
+    rows, flat = logits.flatten(0, 1), labels.flatten()
+    match given["loss"]:
+        case "smoothed":
+            return F.cross_entropy(rows, flat, label_smoothing=0.1)
+        case "weighted" if weights is not None:
+            each = F.cross_entropy(rows, flat, reduction="none")
+            squares = weights.flatten().to(each.dtype).pow(2)  # above zero
+            return (each * squares).sum() / squares.sum()
+        case "counted":
+            kept = flat != -100
+            return F.cross_entropy(rows, flat, reduction="sum", ignore_index=-100) / kept.sum()
+        case "auxiliary":
+            return F.cross_entropy(rows, flat) + 1e-3 * rows.logsumexp(-1).pow(2).mean()
+        case "squares":
+            return (rows - F.one_hot(flat, rows.shape[-1]).to(rows.dtype)).pow(2).mean()
+    return F.cross_entropy(rows, flat)
+
+
+def build(given: Choices) -> Drawn:
+    """Equal weights at every call; none of them zero or one by initialisation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Drawn(given)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def inputs_of(given: Choices) -> dict[str, dict[str, Any]]:
+    """The spec's section ``inputs``."""
+    length = given["length"]
+    ids = {"shape": [length], "dtype": "int64", "high": given["vocabulary"]}
+    found: dict[str, dict[str, Any]] = {"labels": ids}
+    if given["kind"] == "vision":
+        found["pixels"] = {"shape": [3, 2, 2 * length], "dtype": "float32"}
+    else:
+        found["ids"] = ids
+    if given["loss"] == "weighted":
+        found["weights"] = {"shape": [length], "dtype": "float32"}
+    return found
