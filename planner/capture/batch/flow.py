@@ -28,7 +28,8 @@ Dims = frozenset[Run]
 SAME = {"contiguous", "clone", "detach", "alias", "dropout", "to", "softmax", "_softmax", "log_softmax", "_log_softmax",
         "layer_norm", "rms_norm", "cumsum", "slice", "split_with_sizes", "rand_like",
         "randn_like", "bernoulli", "one_hot"}  # fmt: skip
-BESIDE = {"topk", "sort", "argsort", "msort", "gather", "scatter", "scatter_add", "cummax", "cummin", "flip", "roll"}
+BESIDE = {"topk", "sort", "argsort", "msort", "gather", "scatter", "scatter_add", "cummax", "cummin", "flip", "roll",
+          "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft"}  # fmt: skip
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
@@ -63,10 +64,12 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
         return given[first]
     if name == "cat" and any(dim == _cat_dim(node) for dims in given.values() for dim, *_ in dims):
         return None
-    if _is_by_element(node.target) or name in ("expand", "cat"):
+    if is_by_element(node.target) or name in ("expand", "cat"):
         return frozenset().union(*(_aligned(dims, n, node) for n, dims in given.items()))
     if name == "reshape":
         return _reshaped(given[first], _shape(first), _shape(node))
+    if name == "repeat":
+        return _aligned(given[first], first, node)  # a dim that is repeated holds the sequences again and again
     if name == "permute":
         order = [int(d) % len(_shape(node)) for d in node.args[1]]  # pyright: ignore
         return frozenset((order.index(d), *run) for d, *run in given[first])  # pyright: ignore
@@ -85,7 +88,7 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
     return None
 
 
-def _is_by_element(target: Any) -> bool:
+def is_by_element(target: Any) -> bool:
     return is_pointwise(target) or torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
 
 

@@ -23,7 +23,8 @@ from planner.graph.walks import operands, walk
 
 ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
          "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",
-         "kthvalue", "mode", "quantile", "nanquantile", "nanmedian", "msort", "renorm", "index_select"}  # fmt: skip
+         "kthvalue", "mode", "quantile", "nanquantile", "nanmedian", "msort", "renorm", "index_select",
+         "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft"}  # fmt: skip
 PRODUCTS = {"mm", "matmul", "bmm", "einsum", "linear"}
 
 BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, where known

@@ -15,6 +15,7 @@ from torch import fx
 from planner.capture.batch.flow import batch_flow
 from planner.capture.batch.mixing import ALONG, computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.mixing import PRODUCTS as MIXING_PRODUCTS
+from planner.capture.batch.order import may_repeat_batch
 from planner.capture.loss.counts import AVERAGES, REDUCTIONS, SUMS, input_only, reduces_batch
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
 from planner.capture.loss.loss_ops import (
@@ -118,6 +119,8 @@ def is_certain(
         return False
     flow = batch_flow(program, on_batch) if size > 1 else {}
     known = [n for n in inner if mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)]
+    if size == 1 and any(may_repeat_batch(n) for n in inner):
+        return False
     mixing = dict.fromkeys([*(n for n in inner if may_mix(n, on_batch)), *known])
     return not any(may_run_along(n, flow) for n in mixing)
 

@@ -40,6 +40,7 @@ from planner.capture.batch.mixing import (
     mixes,
     mixes_along_a_dim,
 )
+from planner.capture.batch.order import in_other_orders
 from planner.capture.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
 from planner.capture.loss.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
 from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
@@ -122,11 +123,7 @@ class _Rewriter:
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
-        self.on_batch: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            reads = any(n in self.on_batch for n in node.all_input_nodes) and node.target not in SHAPE_READERS
-            if node.name in program.inputs or reads:
-                self.on_batch.add(node)
+        self.on_batch = _follows_batch(program)
 
     # ---- kinds
 
@@ -134,12 +131,14 @@ class _Rewriter:
         constants = Constants(self.program, of_shapes=True, max_elements=MAX_ELEMENTS)
         region = loss_region(self.program, self.on_batch)
         self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
+        second = None
         if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region):
             second = _captured(recapture, self._times())
             if second is None:
                 self._tell(self.terms.doubts, self.program.node(self.program.loss))
             else:
                 counts = self._by_two_captures(second, constants, region)
+        self._warn_of_other_orders(second[0] if second is not None else self.program)
         for node in counts:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
@@ -180,6 +179,12 @@ class _Rewriter:
             along = may and mixes(node, typing.captures.changed)
             if (along and not typing.takes_apart(node)) or node in typing.apart:
                 self._tell(self.terms.mixed, node)
+
+    def _warn_of_other_orders(self, program: Program) -> None:
+        """Of a program of several sequences, whose lines are those of this one."""
+        inner = in_other_orders(program, _follows_batch(program))
+        for node in inner:
+            self._tell(self.terms.mixed, node)
 
     def _tail(self) -> set[fx.Node]:
         """The loss, and upwards all that is no value of single rows."""
@@ -361,6 +366,16 @@ class _Rewriter:
             valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
         dtype = torch.int64 if weight is None else weight.meta["val"].dtype
         return emit(aten.sum.default, [valid], torch.empty((), dtype=dtype, device="meta"))
+
+
+def _follows_batch(program: Program) -> set[fx.Node]:
+    """What is computed of the batch's values, not of their shapes alone."""
+    found: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
+        if node.name in program.inputs or reads:
+            found.add(node)
+    return found
 
 
 def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:

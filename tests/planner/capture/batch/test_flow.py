@@ -108,7 +108,30 @@ class Chosen(nn.Module):
         return sum(share[:, i, None] * expert(rows) for i, expert in enumerate(self.experts)).view_as(x)  # pyright: ignore
 
 
-BODIES = [Chosen, nn.Identity, Seq2Seq, TimeFirst, Mixing, Vector, Convolved, ConvolvedUnbatched]
+class Spectral(nn.Module):
+    """A filter along time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * 0.5, n=x.shape[1], dim=1)
+
+
+class SpectralOverBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=0) * 0.5, n=x.shape[0], dim=0)
+
+
+BODIES = [
+    Spectral,
+    SpectralOverBatch,
+    Chosen,
+    nn.Identity,
+    Seq2Seq,
+    TimeFirst,
+    Mixing,
+    Vector,
+    Convolved,
+    ConvolvedUnbatched,
+]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -133,7 +156,17 @@ def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Ca
 
 @pytest.mark.parametrize(
     ("body", "captures"),
-    [(Seq2Seq, 1), (TimeFirst, 1), (Vector, 1), (Convolved, 1), (Chosen, 1), (Mixing, 2), (ConvolvedUnbatched, 2)],
+    [
+        (Seq2Seq, 1),
+        (TimeFirst, 1),
+        (Vector, 1),
+        (Convolved, 1),
+        (Chosen, 1),
+        (Spectral, 1),
+        (SpectralOverBatch, 2),
+        (Mixing, 2),
+        (ConvolvedUnbatched, 2),
+    ],
 )
 def test_one_capture_is_enough_where_no_op_runs_along_the_batch(
     body: Callable[[], nn.Module], captures: int, monkeypatch: pytest.MonkeyPatch

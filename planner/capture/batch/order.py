@@ -1,0 +1,63 @@
+"""Find values that are computed of others whose sequences stand in another order along one dim.
+
+    x.view(b·h, …) * y.repeat(h, 1, 1)      of x every h rows are one sequence, of y every b-th row is
+
+Numbers of a batch in another order are those of other sequences: a microbatch would compute other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import fx
+
+from planner.capture.batch.flow import Run, batch_runs, is_by_element
+from planner.graph.ops.aten import shape_of
+from planner.graph.program import Program
+
+_OF_EQUAL_DIMS = {"gather", "scatter", "scatter_add"}
+
+
+def batch_size(program: Program) -> int:
+    return next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
+
+
+def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.Node]:
+    """Nodes that read two orders of the batch; none where one sequence alone was captured."""
+    size, runs = batch_size(program), batch_runs(program, on_batch)
+    if size == 1:
+        return []
+    return [node for node in program.graph.graph.nodes if node in on_batch and _reads_two(node, runs, size)]
+
+
+def may_repeat_batch(node: fx.Node) -> bool:
+    """Of a capture of one sequence: whether an op repeats its dim as a whole, the first or one behind a new dim."""
+    if _name(node) not in ("repeat", "expand"):
+        return False
+    shape, before = shape_of(node), shape_of(node.all_input_nodes[0])
+    added = len(shape) - len(before)
+    pairs = zip((1,) * added + before, shape, (*shape[1:], 0), strict=True)
+    return any(old == 1 < new and (dim == added or then == 1) for dim, (old, new, then) in enumerate(pairs))
+
+
+def _reads_two(node: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> bool:
+    if node.op != "call_function" or not (is_by_element(node.target) or _name(node) in _OF_EQUAL_DIMS):
+        return False
+    steps: dict[int, set[int]] = {}
+    for operand in node.all_input_nodes:
+        for dim, step in _certain(operand, runs, size):
+            steps.setdefault(dim - len(shape_of(operand)), set()).add(step)
+    return any(len(found) > 1 for found in steps.values())
+
+
+def _certain(operand: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> Iterator[tuple[int, int]]:
+    """(dim, distance of two sequences) where all sequences stand on one dim, evenly."""
+    found = runs.get(operand) or frozenset()
+    if len(found) == 1:
+        ((dim, step, count),) = found
+        if count == size and shape_of(operand)[dim] % (step * count) == 0:
+            yield dim, step
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "_opname", "")
