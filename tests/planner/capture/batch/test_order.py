@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
+from tests.planner.capture.batch.test_flow import Model
 
 HEADS = 2
-
-
-class Model(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.tokens, self.body, self.head = nn.Embedding(20, 16), body, nn.Linear(16, 20)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.body(self.tokens(ids))).flatten(0, 1), labels.flatten())
 
 
 def heads(x: Tensor) -> Tensor:
