@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.stage_module import RankProgram
@@ -70,7 +69,8 @@ class CompiledPieces:
             call.run = self._run
 
     def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
-        is_watched = is_in_torch_dispatch_mode()  # a recorded graph has the ops that it sees, and no compiled code
+        # A recorded graph has the ops that it sees, and no compiled code. Of this thread: torch's own flag is of all.
+        is_watched = torch._C._len_torch_dispatch_stack() > 0
         function = self.function_of(call, inputs) if torch.is_grad_enabled() and not is_watched else None
         if function is None:
             self.counts[call.index, "eager"] += 1

@@ -44,6 +44,7 @@ _HOUSES = Path(__file__).resolve().parents[3]
 _OUR_ROOTS = tuple(str(_HOUSES / name) + os.sep for name in ("planner", "passes", "runtime", "specs"))
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
+_METADATA = (".dist-info", ".egg-info")  # the ends of directories
 _LARGE = 16 << 20  # bytes: of a larger file, size and time stand for the content
 
 _reading: list[set[str]] = []  # of those that watch now
@@ -85,7 +86,8 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _reading and isinstance(arguments[0], (str, bytes)) and not _makes(arguments[2]):
         path = os.path.abspath(os.fsdecode(arguments[0]))
         is_of_imports = path.endswith(".pyc") or path in sys.path  # an archive that may lie there, with modules in it
-        if not (is_of_imports or path.startswith((*_OUR_ROOTS, *_NO_FILES)) or _is_installed(path)):
+        is_known = _is_installed(path) or _is_metadata(path)
+        if not (is_of_imports or is_known or path.startswith((*_OUR_ROOTS, *_NO_FILES))):
             for found in _reading:
                 found.add(path)
 
@@ -126,7 +128,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "edited": _stamps(model),
         "environment": {name: text for name, text in sorted(os.environ.items()) if not _is_of_a_process(name)},
         "versions": [sys.version, platform.platform(), torch.__version__, torch.version.git_version, torch.__file__],
-        "devices": [torch.cuda.device_count(), torch.version.cuda, torch.version.hip],
+        "devices": [torch.accelerator.device_count(), torch.version.cuda, torch.version.hip],
         "settings": [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")],
     }  # fmt: skip
 
@@ -162,6 +164,12 @@ def _user_modules() -> Iterator[tuple[str, str]]:
 
 def _is_installed(path: str) -> bool:
     return "/site-packages/" in path or "/dist-packages/" in path or path.startswith(_INSTALLED)
+
+
+def _is_metadata(path: str) -> bool:
+    """Whether it says what is installed, as ``importlib.metadata`` reads it: a checkout may lie on the path with it."""
+    of_package = Path(path).parent
+    return of_package.name.endswith(_METADATA) and str(of_package.parent) in map(os.path.abspath, sys.path)
 
 
 def _content_of(path: str) -> str:
@@ -201,10 +209,15 @@ def _our_sources() -> str:
 
 
 def _installed() -> list[str]:
-    """What is installed where, with versions: the names of the directories that say so."""
-    places = [place for place in dict.fromkeys(sys.path) if "site-packages" in place or "dist-packages" in place]
-    endings = (".dist-info", ".egg-info", ".egg-link", ".pth")
-    return [f"{place}/{name}" for place in places for name in _listed(place) if name.endswith(endings)]
+    """What is installed where, with versions: the names of the directories that say so.
+
+    The name of a checkout's says no version: sizes and times of its files do.
+    """
+    endings = (*_METADATA, ".egg-link", ".pth")
+    places = dict.fromkeys(map(os.path.abspath, sys.path))
+    found = [f"{place}/{name}" for place in places for name in _listed(place) if name.endswith(endings)]
+    metadata = [path for path in found if path.endswith(_METADATA) and not _is_installed(path)]
+    return [*found, *(_stamp(f"{path}/{name}") for path in metadata for name in _listed(path))]
 
 
 def _listed(place: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from planner.files import atomic
 from planner.files.atomic import replaced_file, try_new_file, write_for_user, write_new, write_whole
 from planner.files.lock_file import open_lock_file
-from tests.tools.forks import in_fork
+from runtime.fuzz.forks import in_fork
 
 
 def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:

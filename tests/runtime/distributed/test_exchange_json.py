@@ -31,9 +31,11 @@ OF_OBJECTS = {
     *("send_object_list", "recv_object_list", "_object_to_tensor", "_tensor_to_object"),
 }
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-PARENT_AND_CHILD = {  # memory without a name, from a process to the one that started it: no other reaches it
+NONE_COMES_FROM_ELSEWHERE = {  # memory without a name, from a process to the one that started it: no other reaches it
     "runtime/distributed/outcomes.py",
     "runtime/distributed/rank_process.py",
+    "runtime/fuzz/forks.py",  # a pipe from a fork to the process that made it
+    "planner/capture/kept/values.py",  # writes alone: the bytes are hashed
 }
 
 
@@ -71,7 +73,7 @@ def test_no_exchange_unpickles():
     files = [file for house in ("planner", "passes", "runtime") for file in (ROOT / house).rglob("*.py")]
     found = {str(file.relative_to(ROOT)): [*unsafe(file.read_text())] for file in files}
     assert len(files) > 300
-    assert {name for name, calls in found.items() if calls} == PARENT_AND_CHILD
+    assert {name for name, calls in found.items() if calls} == NONE_COMES_FROM_ELSEWHERE
 
 
 def over_gloo() -> list[object]:

@@ -133,6 +133,18 @@ def test_an_installed_package_that_is_edited_in_place_is_captured_anew(processes
     assert processes.plan(model="blocks:build").is_captured
 
 
+def test_metadata_of_a_checkout_on_the_path_is_part_of_the_key(processes: Processes):
+    """torch reads the entry points of all that is installed; a name such as ``checkout.egg-info`` says no version."""
+    (of_checkout := processes.directory / "checkout" / "checkout.egg-info").mkdir(parents=True)
+    (entry_points := of_checkout / "entry_points.txt").write_text("[some]\nname = json:loads\n")
+    before = "sys.path.append(os.path.abspath('checkout')); import importlib.metadata as m; m.entry_points()"
+    answer = processes.plan(files=FILES, before=before)
+    assert answer.is_kept, answer.told
+    assert processes.plan(files=FILES, before=before).is_read
+    entry_points.write_text("[other]\nname = json:loads\n")
+    assert processes.plan(files=FILES, before=before).is_captured
+
+
 def test_what_depends_on_weights_is_checked_though_the_capture_is_read(processes: Processes):
     asks = MODEL.replace('get("HALVED")', 'get("HALVED") or x.__class__.__name__ == "FakeTensor"')
     files = FILES | {"model.py": asks.replace(" + self.shift", "").replace("self.register_buffer", "# ")}
