@@ -1,4 +1,4 @@
-"""What the README shows runs: its Python, its spec, and every name of the engine that it mentions."""
+"""The README and the pages that continue it run as shown: Python, spec, plan, commands, attributes of the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from runtime.cli import app
 from tests.tools.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
+PYTHON = (ROOT / "docs" / "python.md").read_text()  # goes on with the README's names
+COMMANDS = (ROOT / "docs" / "commands.md").read_text()
+MOST_LINES = 130
 LENGTH, VOCABULARY, SIZE = 8, 37, 16
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def small(text: str) -> str:
@@ -35,7 +38,7 @@ def small(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory) -> dict[str, Any]:
-    """Run every Python block of the README in turn, in a directory with its spec; the names that they leave."""
+    """Run every Python block in turn, in a directory with the README's spec; the names that they leave."""
     transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("readme")
     (directory / "spec.yaml").write_text(small(blocks("yaml")[0]))
@@ -46,11 +49,20 @@ def namespace(tmp_path_factory) -> dict[str, Any]:
     names["batch"] = {name: torch.randint(VOCABULARY, (SIZE, LENGTH)) for name in ("input_ids", "labels")}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        for text in blocks("python"):
+        for text in (*blocks("python"), *blocks("python", PYTHON)):
             exec(text, names)
     names["directory"] = directory
     yield names
     names["engine"].close()
+
+
+def test_a_newcomer_reads_a_short_page():
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_index_of_the_documentation_lists_every_page():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"^\| \[([a-z_]+\.md)\]\(\1\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)) == pages
 
 
 def test_the_spec_is_valid_as_it_stands(tmp_path):
@@ -65,7 +77,7 @@ def test_the_python_runs_and_trains_the_model(namespace):
 
 
 def test_every_attribute_of_the_engine_that_is_named_exists(namespace):
-    named = sorted(set(re.findall(r"\bengine((?:\.[a-z_]+)+)", README)))
+    named = sorted(set(re.findall(r"\bengine((?:\.[a-z_]+)+)", README + PYTHON)))
     assert ".mesh.dp_rank" in named
     for path in named:
         reduce(getattr, path.strip(".").split("."), namespace["engine"])
@@ -99,7 +111,7 @@ def test_the_plan_that_is_shown_is_printed(printed):
             assert len(cells) == len(places)
             assert any(all(map(shows, cells, [row[p] for p in places])) for row in section.rows), cells
         num_rows += len(rows)
-    assert num_rows > 12
+    assert num_rows > 10
 
 
 def shows(cell: str, whole: str) -> bool:
@@ -108,7 +120,7 @@ def shows(cell: str, whole: str) -> bool:
 
 def test_every_command_is_shown_with_options_that_it_has():
     commands: dict[str, Any] = get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    shown = re.findall(r"^    meshwright (\w+)(.*)$", README, re.MULTILINE)
+    shown = re.findall(r"^    meshwright (\w+)(.*)$", COMMANDS, re.MULTILINE)
     assert {name for name, _ in shown} == set(commands)
     for name, rest in shown:
         known = {option for parameter in commands[name].params for option in parameter.opts}
