@@ -29,9 +29,6 @@ PHRASES = [(phrase, re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNOREC
 PENDING = {
     "README.md",
     "docs/architecture.md",
-    "docs/captures.md",
-    "docs/checkpoints.md",
-    "docs/clusters.md",
     "docs/compile.md",
     "docs/context_parallel.md",
     "docs/cost.md",
