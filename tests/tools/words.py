@@ -29,8 +29,6 @@ PHRASES = [(phrase, re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNOREC
 PENDING = {
     "README.md",
     "docs/architecture.md",
-    "docs/compile.md",
-    "docs/context_parallel.md",
     "docs/cost.md",
     "docs/data.md",
     "docs/dropout.md",
