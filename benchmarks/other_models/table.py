@@ -9,20 +9,21 @@ from benchmarks.other_models.catalogue import CATALOGUE, Listed
 
 PAGE = """# Models of other people
 
-Models of packages from PyPI, and models written anew from their papers, each through `meshwright verify`: the plan on
-its processes beside the unmodified model in one process, after forward, backward and one update. Written by
+Models from PyPI packages, and models reimplemented from their papers, each checked by `meshwright verify`: it
+compares the plan on its processes with the unmodified model in one process, after forward, backward and one update.
+You can repeat it with torch {torch}:
 
     pip install {packages}
     python -m benchmarks.other_models --markdown docs/other_models.md     # or with parts of names: timm own_ whisper
 
-with torch {torch}; torchtune also wants `torchao<0.12`, timm and others a torchvision. Packages that are not installed
-are listed as such; nothing in this repository needs them. The models are small (two or three layers, 32 or 64 channels)
-and compute in float64 where they can. The rows were seen one after another over a sitting, while the code changed.
+torchtune also needs `torchao<0.12`, timm and others a torchvision. Packages that you have not installed are listed
+as such; nothing in this repository needs them. The models are small (two or three layers, 32 or 64 channels)
+and compute in float64 if they can. The rows were measured one after another over a sitting, while the code changed.
 
-*FLOPs cut*: the share of the matrix products' work that tp spreads. *Collectives a layer*: those over tp, forward and
-backward, of one microbatch in the block that has most (a layer of a decoder with cross-attention has three sublayers,
-one of SD3 two streams); "in all" where the plan sees no repeated blocks. *Result*: the largest relative difference of
-the loss, and of a gradient; or what was refused.
+*FLOPs cut*: the share of the matrix products' work that tp shards. *Collectives a layer*: those over tp, forward and
+backward, of one microbatch in the block with the most (a layer of a decoder with cross-attention has three sublayers,
+one of SD3 two streams); "in all" if the plan finds no repeated blocks. *Result*: the largest relative difference of
+the loss, and of a gradient; or the refusal.
 
 {counts}
 

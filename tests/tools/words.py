@@ -33,16 +33,6 @@ PENDING = {
     "docs/data.md",
     "docs/dropout.md",
     "docs/evaluation.md",
-    "docs/limits.md",
-    "docs/long_runs.md",
-    "docs/memory.md",
-    "docs/other_models.md",
-    "docs/recipes.md",
-    "docs/recompute.md",
-    "docs/report.md",
-    "docs/schedules.md",
-    "docs/search.md",
-    "docs/watching.md",
 }
 
 
