@@ -29,7 +29,6 @@ PHRASES = [(phrase, re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNOREC
 PENDING = {
     "README.md",
     "docs/architecture.md",
-    "docs/evaluation.md",
 }
 
 
