@@ -43,20 +43,11 @@ from runtime.weights.sources import WeightSource
 _engine_numbers = count()
 
 
-def open_rank(
-    plan: Plan, spec: Spec, device: torch.device | str | None, timeout_seconds: float
-) -> tuple[Groups, Store | None]:
+def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
     """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
     store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
-    groups = open_groups(
-        plan.mesh,
-        identity(plan),
-        tied,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        share_memory=spec.cuda_graphs.impl == "none",  # an emulated graph writes collectives down as torch's ops
-    )
+    groups = open_groups(plan.mesh, identity(plan), tied, device=device, timeout_seconds=timeout_seconds)
     warn_of(plan, groups.rank)
     store, number = default_store(), next(_engine_numbers)
     return groups, PrefixStore(f"meshwright/engine/{number}", store) if store is not None else None

@@ -85,7 +85,7 @@ class Engine:
         self.step_index = 0
         self._gradients_ready = self._is_averaged = self._is_exchange_due = False
         self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-        self.groups, store = open_rank(plan, self.spec, device, timeout_seconds)
+        self.groups, store = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             self._audit = Audit(plan, self.spec, self.groups) if self.spec.audit.every else None

@@ -12,13 +12,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 import torch.distributed as dist
 
-from runtime.distributed.shared_memory.neighbours import OFF, shared_host
-
 PACKAGE = "meshwright"
 EXTRAS = ("transformers", "tokenizers", "transformer-engine", "triton", "matplotlib", "tensorboard")
 _NAME = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")  # of a requirement, before its versions
 COMPILERS = ("c++", "g++", "clang++", "ptxas")
-_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", OFF)
+_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of networks, files and machines
 
@@ -100,7 +98,7 @@ def _back_ends() -> tuple[tuple[str, str], ...]:
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     gloo = "found" if dist.is_gloo_available() else "none"
-    return (("NCCL", nccl), ("gloo", gloo), ("shared memory", "found" if shared_host() else "none"))
+    return (("NCCL", nccl), ("gloo", gloo))
 
 
 def _settings() -> tuple[tuple[str, str], ...]:

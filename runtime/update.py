@@ -55,7 +55,7 @@ class Update:
         not waited for, whoever reads the report meets it. Nothing is updated then."""
         rate, scale = self._learning_rate(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
-        notes = self._notes.here(stop_requested() is not None, self._own(is_on_cpu))
+        notes = self._notes.here(stop_requested() is not None, self._own())
         kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
         result = self._optimizer.step(
             rate,
@@ -73,12 +73,11 @@ class Update:
         layers, dropping = self._layers_of_experts(), sum(limit > 0 for limit in self._limits)
         figures = (result.figures, rate, num_tokens, clock)
         notes_of = (len(notes), check)
-        places = (self._notes.stages, self._notes.pipelines)
+        places = (self._notes.places, self._notes.pipelines)
         return StepReport(*figures, layers, dropping, self._drops_tokens(), notes_of, places, kept_scale)
 
-    def _own(self, is_on_cpu: bool) -> Own:
-        busy = self._groups.faults.busy_seconds() if is_on_cpu else 0.0  # the host's time tells nothing of a device
-        return Own(busy, *self._waits.told(), peak_bytes(self._groups.device))
+    def _own(self) -> Own:
+        return Own(self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
 
     def _learning_rate(self, step: int) -> float:
         o, s = self._spec, self._spec.schedule

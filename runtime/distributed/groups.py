@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -19,7 +19,6 @@ from planner.mesh import Mesh
 from runtime.distributed.abort import abort_at_an_end, abort_groups, forget
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.faults import Faults
-from runtime.distributed.shared_memory.group import BACKEND as SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,6 @@ class Groups:
     ``dp_cp`` is of those: a group of its own also where cp has the same ranks, so that keys on their way to attention
     do not queue behind gradients. ``embedding`` maps the stages that hold a tied parameter to the group of this rank's
     place on the other axes over them. ``place``: this rank's on each axis.
-    ``memories``: by rank, a number that ranks have in common whose tensors lie in memory that they can share; -1: none.
     ``faults``: what this rank is at, and what others hear of its end.
     ``before_end``: called before any group ends, in any way: frees what holds kernels of the groups. May come again.
     """
@@ -84,7 +82,6 @@ class Groups:
     embedding: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
     links: dict[tuple[int, int, str], ProcessGroup] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
-    memories: tuple[int, ...] = ()
     faults: Faults = field(default_factory=lambda: Faults(Activity(0)))
     before_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -106,11 +103,6 @@ class Groups:
     @property
     def pp_rank(self) -> int:
         return self.coordinate["pp"]
-
-    def backend_over(self, ranks: Sequence[int]) -> str:
-        """Of a group of ``ranks`` for tensors of the device."""
-        shared = {self.memories[rank] for rank in ranks} if self.memories else {-1}
-        return SHARED_MEMORY if len(shared) == 1 and -1 not in shared else self.backend
 
     def rank_of_stage(self, stage: int) -> int:
         """The global rank that runs ``stage`` at this rank's tp, cp and dp."""

@@ -33,7 +33,7 @@ class Seat:
     """What one rank brings. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave this very device.
 
     ``identity``: by name, what must be equal on all ranks. ``tied``: stages that share a parameter. ``error``: why this
-    rank cannot take part (what, where, fix). ``memory``: the same for ranks that can share memory, empty for none.
+    rank cannot take part (what, where, fix).
     """
 
     host: str = ""
@@ -43,7 +43,6 @@ class Seat:
     identity: dict[str, str] = field(default_factory=dict)
     tied: tuple[StageSet, ...] = ()
     error: tuple[str, str, str] | None = None
-    memory: str = ""
 
     @property
     def device_type(self) -> str:
@@ -52,15 +51,10 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets.
-
-    ``memories``: by rank, a number that ranks have in common whose tensors lie in memory that they can share; -1 for
-    none. Empty where no rank can.
-    """
+    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
 
     backend: str
     tied: tuple[StageSet, ...] = ()
-    memories: tuple[int, ...] = ()
 
 
 def meet(
@@ -80,7 +74,7 @@ def meet(
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)
-    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]), tuple(told["memories"]))
+    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
 
 
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
@@ -96,7 +90,7 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
     if shared:
         _check_sharing(seats, shared, pp)
     backend = "nccl" if types.keys() == {"cuda"} and not shared else "gloo"
-    return Verdict(backend, tied, _memories(seats))
+    return Verdict(backend, tied)
 
 
 # ---- in the store
@@ -206,12 +200,6 @@ def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
         if seat.gpu:
             ranks[seat.gpu].append(rank)
     return [members for members in ranks.values() if len(members) > 1]
-
-
-def _memories(seats: Sequence[Seat]) -> tuple[int, ...]:
-    told = [seat.memory if seat.device_type == "cpu" else "" for seat in seats]
-    numbers = {memory: number for number, memory in enumerate(dict.fromkeys(filter(None, told)))}
-    return tuple(numbers.get(memory, -1) for memory in told) if numbers else ()
 
 
 def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:

@@ -1,7 +1,9 @@
 """What ranks tell each other with the figures of an update, in the exchange that sums the norm: no exchange of its own.
 
-    [asked to stop,  digest of the batch of rank 0, 1, …,  busy seconds of rank 0, 1, …,      zeros but for this rank's
-     seconds in the pipeline at work of rank 0, 1, …,  seconds in the pipeline …,  bytes of memory …]
+    [asked to stop,  digest of the batch of rank 0, 1, …,  usual seconds at work of rank 0, 1, …,
+     seconds at work in the newest run of rank 0, 1, …,  seconds of that run …,  bytes of memory …]
+
+    All are zeros except for this rank's.
 
 Digests show ranks that were given another batch than the others: of a global batch all must be alike, of local shares
 those with one place on dp. Where they differ nothing is updated, on any rank. All values are whole in float64.
@@ -30,13 +32,13 @@ _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Of this rank. ``busy_seconds``: of a step, without its waits (``runtime.distributed.faults.busy``).
+    """Of this rank (``runtime.pipeline.waits``). ``usual_seconds``: a usual run's, without waits for other stages.
 
-    ``working_seconds``, ``pipeline_seconds``: of a run over the actions, without waits for other stages and whole.
-    ``memory_bytes``: the most so far. 0: not known.
+    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without those waits and whole; only
+    of a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
     """
 
-    busy_seconds: float = 0.0
+    usual_seconds: float = 0.0
     working_seconds: float = 0.0
     pipeline_seconds: float = 0.0
     memory_bytes: float = 0.0
@@ -47,7 +49,7 @@ class Told:
     """What all ranks have told of themselves; lists have a figure for each rank, 0 where it is not known."""
 
     stop_requested: bool = False
-    busy_seconds: tuple[float, ...] = ()
+    usual_seconds: tuple[float, ...] = ()
     working_seconds: tuple[float, ...] = ()
     pipeline_seconds: tuple[float, ...] = ()
     memory_bytes: tuple[float, ...] = ()
@@ -88,16 +90,16 @@ def _sample(value: Tensor) -> Tensor:
 
 
 class Notes:
-    """One rank's side. ``is_local``: of the last batch. ``stages``: the pp coordinate of each rank; ``pipelines``: the
+    """One rank's side. ``is_local``: of the last batch. ``places``: (pp, dp) of each rank; ``pipelines``: the
     first rank of the pipeline that it is in."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.rank, self.device, self.size = rank, device, mesh.world_size
         self.digest, self.is_local = 0, False
-        self.stages = [mesh.place(r)["pp"] for r in range(self.size)]
         self.pipelines = [mesh.rank_of(**{**mesh.coordinate(r), "pp": 0}) for r in range(self.size)]
         dp = [mesh.place(r)["dp"] for r in range(self.size)]
         self._dp = dp
+        self.places = [(mesh.place(r)["pp"], d) for r, d in enumerate(dp)]
         self._first_of_dp = torch.tensor([dp.index(d) for d in dp], device=device)
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
@@ -112,7 +114,7 @@ class Notes:
         if is_to_stop:
             notes[0].fill_(1.0)
         digest = float(-self.digest if self.is_local else self.digest)
-        figures = (digest, own.busy_seconds, own.working_seconds, own.pipeline_seconds, own.memory_bytes)
+        figures = (digest, own.usual_seconds, own.working_seconds, own.pipeline_seconds, own.memory_bytes)
         for place, figure in enumerate(figures):
             if figure:
                 notes[1 + place * self.size + self.rank].fill_(figure)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +28,6 @@ from runtime.distributed.links import make_links
 from runtime.distributed.loopback import stay_on_one_host
 from runtime.distributed.meeting import Seat, meet
 from runtime.distributed.nccl_options import axis_options
-from runtime.distributed.shared_memory.group import register
-from runtime.distributed.shared_memory.neighbours import shared_host
 from runtime.distributed.signatures import Signer
 
 
@@ -41,12 +38,11 @@ def open_groups(
     *,
     device: torch.device | str | None = None,
     timeout_seconds: float = 600.0,
-    share_memory: bool = True,
 ) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
     ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on
-    several stages. ``share_memory``: ranks of one host sum and gather tensors of the CPU there, where they can.
+    several stages.
     Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
     ranks' devices do not go together.
     """
@@ -62,7 +58,6 @@ def open_groups(
     store = next_store(rank, mesh.world_size, timeout)
     faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
-    seat = replace(seat, memory=shared_host() if share_memory else "")
     try:
         verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout, Signer.of(os.environ))
         own = _begin_on(torch.device(seat.device))
@@ -73,7 +68,6 @@ def open_groups(
     given = (world.owns_default, world.device, world.host, verdict.backend)
     groups = Groups(mesh, rank, own, timeout, *given, made=world.made, faults=faults)
     try:
-        groups.memories = verdict.memories
         _fill(groups, verdict.tied)
     except BaseException as error:
         groups.faults.publish(error)
@@ -84,7 +78,6 @@ def open_groups(
 
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
     """The groups of a part of the ranks, each used once where a first use would block."""
-    register()
     on_nccl = groups.backend == "nccl"
     no_groups = ("pp",) if on_nccl else ()  # there links take its place
     _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
@@ -141,8 +134,7 @@ def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
     for axis in axes:
         if groups.mesh.size(axis) > 1:
-            made = _make(groups, groups.mesh.groups(axis), axis, sums=axis != "pp")
-            setattr(groups, axis.replace("-", "_"), made)
+            setattr(groups, axis.replace("-", "_"), _make(groups, groups.mesh.groups(axis), axis))
 
 
 def _make_expert_groups(groups: Groups) -> None:
@@ -159,13 +151,11 @@ def _make_expert_groups(groups: Groups) -> None:
             setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members, axis))
 
 
-def _make(groups: Groups, members: Iterable[Sequence[int]], axis: str, *, sums: bool = True) -> ProcessGroup | None:
+def _make(groups: Groups, members: Iterable[Sequence[int]], axis: str) -> ProcessGroup | None:
     """The group with this rank, for tensors of the device alone. All ranks make one for each list, in one order."""
-    own = None
+    own, options = None, axis_options(groups.backend, axis)
     for ranks in members:
-        backend = groups.backend_over(ranks) if sums else groups.backend
-        options = axis_options(backend, axis)
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend, pg_options=options)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=groups.backend, pg_options=options)
         if groups.rank in ranks:
             own = group
             groups.made.append(group)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import all_reduce, broadcast
 
 from passes.ops.runs import all_gather_single, reduce_scatter_single
-from runtime.distributed.shared_memory.group import SharedMemoryGroup
 
 
 class Works:
@@ -32,14 +31,14 @@ class Works:
 
 def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
     """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
-    if _copies_all(whole, group):
+    if whole.device.type == "cpu":
         return all_reduce(whole, group=group, async_op=async_op)
     return reduce_scatter_single(own, whole, group=group, async_op=async_op)
 
 
 def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
     """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
-    if not _copies_all(whole, group):
+    if whole.device.type != "cpu":
         return all_gather_single(whole, own, group=group, async_op=async_op)
     num_ranks = dist.get_world_size(group)
     parts = whole.view(num_ranks, -1).unbind(0)
@@ -49,7 +48,3 @@ def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False
     owners = [dist.get_global_rank(group, index) for index in range(len(parts))]
     works = Works([broadcast(p, owner, group=group, async_op=True) for p, owner in zip(parts, owners, strict=True)])
     return works if async_op else works.wait()
-
-
-def _copies_all(whole: Tensor, group: Any) -> bool:
-    return whole.device.type == "cpu" and not isinstance(group, SharedMemoryGroup)

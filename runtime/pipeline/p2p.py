@@ -61,7 +61,7 @@ class Transport:
         self.num_stages = num_stages
         self.orders = tuple(orders)
         self.memory: MessageBuffers = FreshBuffers(groups.device)
-        self.waits = Waits(Marks(groups.device), is_alone=groups.mesh.pp == 1)
+        self.waits = Waits(Marks(groups.device), num_ranks=groups.mesh.pp, is_alone=groups.mesh.world_size == 1)
         self._positions = {
             (action.kind, action.microbatch, groups.mesh.stages_of(rank)[action.chunk]): position
             for rank, order in enumerate(orders)

@@ -4,6 +4,8 @@
     works    run − its waits for messages
     bubble   1 − (mean over ranks of works) / (run of the first stage, whose backward is the last)
 
+``usual`` is the median of ``works`` over the last runs: a rank whose figure is larger than that of a replica is slow.
+
 Times come by events on a GPU. The host does not wait for them: what it tells is of the newest run that the device has
 finished.
 """
@@ -11,10 +13,13 @@ finished.
 from __future__ import annotations
 
 from collections import deque
+from statistics import median_low
 from typing import NamedTuple
 
 from planner.pipeline.links import Message
 from runtime.distributed.marks import Mark, Marks
+
+_USUAL = 5  # runs: one that the machine disturbed is not usual
 
 
 class Wait(NamedTuple):
@@ -34,15 +39,17 @@ class _Run(NamedTuple):
 class Waits:
     """Owns the waits of the run under way, and the runs that the device has not finished.
 
-    ``is_alone``: the pipeline has one rank, which waits for nobody. ``latest``: the waits of the newest run.
+    ``num_ranks``: of the pipeline; of one there is no bubble. ``is_alone``: nobody asks for times, none are taken.
+    ``latest``: the waits of the newest run.
     """
 
-    def __init__(self, marks: Marks, *, is_alone: bool = False) -> None:
-        self.marks, self.is_alone = marks, is_alone
+    def __init__(self, marks: Marks, *, num_ranks: int = 2, is_alone: bool = False) -> None:
+        self.marks, self.num_ranks, self.is_alone = marks, num_ranks, is_alone
         self.latest: list[Wait] = []
         self._start: Mark | None = None
         self._runs: deque[_Run] = deque(maxlen=8)
-        self._told = 0.0, 0.0
+        self._newest = 0.0, 0.0
+        self._works: deque[float] = deque(maxlen=_USUAL)
         self._is_new = False
 
     def begin(self) -> None:
@@ -65,17 +72,26 @@ class Waits:
             self._runs.append(_Run(self._start, self.marks.now(), self.latest))
             self._start, self._is_new = None, True
 
-    def told(self) -> tuple[float, float]:
+    def newest(self) -> tuple[float, float]:
         """Seconds that this rank worked, and those of its run: of the newest run that the device has finished.
 
-        Once a step; 0 where nothing was measured since.
+        Once a step; 0 if nothing was measured since, or the pipeline has one rank.
         """
-        if not self._is_new:
+        if not self._is_new or self.num_ranks == 1:
             return 0.0, 0.0
-        self._is_new, finished = False, None
+        self._is_new = False
+        self._read()
+        return self._newest
+
+    def usual(self) -> float:
+        """Seconds that this rank works in a run, median over the last ones; 0 before there are enough."""
+        self._read()
+        return median_low(self._works) if len(self._works) == _USUAL else 0.0
+
+    def _read(self) -> None:
+        """The runs that the device has finished."""
         while self._runs and self.marks.is_past(self._runs[0].end):
-            finished = self._runs.popleft()
-        if finished is not None:
-            run = self.marks.seconds(finished.start, finished.end)
-            self._told = run - sum(self.marks.seconds(wait.start, wait.end) for wait in finished.waits), run
-        return self._told
+            start, end, waits = self._runs.popleft()
+            run = self.marks.seconds(start, end)
+            self._newest = run - sum(self.marks.seconds(wait.start, wait.end) for wait in waits), run
+            self._works.append(self._newest[0])

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from planner.frozen_plan import Plan
-from runtime.distributed.faults.busy import SlowRank, slowest
 from runtime.distributed.marks import Marks
 from runtime.distributed.notes import Told
 from runtime.report.host_copy import HostCopy
+from runtime.report.slow_rank import SlowRank, slowest
 
 
 class PlanWarning(UserWarning):
@@ -57,9 +57,9 @@ class StepReport:
     in the layer where that is largest; 1 where all are alike or there are none. ``dropped_share``: of all choices of
     tokens those that found no slot; None where a layer's slots are filled in a way that is not understood, or by the
     experts' own choice, or no experts are counted. ``stop_requested``: some rank was asked to end by a signal before
-    this update (``runtime.distributed.stopping``). ``busy_seconds``: of each rank, what it works in a step without its
-    waits for others, over the last seconds; 0 where that is not known yet, or on a GPU. ``slow_rank``: the one that the
-    others wait for, where there is such. ``bubble``: the share of the pipeline's run in which ranks wait for other
+    this update (``runtime.distributed.stopping``). ``usual_seconds``: of each rank, seconds of a usual run over its
+    actions without waits for other stages; 0 if unknown yet. ``slow_rank``: the ranks that the
+    others wait for, if any. ``bubble``: the share of the pipeline's run in which ranks wait for other
     stages, mean over them; on a GPU of a step or two before. ``memory_bytes``: the most that a rank has held so far, of
     its GPU, or resident in the host's memory. ``loss_scale``: that the step ran with. None where there is no such.
     """
@@ -74,7 +74,7 @@ class StepReport:
         dropping: int = 0,
         drops: bool | None = False,
         notes: tuple[int, Callable[[list[float]], None] | None] = (0, None),
-        places: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        places: tuple[Sequence[tuple[int, int]], Sequence[int]] = ((), ()),
         scale: Tensor | None = None,
     ) -> None:
         """``figures``: norm, whether the update was skipped (0 or 1), loss, the tokens of each expert of each of
@@ -82,14 +82,14 @@ class StepReport:
         of ``runtime.distributed.notes``, on the device. ``drops``: whether a token may find no slot; None: not known.
 
         ``notes``: how many there are, and what is given them when figures are read. Raises what that raises.
-        ``places``: of each rank its pp coordinate, and the first rank of its pipeline. ``scale``: of the loss.
+        ``places``: of each rank its (pp, dp), and the first rank of its pipeline. ``scale``: of the loss.
         """
         self.lr = lr
         self._num_notes, self._check = notes
         self._figures, self._num_tokens, self._clock = HostCopy(figures), num_tokens, clock
         self._layers = tuple(layers)
         self._dropping, self._drops = dropping, drops
-        self._stages, self._pipelines = map(tuple, places)
+        self._places, self._pipelines = tuple(places[0]), tuple(places[1])
         self._scale = None if scale is None else HostCopy(scale)
 
     @cached_property
@@ -122,12 +122,12 @@ class StepReport:
         return self.told.stop_requested
 
     @property
-    def busy_seconds(self) -> list[float]:
-        return [*self.told.busy_seconds]
+    def usual_seconds(self) -> list[float]:
+        return [*self.told.usual_seconds]
 
     @property
     def slow_rank(self) -> SlowRank | None:
-        return slowest(self.busy_seconds, self._stages)
+        return slowest(self.usual_seconds, self._places)
 
     @property
     def bubble(self) -> float | None:
@@ -187,7 +187,7 @@ class StepReport:
             "_dropping": self._dropping,
             "_drops": self._drops,
             "_num_notes": self._num_notes,
-            "_stages": self._stages,
+            "_places": self._places,
             "_pipelines": self._pipelines,
             "loss_scale": self.loss_scale,
             "seconds": self.seconds,

@@ -12,7 +12,6 @@ from planner import plan
 from planner.errors import PlanError
 from planner.undisturbed import is_planning, undisturbed
 from runtime.distributed.faults.activity import Activity
-from runtime.distributed.faults.busy import Busy
 from tests.models.plannable import build, spec_of
 
 
@@ -73,11 +72,7 @@ def test_who_has_switched_the_collector_off_finds_it_off():
 
 
 def test_no_watch_looks_at_a_thread_that_plans():
-    busy, activity = Busy(), Activity()
+    activity = Activity()
     with undisturbed():
-        busy.look()
-        assert busy._looks == 0
         assert activity.line() == ("", False)
-    busy.look()
-    assert busy._looks == 1
     assert activity.line()[0]

@@ -37,13 +37,6 @@ def test_the_table_says_what_the_json_says():
             assert how in table
 
 
-def test_a_switch_that_leaves_all_to_gloo_is_told():
-    assert json.loads(report("--format", "json"))["torch.distributed"]["shared memory"] == "found"
-    told = json.loads(report("--format", "json", MESHWRIGHT_SHARED_MEMORY="0"))
-    assert told["torch.distributed"]["shared memory"] == "none"
-    assert told["settings"]["MESHWRIGHT_SHARED_MEMORY"] == "0"
-
-
 def test_settings_that_change_a_run_are_told_but_no_name_of_a_network_or_file():
     told = json.loads(report("--format", "json", NCCL_ALGO="Ring", NCCL_SOCKET_IFNAME="secret0", HOME="/home/me"))
     assert told["settings"]["NCCL_ALGO"] == "Ring"

@@ -100,7 +100,7 @@ def seconds_since(directory: Path) -> float:
 
 
 def train_with_a_slow_rank(slow: int, sleep_seconds: float, run_seconds: float) -> list[Any]:
-    """One rank sleeps in each of its forwards. What the last report says: who is slow, and the busy seconds of all."""
+    """One rank sleeps in each of its forwards. The last report's slow rank and usual seconds."""
     rank = int(os.environ["RANK"])
     plan = build_plan(build_model(), size=6, dp=3)
     with Engine(plan, program=lower(plan, rank), timeout_seconds=60) as engine, Stopping():
@@ -111,7 +111,7 @@ def train_with_a_slow_rank(slow: int, sleep_seconds: float, run_seconds: float) 
             report = engine.train_step(build_batch(6))
             if time.monotonic() > until and rank == 0:
                 signal.raise_signal(signal.SIGTERM)
-        return [report.slow_rank, report.busy_seconds]
+        return [report.slow_rank, report.usual_seconds]
 
 
 BATCHES: dict[str, Callable[[dict[str, Any]], Any]] = {

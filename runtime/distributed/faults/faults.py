@@ -88,10 +88,6 @@ class Faults:
             failure = Failure.of(self.activity.rank, str(self.activity), error)
             _standing.append((self.board, self.board.publish(failure)))
 
-    def busy_seconds(self) -> float:
-        """What this rank works in a step; 0 where nobody looks, or not yet. Once a step."""
-        return self.watch.busy.after_step() if self.watch is not None else 0.0
-
     def fail(self, error: BaseException) -> None:
         """Publish, and have no further part."""
         self.publish(error)

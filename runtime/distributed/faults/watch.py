@@ -21,7 +21,6 @@ from contextlib import suppress
 from planner.errors import PlanError
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Board, Pulse
-from runtime.distributed.faults.busy import LOOK_SECONDS, Busy
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.judge import BEAT_SECONDS, Judge
 from runtime.distributed.faults.page import Pages, own_page
@@ -64,7 +63,6 @@ class Watch(threading.Thread):
         self.peers_were_lost = False
         self.is_closing = False
         self._first_at = 0.0
-        self.busy = Busy()
         self._hosts: dict[int, str] = {}
         self._pages = Pages()
         self._beat = 0
@@ -84,13 +82,7 @@ class Watch(threading.Thread):
                 self._refuse(error)
             except Exception as error:  # of the store, of every kind
                 self._unreachable(error)
-            self._rest(HURRY_SECONDS if self.first or self.peers_were_lost else BEAT_SECONDS)
-
-    def _rest(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._over.wait(LOOK_SECONDS):
-            with suppress(Exception):  # a figure for the report; the watch itself must go on
-                self.busy.look()
+            self._over.wait(HURRY_SECONDS if self.first or self.peers_were_lost else BEAT_SECONDS)
 
     def stop(self, *, says_so: bool = True) -> None:
         """No more beats; ``says_so``: the others know that this is no death."""

@@ -47,7 +47,7 @@ def met(rank: int, ep: int, etp: int) -> tuple[Tensor, Meeting]:
 
 def sights_of_a_layer(ep: int, etp: int) -> list[Sight]:
     """Of a rank that is a process: ranks that are threads exchange by reading values."""
-    groups = open_groups(Mesh(dp=ep * etp), {}, [], timeout_seconds=60, share_memory=False)
+    groups = open_groups(Mesh(dp=ep * etp), {}, [], timeout_seconds=60)
     stages: Any = SimpleNamespace(stages=[])
     with HostWatch(stages) as watch:
         watch.has_begun = True

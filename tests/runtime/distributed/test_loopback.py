@@ -35,7 +35,7 @@ def listening() -> set[str]:
 
 def listening_in_a_run() -> set[str]:
     """While all groups of a mesh are open."""
-    groups = open_groups(Mesh(tp=2), {}, [], device="cpu", timeout_seconds=60, share_memory=False)
+    groups = open_groups(Mesh(tp=2), {}, [], device="cpu", timeout_seconds=60)
     groups.barrier()
     found = listening()
     groups.barrier()

@@ -10,9 +10,9 @@ import torch
 
 from planner.errors import PlanError
 from planner.mesh import Mesh
-from runtime.distributed.faults.busy import SlowRank, slowest
 from runtime.distributed.launch import launch
 from runtime.distributed.notes import Notes, Own, Told, digest_of
+from runtime.report.slow_rank import SlowRank, slowest
 from tests.tools.faulty_ranks import train_with_a_slow_rank, train_with_another_batch
 
 HEARD_SECONDS = 15.0
@@ -63,29 +63,32 @@ def test_global_batches_are_alike_on_all_ranks_and_local_ones_on_those_of_one_pl
 
 
 @pytest.mark.parametrize(
-    ("busy", "stages", "found"),
+    ("working", "places", "found"),
     [
-        ([0.1, 0.1, 0.31], [0, 0, 0], SlowRank(2, 3.1, 0.21)),
-        ([0.1, 0.12, 0.1], [0, 0, 0], None),
-        ([0.1, 0.0, 0.5], [0, 0, 0], None),
-        ([0.5], [0], None),
-        ([0.1, 0.1, 0.25, 0.25], [0, 0, 1, 1], None),
-        ([0.1, 0.2, 0.4, 0.4], [0, 0, 1, 1], SlowRank(1, 2.0, 0.1)),
-        ([0.1, 0.25], [0, 1], None),
-        ([0.1, 0.1, 0.5], [0, 1, 2], SlowRank(2, 5.0, 0.4)),
+        ([0.1, 0.1, 0.31], [(0, 0), (0, 1), (0, 2)], SlowRank((2,), 3.1, 0.21)),
+        ([0.1, 0.12, 0.1], [(0, 0), (0, 1), (0, 2)], None),
+        ([0.1, 0.0, 0.5], [(0, 0), (0, 1), (0, 2)], None),
+        ([0.5], [(0, 0)], None),
+        ([], [], None),
+        ([0.1, 0.5], [(0, 0), (0, 0)], None),  # two tp ranks: nothing to compare them with
+        ([0.1, 0.1, 0.25, 0.25], [(0, 0), (0, 1), (1, 0), (1, 1)], None),
+        ([0.1, 0.2, 0.4, 0.4], [(0, 0), (0, 1), (1, 0), (1, 1)], SlowRank((1,), 2.0, 0.1)),
+        ([0.1, 0.1, 0.3, 0.3], [(0, 0), (0, 0), (0, 1), (0, 1)], SlowRank((2, 3), 3.0, 0.2)),
+        ([0.1, 0.25], [(0, 0), (1, 0)], None),
+        ([0.1, 0.1, 0.5], [(0, 0), (1, 0), (2, 0)], SlowRank((2,), 5.0, 0.4)),
     ],
 )
-def test_the_slow_rank_works_longer_than_those_of_its_stage_or_much_longer_than_the_other_stages(busy, stages, found):
-    assert str(slowest(busy, stages)) == str(found)
+def test_slow_ranks_work_longer_than_replicas_of_their_stage_or_much_longer_than_other_stages(working, places, found):
+    assert str(slowest(working, places)) == str(found)
 
 
 @pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_cost_in_the_report():
-    for slow_rank, busy in launch(train_with_a_slow_rank, 3, 1, 0.1, 6.0, timeout_seconds=120):
-        assert slow_rank.rank == 1
+    for slow_rank, usual in launch(train_with_a_slow_rank, 3, 1, 0.1, 6.0, timeout_seconds=120):
+        assert slow_rank.ranks == (1,)
         assert slow_rank.seconds > 0.05  # of two forwards that sleep 0.1 s each
         assert slow_rank.factor > 1.5
-        assert busy[1] == max(busy)
+        assert usual[1] == max(usual)
 
 
 def errors_of(directory: Path, kind: str, at_step: int) -> list[tuple[float, str]]:
@@ -114,7 +117,7 @@ def test_each_rank_reads_what_the_others_have_told():
     sums = torch.stack([rank.here(r == 2, own) for r, (rank, own) in enumerate(zip(ranks, given, strict=True))]).sum(0)
     found = Told.of(sums.tolist())
     assert found.stop_requested
-    rows = zip(found.busy_seconds, found.working_seconds, found.pipeline_seconds, found.memory_bytes, strict=True)
+    rows = zip(found.usual_seconds, found.working_seconds, found.pipeline_seconds, found.memory_bytes, strict=True)
     assert [Own(*row) for row in rows] == given
-    assert (ranks[0].stages, ranks[0].pipelines) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    assert (ranks[0].places, ranks[0].pipelines) == ([(0, 0), (0, 1), (1, 0), (1, 1)], [0, 1, 0, 1])
     assert Told.of([]) == Told()

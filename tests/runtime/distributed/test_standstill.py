@@ -14,7 +14,6 @@ from runtime.distributed import standstill
 from runtime.distributed.faults.page import Page, own_page
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.outcomes import Outbox, Outcome
-from runtime.distributed.shared_memory.neighbours import shared_host
 from runtime.distributed.standstill import SECONDS, Standstill
 
 
@@ -62,7 +61,7 @@ def refused(label: str) -> int:
 
 
 def test_without_memfd_results_and_places_go_over_files_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a seccomp profile. Ranks then sum over gloo."""
+    """As under a seccomp profile."""
     monkeypatch.setattr(os, "memfd_create", refused, raising=False)
     outbox = Outbox()
     outbox.write(pickle.dumps(Outcome(0, result=5)))
@@ -75,4 +74,3 @@ def test_without_memfd_results_and_places_go_over_files_without_a_name(monkeypat
     assert seen is not None
     assert seen.read() == "step 3"
     assert own_page() is not None
-    assert shared_host() == ""

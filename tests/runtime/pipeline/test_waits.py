@@ -45,8 +45,8 @@ def test_a_rank_works_when_it_does_not_wait():
     clock = Clock()
     waits = Waits(clock)
     run(waits, clock, (0.0, 3.0), (5.0, 6.5))
-    assert waits.told() == (5.5, 10.0)
-    assert waits.told() == (0.0, 0.0)  # told, and no run since
+    assert waits.newest() == (5.5, 10.0)
+    assert waits.newest() == (0.0, 0.0)  # told, and no run since
     assert [(wait.start, wait.end) for wait in waits.latest] == [(0.0, 3.0), (5.0, 6.5)]
 
 
@@ -55,16 +55,16 @@ def test_of_a_device_that_is_behind_the_newest_finished_run_is_told():
     waits = Waits(clock)
     clock.passed = -1.0
     run(waits, clock, (0.0, 3.0))
-    assert waits.told() == (0.0, 0.0)
+    assert waits.newest() == (0.0, 0.0)
     run(waits, clock, (0.0, 2.0))
     clock.passed = 10.0
-    assert waits.told() == (7.0, 10.0)
+    assert waits.newest() == (7.0, 10.0)
     run(waits, clock, seconds=4.0)
     clock.passed = 24.0
-    assert waits.told() == (4.0, 4.0)
+    assert waits.newest() == (4.0, 4.0)
 
 
-def test_outside_of_a_run_and_in_a_pipeline_of_one_rank_nothing_is_noted():
+def test_outside_of_a_run_and_for_a_rank_alone_nothing_is_noted():
     clock = Clock()
     waits = Waits(clock)
     assert waits.now() is None
@@ -72,7 +72,20 @@ def test_outside_of_a_run_and_in_a_pipeline_of_one_rank_nothing_is_noted():
     waits.end()
     alone = Waits(clock, is_alone=True)
     run(alone, clock, (0.0, 1.0))
-    assert (waits.latest, waits.told(), alone.latest, alone.told()) == ([], (0.0, 0.0), [], (0.0, 0.0))
+    assert (waits.latest, waits.newest(), alone.latest, alone.newest()) == ([], (0.0, 0.0), [], (0.0, 0.0))
+
+
+def test_the_usual_seconds_are_the_median_of_the_last_runs_once_there_are_enough():
+    clock = Clock()
+    waits = Waits(clock, num_ranks=1)
+    for seconds in (30.0, 4.0, 5.0, 6.0):
+        run(waits, clock, seconds=seconds)
+        clock.passed = clock.time
+        assert waits.usual() == 0.0
+    run(waits, clock, (0.0, 1.0), seconds=4.0)
+    clock.passed = clock.time
+    assert waits.usual() == 5.0
+    assert waits.newest() == (0.0, 0.0)  # one rank has no bubble
 
 
 def test_the_bubble_is_the_mean_share_of_the_first_stages_run_in_which_ranks_do_not_work():
@@ -95,6 +108,6 @@ def test_on_a_gpu_marks_are_events_that_nobody_waits_for():
     waits.note(MESSAGE, start)
     waits.end()
     torch.cuda.synchronize()
-    worked, run = waits.told()
+    worked, run = waits.newest()
     assert 0 <= worked < run
     assert marks.seconds(waits.latest[0].start, waits.latest[0].end) == pytest.approx(run - worked)
