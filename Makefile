@@ -1,4 +1,5 @@
 # Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
+# Three tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in ten, `make all` in an hour.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 BIN := .venv/bin
@@ -8,8 +9,9 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints
 export OMP_NUM_THREADS ?= 1
 
 SHOWN := gpt2.html
+TYPED := planner passes runtime specs
 
-.PHONY: report demo test quick lint types bench clean
+.PHONY: report demo check test all lint types changed_types bench clean
 
 # Where there is a screen the page opens in the browser.
 report: $(PLANS)
@@ -22,11 +24,18 @@ demo: $(READY)
 	$(BIN)/python examples/train_gpt2.py
 
 # Two files at a time: the tests of a file share what they start, and ranks that wait leave their core to the other file.
-test: lint types
-	$(BIN)/pytest -n 2 --dist loadfile --durations=40 --durations-min=10
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-quick: $(READY)
-	$(BIN)/pytest -m "not slow"
+check: lint changed_types
+	$(PYTEST) --tier check
+
+test: lint types
+	$(PYTEST) --tier test --durations=20 --durations-min=10
+	$(BIN)/meshwright fuzz --minutes 1 --seed 1000
+
+all: lint types
+	$(PYTEST) --tier all --durations=40 --durations-min=10
+	$(BIN)/meshwright fuzz --minutes 10 --seed 2000
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -35,6 +44,12 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/basedpyright
+
+# Of files that differ from the branch that work began on, or from the last commit where git knows no such branch.
+changed_types: $(READY)
+	@base=$$(git merge-base HEAD origin/main 2>/dev/null || echo HEAD); \
+	changed=$$(git diff --name-only --diff-filter=d $$base -- $(TYPED) | grep '\.py$$'); \
+	if [ -n "$$changed" ]; then $(BIN)/basedpyright $$changed; fi
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py

@@ -1,4 +1,4 @@
-"""One thread a process, no downloads, no deadline of a drawn example, and no GPU test where there is no GPU."""
+"""One thread a process, no downloads, tiers of tests, and no GPU test where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ os.environ["MESHWRIGHT_CACHE"] = "0"  # captures that earlier runs kept are no p
 
 import pytest
 import torch
-from hypothesis import settings
 
-settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault of what is tested
-settings.load_profile("no deadline")
+pytest_plugins = ["tests.tools.tiers"]
 torch.set_num_threads(1)
 
 

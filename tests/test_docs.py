@@ -15,10 +15,12 @@ import pytest
 
 from passes.lower import PASSES
 from tests.tools.paths import ROOT
+from tests.tools.tiers import MARKS, TIERS
 
 PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "benchmarks/README.md")
 DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+NAMES = [mark.partition(":")[0].partition("(")[0] for mark in MARKS]
 HOUSES = ("planner", "passes", "runtime")
 TOPS = (*HOUSES, "specs", "examples", "benchmarks", "tests")
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join((*TOPS, 'docs'))})/[\w./-]*)(?:::(\w+))?")
@@ -152,3 +154,21 @@ def test_the_layers_are_those_of_the_contracts():
         name = "".join(takewhile(str.isalpha, line)) or [*drawn][-1]
         drawn[name] = drawn.get(name, "") + line.removeprefix(name).strip() + " "
     assert {n: [layer.strip("() ") for layer in text.split(">")] for n, text in drawn.items()} == expected
+
+
+def targets() -> set[str]:
+    """What `make` can be asked for."""
+    return set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_that_a_document_names_exists(document):
+    assert set(re.findall(r"(?:`|^    )make ([a-z]\w*)", document.read_text(), re.MULTILINE)) <= targets()
+
+
+def test_the_tiers_of_tests_and_their_marks_are_named_and_what_must_pass_is_the_command_of_the_readme():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert {f"    make {tier} " for tier in TIERS} <= set(re.findall(r"^    make \w+ ", contributing, re.MULTILINE))
+    assert {f"| `{mark}" for mark in NAMES} <= set(re.findall(r"^\| `\w+", contributing, re.MULTILINE))
+    assert "    make test " in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci" / "run").read_text().endswith("exec make test\n")

@@ -27,6 +27,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"), [("gpt", "tp2-pp2-sp"), ("llama", "tp2"), ("bert", "one"), ("gpt2", "dp2")]

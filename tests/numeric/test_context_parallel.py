@@ -14,6 +14,7 @@ SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": T
 LAYOUTS = [{"cp": 2}, {"cp": 3}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(lab: Lab, case: str) -> None:
     model, mesh, rest = CASES[case]

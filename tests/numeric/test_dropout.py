@@ -11,6 +11,7 @@ from tests.tools.laboratory import Case, Lab
 TRAIN = {"train": True}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", ["gpt-dropout", "dropout-inside"])
 def test_masks_do_not_depend_on_stages_or_replicas(lab: Lab, model: str, mesh: dict[str, int]) -> None:

@@ -89,6 +89,7 @@ def check(
     assert rows.sum() == sum(row.top_k for row in layers) * batch["input_ids"].numel()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("way", LOOPS, ids=lambda w: w.__name__)
 def test_a_loop_over_experts_under_every_folding(way, folding):
@@ -97,6 +98,7 @@ def test_a_loop_over_experts_under_every_folding(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
     mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
@@ -128,6 +130,7 @@ EXTREME = (
 FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops above, and by slots
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", STACKED, ids=lambda w: w.__name__)
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
@@ -136,6 +139,7 @@ def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", [*TOGETHER, experts.picked, selected_rows.beside_shared], ids=lambda w: w.__name__)
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
@@ -157,6 +161,7 @@ def test_a_token_that_gets_something_of_what_it_did_not_choose_is_told(way):
         plan(model, spec_of(batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 1"]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("length", [1, experts.LENGTH])
 @pytest.mark.parametrize("way", EXTREME, ids=lambda w: w.__name__)
 def test_one_token_and_all_tokens_to_one_expert(way, length):
@@ -199,6 +204,7 @@ def family(name: str | Member) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_with_stacks_of_experts(name, folding):

@@ -48,6 +48,7 @@ def made(counting: str) -> nn.Module:
     return Balanced(counting).double()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counting", ["one-hot", "histogram"])
 def test_losses_of_a_router_are_those_of_the_global_batch(counting, layout):

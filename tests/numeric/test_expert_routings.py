@@ -126,6 +126,7 @@ def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) 
     check(make, batch_of(apart), mesh)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("top_k", [1, 4])
 @OVER
 @WAYS
@@ -158,6 +159,7 @@ def test_one_token_a_rank_with_stacks(folding: str) -> None:
         plan(maker(stacks, drawn(4), 1)(), spec_of(one, mesh))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("length", [3, 7])
 @WAYS
@@ -187,6 +189,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("which", FROZEN)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 1", "dp4·etp2·ep2"])
 @WAYS

@@ -74,11 +74,13 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
         assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_every_spelling_of_slots(way):
     check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", [name for name in FOLDINGS if name != "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", [slots.one_hot, slots.unbound], ids=lambda w: w.__name__)
 def test_slots_under_every_folding(way, folding):

@@ -37,6 +37,7 @@ MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  #
 CASES = [("experts", mesh) for mesh in FOLDINGS] + [("mixtral", mesh) for mesh in FOLDINGS[1::2]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("model", "mesh"), CASES, ids=name_of)
 def test_a_folding_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
@@ -47,12 +48,14 @@ def test_slots_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> N
     assert lab.check(Case("slots", mesh)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), zip(cycle(MODELS), OF_EIGHT, strict=False), ids=name_of)
 def test_a_folding_of_eight_ranks_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rest",
@@ -69,6 +72,7 @@ def test_settings_equal_one_process(lab: Lab, rest: dict[str, object]) -> None:
     assert lab.check(Case("experts", mesh, rest)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=name_of)
 def test_an_interleaved_pipeline_equals_one_process(lab: Lab, mesh: dict[str, int]) -> None:

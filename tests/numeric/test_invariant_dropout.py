@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_with_dropout_are_those_of_one_process(lab: Lab, layout: str) -> None:
     mesh, rest, micro = LAYOUTS[layout]

@@ -26,6 +26,7 @@ CASES = [(model, layout) for model in ("gpt", "gpt2") for layout in LAYOUTS]
 CASES += [("llama", layout) for layout in LAYOUTS[::2]] + [("bert", layout) for layout in LAYOUTS[1::2]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
@@ -36,12 +37,14 @@ def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str)
     assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> None:
     assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": schedule}}, 8, micro)).wrong == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_sequences", [2, 3])
 def test_fewer_microbatches_than_stages_equal_one_process(lab: Lab, schedule: str, num_sequences: int) -> None:
@@ -58,6 +61,7 @@ def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "mesh", "split"),
     [

@@ -84,6 +84,7 @@ def test_alone_it_rests_as_in_torch() -> None:
     assert all(".experts.experts." in name for name in counts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_every_layout_it_rests_as_in_torch(lab: Lab, layout: str) -> None:

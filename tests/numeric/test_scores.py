@@ -46,6 +46,7 @@ def assert_those_of_the_model(found: Scores, model: str) -> None:
     assert found.is_top[:, 1:].equal((logits.argmax(-1) == labels) & is_scored)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, case: str) -> None:
@@ -64,6 +65,7 @@ def test_one_sum_over_all_ranks_joins_the_scores(lab: Lab) -> None:
         assert seen == planned == 3 * 8 * 8 * 12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),

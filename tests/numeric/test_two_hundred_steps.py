@@ -121,6 +121,7 @@ def runs(host: Any, name: str, precision: str, dropout: float) -> tuple[dict[str
     return truths, found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -129,6 +130,7 @@ def test_each_loss_in_float32_is_that_of_one_process(lab: Lab, name: str, dropou
     check_each(truths["float32"], found, 1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_each_loss_in_bfloat16_is_near_that_of_float32_and_in_the_mean_that_of_bfloat16(lab: Lab, name: str) -> None:

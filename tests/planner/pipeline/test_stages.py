@@ -93,6 +93,7 @@ def test_the_encoder_output_passes_through_every_decoder_stage(pp: int) -> None:
     assert all(a & b for a, b in pairwise(decoder_reads)), "one value crosses every cut of the decoder"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "pp"), [("gpt2", 3), ("llama", 2), ("bert", 3), ("t5", 4), ("t5", 6)])
 def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int) -> None:
     program = hugging_face.__wrapped__(family)  # its own copy, as it is changed
@@ -100,6 +101,7 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int
     check_equals_whole(program, stages_of(program, pp))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["E|{}|L", "E||{}|L", "E{}|L", "E|{}L", "E{}||L"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
 def test_stages_without_blocks_in_turn_compute_the_loss_of_the_whole_graph(family: str, layout: str) -> None:

@@ -34,6 +34,7 @@ def calls(made: Plan, region: Region) -> list[fx.Node]:
     return [made.to_run()[0].program.node(name) for name in region.nodes]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_holds_the_scores_and_the_rest_does_not(name):
     made = planned(name, "attn", "mlp")
@@ -54,6 +55,7 @@ def test_the_parts_of_a_block_are_the_block(name):
         assert sum(map(len, mine)) == len(layer.nodes)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",), ("attn", "mlp"), ()])
 def test_nothing_comes_back_into_a_captured_region(name, scope):

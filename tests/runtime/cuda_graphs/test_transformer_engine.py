@@ -141,6 +141,7 @@ def test_it_runs_each_forward_on_the_inputs_that_lie_at_its_place(te_source, tmp
 # ---- what the plan says of it
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize(
     ("mesh", "sections"), [({"pp": 2}, {}), ({"pp": 2}, GPIPE), ({"pp": 2, "vpp": 2}, INTERLEAVED), ({}, {})]

@@ -59,6 +59,7 @@ def check(model: Net, program: Program, given: dict[str, Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
     model, program = made(way), program_of(way)

@@ -1,0 +1,77 @@
+"""Which tests a tier leaves out: in `make all` none, in `make test` no function but those marked `thorough`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.paths import ROOT
+from tests.tools.tiers import LEFT_OUT, TIERS, function_of
+
+FILE = """
+import pytest
+from tests.tools.examples import examples
+
+@pytest.mark.check
+def test_quick(): pass
+
+def test_plain(): pass
+
+@pytest.mark.thorough
+def test_long(): pass
+
+@pytest.mark.parametrize("x", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_one_long_case(x): pass
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", [lambda: 1, lambda: 2])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
+def test_product(way, mesh): pass
+
+@pytest.mark.check
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", "abcdefgh")
+def test_many(name): pass
+
+def test_examples():
+    assert [examples(most).max_examples for most in (200, 3)] == [EXAMPLES, 3]
+"""
+KEPT = {
+    "all": {"quick": 1, "plain": 1, "long": 1, "one_long_case": 3, "product": 6, "many": 8, "examples": 1},
+    "test": {"quick": 1, "plain": 1, "one_long_case": 2, "product": 3, "many": 2, "examples": 1},
+    "check": {"quick": 1, "many": 2},
+}
+
+
+def run(folder: Path, *options: str) -> tuple[list[str], str]:
+    """The tests that passed, and all output."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.tools.tiers", "-p", "no:cacheprovider", "-v", *options]
+    ran = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    passed = [line.split()[0].partition("::")[2] for line in ran.stdout.splitlines() if " PASSED" in line]
+    return passed, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_runs_what_its_marks_say(tmp_path: Path, tier: str) -> None:
+    (tmp_path / "test_marked.py").write_text(FILE.replace("EXAMPLES", {"all": "200", "test": "60"}.get(tier, "0")))
+    (tmp_path / "test_without.py").write_text("raise SystemExit\n" if tier == "check" else "")
+    passed, output = run(tmp_path, "--tier", tier)
+    counts = {name: 0 for name in KEPT[tier]}
+    for test in passed:
+        counts[test.removeprefix("test_").partition("[")[0]] += 1
+    assert counts == KEPT[tier], output
+    assert run(tmp_path, "--tier", tier, "-k", "many")[0] == [test for test in passed if "many" in test]
+
+
+def test_no_test_is_lost(request: pytest.FixtureRequest) -> None:
+    """Of those that this run has collected. A tier leaves out cases, and whole functions only by their mark."""
+    tier, left_out = request.config.getoption("tier"), request.config.stash[LEFT_OUT]
+    if tier == "all":
+        assert left_out == []
+        return
+    kept = {function_of(item) for item in request.session.items}
+    lost = {function_of(item) for item in left_out if not item.get_closest_marker("thorough")} - kept
+    assert lost == set()
