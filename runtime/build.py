@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store
 from passes.lower import lower
 from passes.own_linears import contributions
 from passes.stage_module import RankProgram
+from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.pipeline.actions import without_weights
 from planner.sharding.parameters import LocalParameter
@@ -35,7 +36,6 @@ from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
 from runtime.same_code import identity, require_same_code
-from runtime.weights.freed import give_back_freed
 from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
 from runtime.weights.shards import Kept, fill, keep
 from runtime.weights.sources import WeightSource

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from passes.stage_module import RankProgram
 from planner.errors import PlanError
+from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.audit import Audit, Sample
@@ -52,7 +53,6 @@ from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
 from runtime.scores import Scores, Scoring
 from runtime.update import Update
-from runtime.weights.freed import give_back_freed
 from runtime.weights.gather import by_all_names, collect
 from runtime.weights.shards import initialise
 from runtime.weights.sources import weight_source

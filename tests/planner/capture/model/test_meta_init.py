@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,28 @@ def test_every_buffer_of_a_hugging_face_model_on_meta_comes_back(name):
     assert buffers
     for fqn, value in buffers.items():
         assert torch.equal(buffer_value(model, fqn), value), fqn
+
+
+class Holed(nn.Module):
+    """A large weight that is written and goes to meta, before small memory that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(25_000))
+        self.register_buffer("bias", torch.ones(256))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read as Linux has it")
+def test_memory_that_constructors_wrote_and_freed_goes_back_to_the_system():
+    with meta_parameters():
+        Holed()  # from here on the C library keeps blocks of that size
+    before = resident()
+    with meta_parameters():
+        built = [Holed() for _ in range(1000)]  # 0.1 MB each
+    assert resident() - before < 32 << 20
+    assert all(layer.weight.is_meta for layer in built)
+
+
+def resident() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) << 10

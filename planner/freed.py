@@ -1,7 +1,7 @@
 """Memory that was freed goes back to the system: glibc keeps its pages, between what still lives, for the process.
 
-Making a plan frees much in small pieces, and the user's model is let go of once its shards are copied. A step wants
-large pieces, which fit into few of these gaps, so a rank would have both.
+Building a model on the meta device and making a plan free much memory in small pieces, and a rank frees the user's
+model once its shards are copied. A step allocates large pieces, which fit into few of these gaps.
 """
 
 from __future__ import annotations
