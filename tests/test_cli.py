@@ -363,6 +363,7 @@ def test_train_follows_one_process_and_logs_every_step(tmp_path):
     assert {row["peak_share"] for row in rows} == {None}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_train_works_under_torchrun(tmp_path):
     log = tmp_path / "log.jsonl"

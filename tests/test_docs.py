@@ -17,6 +17,8 @@ from passes.lower import PASSES
 from tests.tools.paths import ROOT
 from tests.tools.tiers import MARKS, TIERS
 
+pytestmark = pytest.mark.check
+
 PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "benchmarks/README.md")
 DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()

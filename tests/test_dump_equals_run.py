@@ -285,6 +285,7 @@ def runs() -> dict[str, Ran]:
     return session_lab().call(run_all_cases)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(runs: dict[str, Ran], case: str):

@@ -68,6 +68,7 @@ def test_wheel_and_archive_hold_every_file_of_the_packages(built: dict[str, Path
         assert wanted() - {name.partition("/")[2] for name in archive.getnames()} == set()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_wheel_runs_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
     """Its own environment, which sees this one's libraries, but not this checkout."""
@@ -89,6 +90,7 @@ def test_the_wheel_runs_in_a_clean_environment(built: dict[str, Path], tmp_path:
     assert '"version"' in told
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_editor_of_a_user_knows_our_types(tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)

@@ -179,6 +179,7 @@ def test_another_value_changes_the_plan(key):
     assert before != after
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("key", CHANGES_THE_TRAINING)
 def test_another_value_changes_the_training(key):
     value, needs = CHANGES_THE_TRAINING[key]

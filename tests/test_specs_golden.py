@@ -33,7 +33,9 @@ def text_of(name: str) -> str:
         return f"{error}\n"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in SPECS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=(pytest.mark.slow, pytest.mark.thorough) if n in LARGE else ()) for n in SPECS]
+)
 def test_the_plan_of_an_example_spec_is_the_golden_text(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     text, golden = text_of(name), GOLDEN / "specs" / f"{name}.txt"

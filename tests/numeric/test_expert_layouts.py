@@ -89,6 +89,7 @@ def check(
     assert rows.sum() == sum(row.top_k for row in layers) * batch["input_ids"].numel()
 
 
+@pytest.mark.check
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("way", LOOPS, ids=lambda w: w.__name__)
@@ -105,6 +106,7 @@ def test_every_spelling_of_a_loop(way):
     check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10, name=name_of(way))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("folding", ["tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2", "tp2·ep2, etp 1"])
 def test_sequence_parallelism_cuts_no_rows_of_experts(folding):
     mesh, cut = FOLDINGS[folding], {"sequence_parallel": True, "vocabulary_multiple": 8}

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from hypothesis import Phase, assume, given, settings
+from hypothesis import Phase, assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from planner import PlanError, plan
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
+from tests.tools.examples import examples
 from tests.tools.simulated_mesh import Batch, Ran, counted, run_mesh, spec_of
 
 FOLDINGS: dict[str, dict[str, int]] = {
@@ -220,9 +221,7 @@ def test_grouped_products_of_the_kernel(folding: str, dtype: torch.dtype, loss: 
     st.sampled_from([0.3, 2.0, 6.0]),
     st.integers(0, 1000),
 )
-@settings(
-    max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)  # a failure costs seconds
+@examples(15, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # a failure costs seconds
 def test_any_routing(
     way: Experts, folding: str, sizes: tuple[int, int], rows: int, length: int, spread: float, seed: int
 ) -> None:

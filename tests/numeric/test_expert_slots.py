@@ -74,7 +74,7 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
         assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_every_spelling_of_slots(way):
     check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
@@ -88,6 +88,7 @@ def test_slots_under_every_folding(way, folding):
     check(way, batch_of(2 * mesh.get("dp", 1)), mesh)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("capacity", [1, 6])
 @pytest.mark.parametrize("way", [slots.switch, slots.scattered, slots.chunks], ids=lambda w: w.__name__)
 def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
@@ -105,6 +106,7 @@ def test_all_tokens_dropped():
     check(slots.written, batch_of(4), FOLDINGS["ep2·dp2"], least=2.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", slots.REFUSED, ids=lambda w: w.__name__)
 def test_what_is_not_computed_slot_by_slot_is_told(way):
     with pytest.raises(PlanError, match=slots.REFUSED[way]) as raised:

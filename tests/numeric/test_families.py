@@ -44,7 +44,7 @@ def test_family_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, ALWAYS)).wrong == []
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), FINER, ids=name_of)
 def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:

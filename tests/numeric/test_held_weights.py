@@ -10,6 +10,7 @@ from tests.tools.laboratory import Case, Lab
 LAYOUTS = {"one-rank": {"dp": 1}, "tp2-pp2": {"tp": 2, "pp": 2}}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", HELD_WEIGHTS)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor, nn
 
 from planner import meta_parameters, plan
 from runtime import Engine
@@ -25,7 +24,9 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 )
 
 
-def build() -> GPT2LMHeadModel:
+def build() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": 16}
     with meta_parameters():
         return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None))

@@ -130,6 +130,7 @@ def test_each_loss_in_float32_is_that_of_one_process(lab: Lab, name: str, dropou
     check_each(truths["float32"], found, 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

@@ -25,7 +25,7 @@ CASES = [(model, {"tp": 2, "pp": 2}) for model in FAMILIES]
 CASES += [(model, {"pp": 4}) for model in ("gpt", "gpt2", "t5")]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     case = Case(model, layout, rest(), *SIZES)

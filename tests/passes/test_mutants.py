@@ -15,6 +15,7 @@ TP_PP = {"tp": 2, "pp": 2}
 SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),
@@ -43,6 +44,7 @@ def test_a_run_without_any_one_collective_differs_from_one_process(
     assert [n for n, mutant in enumerate(mutants) if not mutant.of("loss", "gradient")] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "summed"),
@@ -60,6 +62,7 @@ def test_a_step_without_any_one_sum_of_partial_gradients_differs(
     assert [name for name, mutant in mutants.items() if not mutant.of("gradient")] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1}], ids=str)
 def test_a_step_without_the_sum_over_edp_differs(lab: Lab, mesh: dict[str, int]) -> None:

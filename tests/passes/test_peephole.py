@@ -15,6 +15,8 @@ from planner.placement.types import I, Placement, V
 from tests.models.tiny import planned
 from tests.tools.graphs import bare_context, shown, stage_after
 
+pytestmark = pytest.mark.check
+
 aten = torch.ops.aten
 
 

@@ -171,17 +171,20 @@ def check(found: list[Findings], pp: int) -> None:
         assert not findings.sights, f"rank {rank}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_on_the_device_alone(elsewhere: Elsewhere, case: Case) -> None:
     check(elsewhere.run(run_case, case), case.mesh.get("pp", 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_CASES, ids=str)
 def test_a_step_of_any_family_is_on_the_device_alone(elsewhere: Elsewhere, case: Case) -> None:
     check(elsewhere.run(run_case, case), case.mesh.get("pp", 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_seen(elsewhere: Elsewhere, mutant: str) -> None:
     case, _, seen = MUTANTS[mutant]

@@ -11,6 +11,8 @@ from planner.fold import LOOP, Fold, V, chunk_of, rank_of, stage_of, stages_of
 from planner.mesh import Mesh
 from planner.tables.codec import decode, encode
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.parametrize(
     ("fold", "rows"),

@@ -15,6 +15,8 @@ from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS
 from planner.tables.codec import decode, encode
 from tests.tools.paths import ORACLES
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "rank_groups.json").read_text())
 ARGUMENTS = ("tp", "pp", "cp", "ep", "etp", "order")
 

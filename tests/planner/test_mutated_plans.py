@@ -34,6 +34,7 @@ def test_mutated_plans_load_or_are_one_error(tmp_path):
     assert 5 < check(150, 1, tmp_path / "plan.json") < 75
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_thousand_mutated_plans_load_or_are_one_error(tmp_path):
     assert 50 < check(2_000, 2, tmp_path / "plan.json") < 1_000

@@ -10,6 +10,8 @@ from planner.errors import PlanError
 from planner.ranks import RankGenerator, masked_groups
 from tests.tools.paths import ORACLES
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "rank_groups.json").read_text())
 
 

@@ -214,6 +214,7 @@ def run_three_engines() -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_several_engines_one_after_another_in_launched_ranks():
     losses = launch(run_three_engines, 2, timeout_seconds=60)

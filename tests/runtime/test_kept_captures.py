@@ -47,6 +47,7 @@ def losses(log: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_plan_search_and_ranks_capture_once_and_training_is_the_same(tmp_path: Path):
     (tmp_path / "site-packages").mkdir()

@@ -72,6 +72,7 @@ def draws(dropout: str, mesh: dict[str, int]) -> float:
         return engine.train_step(batch).loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "mesh"), DRAWS, ids=str)
 def test_streams_that_are_named_by_a_place_are_no_difference(dropout: str, mesh: dict[str, int]):
@@ -90,6 +91,7 @@ def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
     assert "the captured graph (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "kind"), [("dp", "code"), ("tp", "ops")])
 def test_a_stage_that_was_lowered_otherwise_is_refused_on_all_ranks(axis: str, kind: str):
@@ -113,6 +115,7 @@ def ranks(changed: dict[str, str]) -> list[str]:
     return [process.communicate(timeout=120)[0].strip() for process in started]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_that_hash_strings_by_other_seeds_agree():
     told = ranks({"PYTHONHASHSEED": "2"})

@@ -188,6 +188,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_every_layout_gives_the_scores_of_one_process(layout):

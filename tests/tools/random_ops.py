@@ -8,17 +8,17 @@ from random import Random
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import Placement, Segment
+from tests.tools.examples import examples
 from tests.tools.simulated_ranks import Op, check
 
-SETTINGS = settings(
-    max_examples=50,
-    deadline=None,
+SETTINGS = examples(
+    50,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

@@ -17,6 +17,8 @@ from tests.tools.paths import ORACLES
 from tests.tools.random_ops import random_cut
 from tests.tools.simulated_ranks import assert_typed, on_threads, parts
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "tp_numeric.json").read_text())["mappings_by_tp"]
 SHAPE = (4, 12, 24)
 KINDS = {"I": I, "R": R, "P": P}

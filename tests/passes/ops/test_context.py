@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,10 @@ from passes.ops.causal_attention import causal_attention, shared_key_causal_atte
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
 from planner.context import zigzag
+from tests.tools.examples import examples
 from tests.tools.simulated_ranks import on_threads
+
+pytestmark = pytest.mark.check
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -72,7 +75,7 @@ def test_local_rows_are_the_places_of_a_rank_and_their_gradient_stands_there_amo
     torch.testing.assert_close(total, 2 * x.detach())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.integers(1, 4), st.integers(1, 4), st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]), st.integers(1, 9),
     st.sampled_from([None, 0.3]), st.sampled_from(CAUSAL), st.integers(0, 99),

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.experts import dispatch, gather_in, give_back, permute, route, splits_of, spread, unpermute
+from tests.tools.examples import examples
 from tests.tools.paths import ROOT
 from tests.tools.simulated_ranks import on_threads
 
@@ -84,7 +85,7 @@ def test_rows_are_permuted_as_in_the_oracle():
 @given(
     st.integers(0, 10_000), st.sampled_from([(1, 1, 4), (2, 1, 6), (4, 1, 4), (1, 2, 4), (2, 2, 4)]), st.integers(1, 3)
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_ranks_that_share_the_experts_compute_what_one_process_computes(seed, sizes, top_k):
     """Any routing, also an expert that nobody chose or that all did: results and every gradient, in float64."""
     ep, etp, num_experts = sizes

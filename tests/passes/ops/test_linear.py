@@ -15,6 +15,8 @@ from passes.ops.weight_gradients import AtOnce, WeightGradients
 from planner.placement.types import V
 from tests.tools.simulated_ranks import on_threads
 
+pytestmark = pytest.mark.check
+
 
 class Sums:
     """Places of what it is given: each sums what comes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.scores import own_places, scores_of_targets, target_scores
+from tests.tools.examples import examples
 from tests.tools.simulated_ranks import on_threads
 
 
@@ -23,7 +24,7 @@ def on_ranks(logits: Tensor, target: Tensor, tp: int) -> list[tuple[Tensor, Tens
     )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     num_classes=st.integers(1, 9),
     tp=st.sampled_from([2, 3, 4]),

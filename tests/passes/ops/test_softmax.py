@@ -10,6 +10,8 @@ from passes.ops.axis import AxisHandle
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from tests.tools.simulated_ranks import on_threads
 
+pytestmark = pytest.mark.check
+
 BATCH, LENGTH = 2, 3
 
 

@@ -15,6 +15,8 @@ from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entro
 from tests.tools.paths import ORACLES
 from tests.tools.simulated_ranks import on_threads
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "tp_numeric.json").read_text())["vocab_parallel_cross_entropy"]
 
 

@@ -52,14 +52,14 @@ def lengthened(entry: families.Entry, length: int) -> families.Entry:
     return entry
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", IN_FLOAT64 + IN_FLOAT32)
 def test_a_family_is_equal(name: str) -> None:
     entry = lengthened(families.build(name), 16)
     assert worst_of(entry, 2, 4) < (1e-10 if name in IN_FLOAT64 else 2e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_our_own_is_equal(name: str) -> None:
     assert name in own.MODELS

@@ -50,7 +50,7 @@ def check(spelling: Spelling, mesh: dict[str, int], **more: Any) -> None:
     assert {n for n, g in expected.items() if g.any()} <= set(ran.gradients)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("spelling", EQUAL, ids=name_of)
 def test_over_two_ranks_it_equals_one_process(spelling):
     check(spelling, {"cp": 2})

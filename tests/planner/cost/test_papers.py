@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.paper import first_paper, second_paper, table_of
 
 # 128 GPUs lose 12 points by replicas there, where 64 and 256 of the same servers lose 4 and 3: no equation here does
@@ -16,6 +18,7 @@ def test_one_cluster_file_gives_the_scaling_of_the_first_paper() -> None:
         assert row.what not in FAR or abs(row.predicted - row.measured) < FAR[row.what]
 
 
+@pytest.mark.thorough
 def test_the_second_paper_is_predicted_without_having_been_looked_at() -> None:
     rows = second_paper()
     print(table_of(rows))

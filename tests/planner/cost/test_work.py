@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Plan
@@ -19,6 +19,7 @@ from planner.mesh import Mesh
 from planner.spec.spec import Spec
 from tests.models import hugging_face
 from tests.tools.captures import plan_again
+from tests.tools.examples import examples
 
 KINDS = ("none", "full", "selective")
 
@@ -75,6 +76,7 @@ def estimated(work: CutWork, mesh: Mesh, micro: int, kind: str, spec: Spec, size
     return estimate(work, Layout(mesh, micro, 6, False, kind, "1f1b", sizes), CLUSTER, spec)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "tp", "sequence_parallel", "ep"),
     [
@@ -119,7 +121,7 @@ def test_equal_blocks_are_one_object() -> None:
     assert units[1] is units[3]
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     st.sampled_from([(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)]),
     st.integers(1, 3),

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -22,6 +22,7 @@ from planner.graph.program import Program
 from tests.models import experts, hugging_face, selected_rows
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captured import capture
+from tests.tools.examples import examples
 
 FOUR = {"num_experts": 4}
 LOCAL = {"num_local_experts": 4}
@@ -273,7 +274,8 @@ mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
     )
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.thorough
+@examples(25)
 @given(
     way=st.sampled_from(experts.WAYS),
     num_experts=st.integers(2, 9),

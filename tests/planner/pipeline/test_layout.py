@@ -15,6 +15,8 @@ from planner.pipeline.split import by_stage, even_split, layout_of
 from planner.spec.spec import Spec
 from tests.tools.paths import ORACLES
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "pp_layout.json").read_text())
 LAYOUTS, SPLITS = ORACLE["layout_strings"], ORACLE["stage_split"]
 PARSED = [case for case in LAYOUTS if "error" not in case]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.pipeline.place import MOST_RANKS, MOST_STEPS, grid_around
 from planner.pipeline.schedule import Action, build_schedule
 from planner.pipeline.simulate import simulate
+from tests.tools.examples import examples
+
+pytestmark = pytest.mark.check
 
 
 def test_a_short_schedule_is_shown_whole():
@@ -37,7 +41,7 @@ def test_of_a_long_one_what_is_next_to_the_place():
     assert max(map(len, lines)) <= 6 + 9 * MOST_RANKS
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(2, 20), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.data())
 def test_the_marked_cell_is_the_action_at_its_step_and_rank(pp, vpp, groups, evaluates, data):
     schedule = build_schedule(None, pp, pp * groups, vpp)

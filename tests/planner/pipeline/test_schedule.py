@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -18,7 +18,10 @@ from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
 from planner.report.schedule import schedule_to_dict
 from planner.report.timeline import schedule_svg
+from tests.tools.examples import examples
 from tests.tools.paths import ORACLES
+
+pytestmark = pytest.mark.check
 
 ORACLE = json.loads((ORACLES / "schedules.json").read_text())
 CASES = ORACLE["cases"]
@@ -146,7 +149,7 @@ def schedules(draw, kinds=tuple(KINDS)) -> Schedule:
     return build_schedule(kind, pp, num_groups * group_size + rest, vpp, group_size)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schedules())
 def test_every_valid_schedule_completes_with_each_action_once_and_backward_after_forward(schedule):
     simulation = simulate(schedule)
@@ -162,7 +165,7 @@ def test_every_valid_schedule_completes_with_each_action_once_and_backward_after
     assert 0 <= simulation.bubble_fraction < 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(schedules())
 def test_an_action_starts_after_the_neighbouring_stage_has_ended(schedule):
     simulation = simulate(schedule)
@@ -181,7 +184,7 @@ def test_an_action_starts_after_the_neighbouring_stage_has_ended(schedule):
             assert spans["B", microbatch, stage][1] <= start
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(schedules())
 def test_text_form_parses_back_to_the_same_schedule(schedule):
     assert parse_schedule(format_schedule(schedule)) == schedule
@@ -190,14 +193,14 @@ def test_text_form_parses_back_to_the_same_schedule(schedule):
     assert parse_schedule(format_schedule(forward)) == forward
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(schedules())
 def test_one_layer_needs_as_many_static_input_slots_as_its_peak_in_flight(schedule):
     slots = tuple(num_static_input_slots(order) for order in schedule.orders)
     assert slots == simulate(schedule).peak_in_flight
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(schedules())
 def test_forward_only_runs_every_forward_and_keeps_nothing(schedule):
     simulation = simulate(schedule.forward_only())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.pipeline.schedule import Action, Order, Schedule, build_schedule, rank_order
@@ -19,7 +19,10 @@ from planner.pipeline.slots import (
 )
 from planner.regions.static_memory import num_slots, slots_of
 from planner.report.schedule import schedule_text, schedule_to_dict
+from tests.tools.examples import examples
 from tests.tools.paths import ORACLES
+
+pytestmark = pytest.mark.check
 
 CASES = json.loads((ORACLES / "schedules.json").read_text())["cases"]
 Signature = tuple[tuple[tuple[int, ...], str], ...]
@@ -75,7 +78,7 @@ def check_no_slot_is_taken_while_it_is_held(order: Order, kinds: list, slots: di
 
 
 @given(ranks())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_buffer_is_never_taken_while_it_is_held(rank):
     order, signatures = rank
     check_no_slot_is_taken_while_it_is_held(order, signatures, slots_by_kind(order, signatures))
@@ -84,7 +87,7 @@ def test_a_buffer_is_never_taken_while_it_is_held(rank):
 
 
 @given(ranks())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_there_are_as_many_buffers_of_a_signature_as_are_held_at_once(rank):
     order, signatures = rank
     slots = slots_by_kind(order, signatures)
@@ -97,7 +100,7 @@ def test_there_are_as_many_buffers_of_a_signature_as_are_held_at_once(rank):
 
 
 @given(ranks())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_layer_has_as_many_pairs_of_graphs_as_its_chunk_has_microbatches_in_flight(rank):
     order, signatures = rank
     num_layers = [len(chunk) for chunk in signatures]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -17,6 +17,9 @@ from planner.pipeline.simulate import planned, simulate
 from planner.pipeline.slots import graph_slots, order_by_microbatch
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_text, schedule_to_dict
+from tests.tools.examples import examples
+
+pytestmark = pytest.mark.check
 
 
 def idle(schedule: Schedule, costs: StageCosts) -> float:
@@ -76,7 +79,7 @@ def pipelines(draw) -> tuple[int, int, StageCosts]:
     return pp, draw(st.integers(1, 3 * pp + 1)), costs
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(pipelines())
 def test_by_any_costs_it_ends_holds_what_1f1b_holds_and_waits_no_longer(pipeline):
     pp, num_microbatches, costs = pipeline

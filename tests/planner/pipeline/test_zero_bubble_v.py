@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -14,6 +14,9 @@ from planner.pipeline.schedule import CUSTOM, Schedule, build_schedule
 from planner.pipeline.schedule_text import format_schedule, parse_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.zero_bubble import StageCosts
+from tests.tools.examples import examples
+
+pytestmark = pytest.mark.check
 
 KIND = "zero_bubble_v"
 
@@ -59,7 +62,7 @@ def pipelines(draw: st.DrawFn) -> tuple[int, int, StageCosts]:
     return pp, draw(st.integers(1, 3 * pp + 1)), costs
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(pipelines())
 def test_by_any_costs_it_ends_and_holds_no_more(pipeline: tuple[int, int, StageCosts]) -> None:
     pp, count, costs = pipeline

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -23,6 +23,7 @@ from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, _Program, solve
 from planner.placement.types import Placement
 from tests.tools.captured import capture
+from tests.tools.examples import examples
 
 WIDTH, INNER = 5, 16
 
@@ -140,7 +141,7 @@ def test_nothing_is_cheaper_than_the_answer(way: str, tp: int):
 SIZE = st.floats(0.0, 20.0)
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.generate])  # a failing case is small as it is
+@examples(25, phases=[Phase.generate])  # a failing case is small as it is
 @given(
     way=st.sampled_from(sorted(WAYS)),
     weights=st.builds(

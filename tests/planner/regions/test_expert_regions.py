@@ -61,6 +61,7 @@ def called(made: object) -> str:
     return getattr(made, "__name__", str(made))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [ONE, SPREAD], ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, selected_rows.index_add, experts.masks], ids=called)
 def test_the_router_ends_with_choices_and_the_rest_before_the_experts(name, mesh):

@@ -30,6 +30,7 @@ def test_a_row_of_equal_blocks_is_shortened_to_three_unless_every_other_has_a_ma
     assert len(folded.source) == 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
 def test_the_work_of_a_folded_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(name)

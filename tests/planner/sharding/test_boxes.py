@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.experts.parts import ExpertPart
@@ -13,6 +14,9 @@ from planner.placement.types import I, Placement, Segment
 from planner.sharding.boxes import Box, Piece, num_corners, pieces_of_run, rectangles, tiles
 from planner.sharding.parts import Part
 from runtime.weights.shards import shard
+from tests.tools.examples import examples
+
+pytestmark = pytest.mark.check
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 
@@ -52,7 +56,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], list[Part]]:
     return shape, [Part(placement, size, rank, expert, ep, r) for rank in range(size) for r in range(ep)]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cuts(), st.integers(1, 4))
 def test_the_ranks_pieces_hold_each_element_once_and_say_where_it_is(
     drawn: tuple[list[int], list[Part]], num_shards: int

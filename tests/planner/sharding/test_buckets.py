@@ -11,6 +11,8 @@ from planner.errors import PlanError
 from planner.sharding.buckets import default_bucket_size, end_multiple, lay_out, padded, start_multiple
 from tests.tools.paths import ORACLES
 
+pytestmark = pytest.mark.check
+
 ORACLE = json.loads((ORACLES / "distopt.json").read_text())
 
 

@@ -11,6 +11,8 @@ from planner.errors import SpecError
 from planner.spec.spec import Spec
 from tests.tools.specs import MINIMAL, TWO_LINES, dict_error, error, load
 
+pytestmark = pytest.mark.check
+
 
 def test_unknown_key_names_the_nearest(tmp_path):
     assert_expected_inline(

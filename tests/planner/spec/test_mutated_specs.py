@@ -51,6 +51,7 @@ def test_mutated_specs_load_or_are_one_error(tmp_path):
     assert 10 < len(good) < 250
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ten_thousand_mutated_specs_load_or_are_one_error(tmp_path):
     good = check_load(mutated(10_000, seed=2), tmp_path / "spec.yaml")
@@ -73,6 +74,7 @@ class AnyInputs(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_loads_is_planned_or_is_one_error(tmp_path):
     path = tmp_path / "spec.yaml"

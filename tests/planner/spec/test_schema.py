@@ -20,6 +20,8 @@ from planner.spec.lines import read_yaml
 from planner.spec.schema import json_schema
 from planner.spec.spec import Spec
 
+pytestmark = pytest.mark.check
+
 EXAMPLES = sorted(Path(str(files("specs"))).glob("*.yaml"))
 SCHEMA = json_schema(Spec)
 KINDS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list, "object": dict}

@@ -15,6 +15,8 @@ from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from tests.tools.specs import MINIMAL, TWO_LINES, error, load
 
+pytestmark = pytest.mark.check
+
 EXAMPLES = sorted(Path(str(files("specs"))).glob("*.yaml"))
 
 

@@ -55,6 +55,7 @@ def _roll(module: Any, args: Any, kwargs: dict[str, Tensor]) -> tuple[Any, dict[
     return args, {**kwargs, name: kwargs[name].roll(1, -1)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "local"),
@@ -99,6 +100,7 @@ inputs: {input_ids: {shape: [16], dtype: int64, high: 256}, targets: {like: inpu
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_train_ends_with_exit_code_1_and_one_message(tmp_path):
     for name, text in (("counting.py", MODEL), ("spec.yaml", SPEC), ("calls", "0")):

@@ -176,6 +176,7 @@ WAYS: list[Callable[[Path], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("damage", WAYS, ids=lambda way: way.__name__)
 def test_the_file_is_named_and_the_newest_intact_save_is_the_other(
     engine: Engine, run: Path, damage: Callable[[Path], str]

@@ -33,6 +33,7 @@ def found(directory: Path, one: dict[str, Any]) -> dict[tuple[str, str], dict[st
     return launch(run_cases, 4, directory, timeout_seconds=280)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @pytest.mark.parametrize("which", ["fresh", "loaded"])
 def test_names_shapes_and_values_are_those_of_one_process(one, found, kind, name, which):

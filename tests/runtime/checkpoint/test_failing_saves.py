@@ -30,6 +30,7 @@ from tests.tools.small_saves import save
 FULL = "cannot write the checkpoint: File too large"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 @pytest.mark.parametrize("rank", [0, 1])

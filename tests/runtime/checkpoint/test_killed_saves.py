@@ -18,6 +18,7 @@ def count(directory: Path, step: int) -> int:
     return num_operations(lambda: save(directory, step, 2.0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
 def test_a_kill_at_every_operation_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
     save(tmp_path / "dry", 1, 1.0)
@@ -58,6 +59,7 @@ def test_a_kill_of_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> 
             assert verify(found).extra == {"value": 2.0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 def test_a_rank_that_dies_in_a_save_ends_all_and_the_save_before_stays(lab: Lab, tmp_path: Path, wait: bool) -> None:

@@ -78,6 +78,7 @@ def on_four_ranks(test: Any) -> Any:
     return pytest.mark.slow(pytest.mark.timeout(600)(test))
 
 
+@pytest.mark.sampled(1)
 @on_four_ranks
 @pytest.mark.parametrize("family", STEPS)
 def test_load_one_step_save_and_transformers_gives_the_weights_of_one_process(family, four_ranks):

@@ -55,6 +55,7 @@ def _together(directory: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("disk_is_full", [False, True], ids=["written", "full"])
 def test_peers_wait_for_a_slow_disk_beyond_the_groups_timeout(tmp_path, disk_is_full):
     source = write(tmp_path / "in", own_checkpoint())

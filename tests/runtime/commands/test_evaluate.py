@@ -185,6 +185,7 @@ def test_a_damaged_token_file_is_refused(files: Path) -> None:
     assert "damaged" in ran(files, "--data", str(tokens), code=2).stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
     options = ("--data", f"{files}/text.txt", "--stride", "8", "--format", "json")

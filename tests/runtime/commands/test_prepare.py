@@ -61,6 +61,7 @@ def test_many_texts_make_one_file(text: Path, tmp_path: Path) -> None:
     assert len(read_tokens(str(tmp_path / "out")).ends) == 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -11,6 +11,7 @@ from tests.models import families
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, spec_of, train
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "falcon-new", "twice", "frozen", "relative-bias"]
 )

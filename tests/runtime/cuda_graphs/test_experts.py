@@ -48,6 +48,7 @@ def trained(way: experts.Way, shared: bool, scope: list[str] | None, **sections:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
 def test_parts_of_experts_give_what_they_give_eagerly(way, shared):
@@ -74,6 +75,7 @@ def test_an_expert_that_all_share_stays_outside_where_its_gradient_would_be_adde
 MESHES = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_experts_on_other_ranks_with_graphs_give_what_they_give_without(lab: Lab, mesh):
@@ -82,6 +84,7 @@ def test_experts_on_other_ranks_with_graphs_give_what_they_give_without(lab: Lab
         assert differ(eager, on_ranks(lab, "experts", scope, mesh=mesh)) == [[]] * 4, scope
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh", [{"dp": 2, "ep": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES)], ids=str
 )

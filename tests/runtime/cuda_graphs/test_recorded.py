@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from passes.ops.experts import splits_of
 from passes.ops.random_state import Draw, RandomState
 from runtime.cuda_graphs.pool import Pool, storage_of
 from runtime.cuda_graphs.recorded import CaptureError, RecordedGraph
+from tests.tools.examples import examples
 
 CPU = torch.device("cpu")
 Body = Callable[..., Any]
@@ -93,7 +94,7 @@ def test_a_replay_reads_what_stands_in_its_inputs(body):
 
 
 @given(st.lists(st.sampled_from(["add", "mul", "t", "half", "relu_", "neg_", "cat", "drop"]), max_size=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_chain_of_ops_is_replayed(names):
     ops: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "add": lambda y, x: y + x.sum(),

@@ -209,6 +209,7 @@ ENGINES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scope", "sections"), ENGINES.values(), ids=ENGINES)
 def test_regions_give_what_they_give_eagerly(name, scope, sections, te_device):
@@ -250,6 +251,7 @@ def counted(engine: Engine) -> Any:
     return {name: (axis.counts, axis.bytes) for name, axis in axes.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_layouts_give_what_they_give_eagerly(te_running, tmp_path):
     sections = {"mesh": {"tp": 2, "pp": 2, "vpp": 2}} | INTERLEAVED | SEQUENCE
@@ -296,6 +298,7 @@ def stale_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RegionModule, "put_generators", lambda self: None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [hooks_listen, stale_masks])
 def test_a_mistake_shows_as_numbers_in_an_engine(mutant, te_device, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -22,6 +22,7 @@ from runtime.data.text.pieces import Piece
 from runtime.data.token_file import BEGIN, Header, check_content, is_token_file, open_token_file
 from runtime.data.token_writer import TokenWriter
 from runtime.data.tokens import Tokenization, Tokens
+from tests.tools.examples import examples
 
 ARRAYS = ("ids", "marks", "ends", "words")
 
@@ -43,7 +44,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tokens"
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.lists(st.lists(st.lists(st.integers(0, 299), max_size=5), min_size=1, max_size=3), min_size=1, max_size=9),
     st.sampled_from([300, 65536, 65537]),

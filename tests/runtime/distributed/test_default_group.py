@@ -17,6 +17,7 @@ NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("backends", "device", "backend", "expected"),
     [

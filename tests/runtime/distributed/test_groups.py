@@ -76,6 +76,7 @@ FOLDED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FOLDED, ids=lambda case: str(case["id"]))
 def test_groups_of_experts_equal_the_oracle(case):
     """With nobody at their other ends: a group's members are known to each rank alone."""

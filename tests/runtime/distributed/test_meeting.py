@@ -76,6 +76,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("seats", "pp", "told"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_go_together_is_refused_with_the_ranks(seats, pp, told):
     with pytest.raises(PlanError, match=told):

@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_members_call_the_same_and_none_waits_in_a_circle(name):

@@ -23,6 +23,7 @@ def stop_rank_1() -> None:
     time.sleep(600)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_at_its_start_is_named_and_ends_all() -> None:
     with pytest.raises(RankError, match=r"^rank 1: its process is stopped \(SIGSTOP\), seen for \d+ s$"):

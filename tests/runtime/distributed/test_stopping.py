@@ -119,6 +119,7 @@ def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> N
         time.sleep(0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("to_all", [False, True], ids=["alone", "and of all its processes"])
 def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path, to_all: bool):
@@ -131,6 +132,7 @@ def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_p
     assert_nothing_is_left(process, temporary)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(short_path):
     codes = {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT, signal.SIGKILL: -signal.SIGKILL}

@@ -52,6 +52,7 @@ def test_shrinking_ends_at_the_fields_that_a_failure_needs():
     assert str(smallest) == "model: norm rms; spec: mesh.tp 2"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_drawn_cases_are_equal_or_refused_with_a_place(tmp_path: Path):
     prepare()

@@ -37,6 +37,7 @@ def written(directory: Path, mesh: str, more: str = "", dropout: float = 0.1) ->
     return f"{directory / 'tiny.py'}:build", str(directory / "spec.yaml")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
     report = compare_memory(*written(tmp_path, "tp: 1", f"recompute: {recompute}\n"))
@@ -51,6 +52,7 @@ MESSAGES = 16384  # bytes of two between stages, of four where tp cuts them
 WAITING = "pipeline: {schedule: zero_bubble}\n"  # what a backward puts aside for its W is held too
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "more"),

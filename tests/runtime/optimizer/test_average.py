@@ -49,6 +49,7 @@ def averaged(mesh: dict[str, int]) -> dict[str, Tensor]:
             return engine.gather_parameters()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh",
     [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow), pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.slow)],

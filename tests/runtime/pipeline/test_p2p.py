@@ -110,6 +110,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", SCHEDULES)
 def test_every_schedule_ends_whatever_the_size_of_its_groups(pp):

@@ -71,6 +71,7 @@ def as_planned(schedule: Any) -> PlannedRun:
     return PlannedRun(actions, run.duration, False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "pp", "vpp"),
     [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 1, 1), ("interleaved_1f1b", 2, 3), ("zero_bubble_v", 2, 2)],

@@ -113,6 +113,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": [], "warmup_steps": 1}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "faults", "rest"),
     [
@@ -227,6 +228,7 @@ def skipping(decided: Any, batches: list[dict[str, Tensor]], scale: float) -> li
         return [scales, ""]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "scales", "text"),
     [
@@ -267,6 +269,7 @@ optimizer: {lr: 1.0e+30, clip_grad_norm: null}
 """
 
 
+@pytest.mark.thorough
 def test_training_ends_with_exit_code_1_and_one_message(tmp_path):
     (tmp_path / "spec.yaml").write_text(SPEC)
     command = ["train", "examples/gpt.py:build", str(tmp_path / "spec.yaml"), "--data", "stdlib", "--steps", "6"]

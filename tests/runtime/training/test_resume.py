@@ -126,6 +126,7 @@ def test_a_run_goes_on_by_itself_from_its_newest_good_save(tmp_path: Path, unbro
     assert run(replace(job, resume=AUTO)) == unbroken
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_in_other_layouts(tmp_path: Path) -> None:
     """tp 2, then pp 2, then dp 2 and one process, without dropout, whose places layouts do not share."""
     job = job_in(tmp_path, dropout=0.0, num_steps=3)
@@ -137,6 +138,7 @@ def test_a_run_goes_on_in_other_layouts(tmp_path: Path) -> None:
     assert found == pytest.approx(run(alone, num_ranks=1), rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["train_step", "save"])
 def test_a_run_that_is_told_to_end_finishes_its_step_and_saves(
     tmp_path: Path, unbroken: list[float], method: str
@@ -161,6 +163,7 @@ def run_and_hang(job: Job) -> Any:
     return run_rank(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_timeout_of_a_run_is_that_of_its_groups(tmp_path: Path) -> None:
     """A rank that hangs is named when it is over, not after ten minutes."""
@@ -168,6 +171,7 @@ def test_the_timeout_of_a_run_is_that_of_its_groups(tmp_path: Path) -> None:
         launch(run_and_hang, 2, job_in(tmp_path, timeout=4.0), timeout_seconds=100)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_hundred_steps_with_kills_at_random_give_the_same_losses(tmp_path: Path) -> None:
     """A rank drawn by chance is killed after a number of steps drawn by chance, five times."""

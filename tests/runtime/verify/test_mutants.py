@@ -51,6 +51,7 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "at_least"), [({"tp": 2}, 10), ({"tp": 2, "pp": 2}, 10), ({"cp": 2}, 2), ({"cp": 2, "pp": 2}, 2)], ids=str

@@ -99,6 +99,7 @@ def test_a_model_that_computes_otherwise_in_its_third_update_alone_differs_first
     assert not any(row.kind == "loss" and row.step != 3 for row in report.failed_rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 3, 8])
 def test_without_one_collective_the_comparison_is_red(files, number):
@@ -134,6 +135,7 @@ def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(files):
     assert failed == ["blocks.1.attention.qkv.weight"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [None, 0, 5])
 def test_bfloat16_without_one_collective_is_red(files, number):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.weights.gather import assemble, senders_of
 from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights
+from tests.tools.examples import examples
 
 SIZES = [1, 2, 4]
 
@@ -134,7 +135,7 @@ def test_a_rank_draws_its_own_experts_alone():
     assert source.num_rows == 2
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(cases())
 def test_a_rank_reads_its_part_of_a_file(case):
     mesh, row = case

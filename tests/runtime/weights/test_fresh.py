@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.weights.fresh import BLOCK, blocks_of, normal
+from tests.tools.examples import examples
 
 
 def drawn(shape=(700, 300), rows=None, num_threads=1, name="w", seed=1, dtype=torch.float32) -> torch.Tensor:
@@ -17,7 +18,7 @@ def drawn(shape=(700, 300), rows=None, num_threads=1, name="w", seed=1, dtype=to
 WHOLE = {shape: drawn(shape) for shape in ((700, 300), (65_537,), (3, BLOCK), (5, 2, 3), (1,))}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.sampled_from(sorted(WHOLE)), st.data(), st.sampled_from([1, 2, 5]))
 def test_rows_are_those_of_the_whole_whatever_the_number_of_threads(shape, data, num_threads):
     start, stop = sorted(data.draw(st.tuples(st.integers(0, shape[0]), st.integers(0, shape[0]))))

@@ -92,6 +92,7 @@ def values_on_one_rank() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_where_one_rank_alone_holds_weights_all_begin_as_rank_0_does():
     first, second = launch(values_on_one_rank, 2, timeout_seconds=200)[0]

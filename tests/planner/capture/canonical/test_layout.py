@@ -55,6 +55,7 @@ def test_every_view_is_a_reshape_to_static_sizes(way):
     assert {line.split(" = ")[1].split("(")[0] for line in lines} == {"aten.reshape", "aten.sin"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", PERMUTES)
 def test_every_exchange_of_dims_is_the_same_permute(way):
     assert features(way) == features(PERMUTES[0])

@@ -104,6 +104,7 @@ def test_keys_that_no_capture_reads_do_not_count(processes: Processes, first: tu
     assert processes.plan(files=FILES, spec=spec).is_read
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_captured_anew(processes: Processes, first: tuple[str, str], name: str):
     answer = processes.plan(**{"files": FILES, **CHANGES[name]})
@@ -111,6 +112,7 @@ def test_a_change_is_captured_anew(processes: Processes, first: tuple[str, str],
     assert answer.is_kept, answer.told
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNCERTAIN)
 def test_a_model_whose_capture_may_depend_on_more_is_captured_each_time(
     processes: Processes, first: tuple[str, str], name: str
@@ -170,6 +172,7 @@ def test_a_damaged_capture_is_told_and_made_again(tmp_path: Path):
     assert f"the kept capture {kept} is damaged" in processes.end()
 
 
+@pytest.mark.thorough
 def test_a_directory_that_others_may_write_to_is_told_and_planning_goes_on(tmp_path: Path):
     processes = Processes(tmp_path, SPEC)
     (tmp_path / "cache").mkdir()
@@ -180,6 +183,7 @@ def test_a_directory_that_others_may_write_to_is_told_and_planning_goes_on(tmp_p
     assert "others can write to it" in processes.end()
 
 
+@pytest.mark.thorough
 def test_a_disk_that_takes_nothing_is_told_and_planning_goes_on(tmp_path: Path):
     processes = Processes(tmp_path, SPEC)
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -203,6 +207,7 @@ def test_two_processes_at_once_capture_once(tmp_path: Path):
     assert answers[0].plan == answers[1].plan
 
 
+@pytest.mark.thorough
 def test_a_hugging_face_config_is_kept_for_plans_and_for_real_weights(tmp_path: Path):
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 2, "n_head": 2}
     sizes = {"vocab_size": 32, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -229,6 +234,7 @@ def texts_of(made: Plan) -> tuple[str, str, str, str]:
     return made.hash(), json.dumps(made.to_dict()), made.describe(full=True), passes_text(made, 1, full=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "gemma2", "falcon-alibi", "vit", "mixtral", "experts", "own-round"]
 )
@@ -239,6 +245,7 @@ def test_a_plan_from_the_kept_form_is_that_of_the_capture_itself(monkeypatch: py
     assert texts_of(plan(entry.model, spec_of(entry))) == kept
 
 
+@pytest.mark.thorough
 def test_auto_captures_the_model_once(monkeypatch: pytest.MonkeyPatch):
     from examples.gpt import build as build_gpt
 

@@ -84,6 +84,7 @@ def truth(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple
     return value.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()  # pyright: ignore
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("micro", [16, 64])

@@ -91,6 +91,7 @@ class ByNumbers(Function):
         return grads[0]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BODIES)
 def test_the_captured_graph_trains_as_the_model(name: str) -> None:
     model = OneBody(BODIES[name])
@@ -241,6 +242,7 @@ print(plan(model, {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "input
 """
 
 
+@pytest.mark.thorough
 def test_a_plan_has_one_hash_in_every_process() -> None:
     found = {
         subprocess.run([sys.executable, "-c", PRINT_HASH], env=os.environ | {"PYTHONHASHSEED": seed}, check=True,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.seconds.pipeline import run_pipeline
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
+from tests.tools.examples import examples
 
 costs = st.integers(1, 5)
 
@@ -18,7 +19,7 @@ def both(kind: str, pp: int, vpp: int, count: int, forward: list[int], backward:
     return run.seconds, simulate(build_schedule(kind, pp, count, vpp), forward, backward).duration
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(1, 5), st.integers(1, 40))
 def test_1f1b_takes_what_the_simulation_takes(data: st.DataObject, pp: int, count: int) -> None:
     forward = data.draw(st.lists(costs, min_size=pp, max_size=pp))
@@ -27,7 +28,7 @@ def test_1f1b_takes_what_the_simulation_takes(data: st.DataObject, pp: int, coun
     assert fast == pytest.approx(slow, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.data(), st.integers(2, 4), st.integers(2, 3), st.integers(1, 14))
 def test_interleaved_takes_what_the_simulation_takes(data: st.DataObject, pp: int, vpp: int, groups: int) -> None:
     forward = data.draw(st.lists(costs, min_size=pp * vpp, max_size=pp * vpp))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.seconds.pipeline import run_pipeline
 from planner.cost.seconds.shared import run_on_cores
 from planner.pipeline.schedule import build_schedule
+from tests.tools.examples import examples
 
 
 def seconds(cores: float, pp: int = 2, count: int = 2, vpp: int = 1, kind: str = "1f1b") -> float:
@@ -30,7 +31,7 @@ def test_a_bubble_is_shorter_where_the_others_have_the_core():
     assert 4 * 4 * 3 / 2 <= four < 2 * seconds(4, pp=4, count=4)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]),
     st.integers(1, 3),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.seconds.shared import run_on_cores
@@ -11,6 +11,7 @@ from planner.cost.seconds.waiting import run_waiting
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.zero_bubble import StageCosts
+from tests.tools.examples import examples
 
 costs = st.integers(1, 6).map(float)
 
@@ -20,7 +21,7 @@ def stages(draw: st.DrawFn, pp: int) -> StageCosts:
     return StageCosts(*(draw(st.lists(costs, min_size=pp, max_size=pp)) for _ in range(3)))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(2, 5), st.integers(1, 20))
 def test_it_takes_what_the_simulation_takes(data: st.DataObject, pp: int, count: int) -> None:
     of = data.draw(stages(pp))
@@ -29,7 +30,7 @@ def test_it_takes_what_the_simulation_takes(data: st.DataObject, pp: int, count:
     assert run.seconds == pytest.approx(simulate(schedule, *of).duration, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data(), st.integers(2, 4), st.integers(2, 30))
 def test_of_many_microbatches_it_takes_about_as_long_and_never_less_than_a_rank_works(
     data: st.DataObject, pp: int, more: int

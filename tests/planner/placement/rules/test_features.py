@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Site, options_of
 from tests.tools.random_ops import Weight, check_options, op_of, real, rule_property, sizes
+
+pytestmark = pytest.mark.check
 
 aten = torch.ops.aten
 

@@ -19,6 +19,8 @@ from planner.placement.types import Placement, V
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import check
 
+pytestmark = pytest.mark.check
+
 ON_RANKS_OF_CP = {(causal_attention, Form.SHARED_KEYS)}  # tests/passes/ops/test_context.py runs it
 PAIRS = {(op, form) for op, rule in RULES.items() for form in forms_of(rule) - SAME_OP}
 

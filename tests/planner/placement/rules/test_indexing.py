@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from tests.tools.random_ops import Weight, check_options, op_of, real, rule_property, sizes
+
+pytestmark = pytest.mark.check
 
 aten = torch.ops.aten
 

@@ -11,6 +11,7 @@ from tests.tools.captured import capture
 from tests.tools.captured_ops import check_model, gradients
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", BODIES)
 def test_canonical_form_computes_what_the_model_computes(name):
     model = Own(BODIES[name])

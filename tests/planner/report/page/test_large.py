@@ -135,6 +135,7 @@ def test_it_opens_and_nothing_is_cut_off(large_plan: Plan, tmp_path: Path):
     assert ask(plan_page(large_plan), tmp_path, LAYOUT) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_page_of_the_planned_405b_shape_is_below_three_mebibytes():
     name = "llama_405b_tp8_pp16_dp128"

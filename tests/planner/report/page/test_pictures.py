@@ -153,6 +153,7 @@ def test_bars_are_to_one_scale_and_keep_their_order():
     assert bars.legend == ((0, "x"), (1, "y"))
 
 
+@pytest.mark.thorough
 def test_memory_has_every_category_of_every_pp_rank_and_the_limit_where_it_matters(moe_plan: Plan, small_plan: Plan):
     from planner.report.page.machines import cluster_of
 

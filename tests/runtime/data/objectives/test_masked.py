@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -16,6 +16,7 @@ from runtime.data.objectives.protocol import NOTHING
 from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
 from runtime.data.reading import read_tokens
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
+from tests.tools.examples import examples
 from tests.tools.texts import SPECIAL, STORY, tokens_of
 
 TEXT = [STORY, "Snow fell. The road was gone by noon. We stayed inside and read.", "One. Two. Three. Four."]
@@ -47,7 +48,7 @@ def laid_out(text, length):
 CASES = st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.integers(8, 100), st.booleans())
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(CASES)
 def test_labels_restore_the_text_and_no_special_token_is_masked(case):
     seed, epoch, length, paired = case
@@ -68,7 +69,7 @@ def test_labels_restore_the_text_and_no_special_token_is_masked(case):
         assert not np.isin(sample["tokens"][changed & (sample["tokens"] != MASK)], list(SPECIAL.values())).any()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(CASES)
 def test_words_are_chosen_whole_and_meet_one_fate(case):
     seed, epoch, length, _ = case

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data.objectives.windows import PlainWindows, SentenceWindows, documents, inner_sentences
+from tests.tools.examples import examples
 from tests.tools.texts import STORY, tokens_of
 
 SENTENCES = st.lists(st.integers(1, 12).map(lambda n: "a" * n + "."), min_size=0, max_size=8)
@@ -47,7 +48,7 @@ def test_plain_windows_lie_end_to_end_in_each_document():
     assert words_of(PlainWindows.of(tokens, 3), tokens) == ["abc", "def", "gh", "ijk"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(TEXTS, st.integers(1, 30))
 def test_plain_windows_hold_every_token_once(texts, most):
     tokens = tokens_of(texts)
@@ -58,7 +59,7 @@ def test_plain_windows_hold_every_token_once(texts, most):
     assert all(b - a <= most for a, b in map(windows.span, range(len(windows))))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(TEXTS, st.integers(4, 40), st.integers(1, 60))
 def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_together(texts, most, at_once):
     whole, parts = (SentenceWindows.of(tokens_of(texts), most, size) for size in (1 << 20, at_once))
@@ -66,7 +67,7 @@ def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_togethe
     assert whole.stops.tolist() == parts.stops.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(TEXTS, st.integers(4, 40))
 def test_sentence_windows_hold_two_sentences_of_one_document_and_miss_no_pair(texts, most):
     tokens = tokens_of(texts)

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from runtime.data.text import documents
 from runtime.data.text.documents import Split, parts
+from tests.tools.examples import examples
 
 
 def found(path: Path, split: Split, field: str = "text") -> list[bytes]:
@@ -42,7 +43,7 @@ def test_documents_end_where_the_split_says(tmp_path: Path, split: Split, text: 
     assert [document.decode() for document in found(tmp_path / "text", split)] == wanted
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.text(alphabet="ab \n", max_size=60), st.integers(1, 9))
 def test_documents_in_parts_are_the_same_documents(
     tmp_path_factory: pytest.TempPathFactory, text: str, size: int

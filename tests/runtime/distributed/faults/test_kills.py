@@ -81,6 +81,7 @@ def test_every_survivor_names_the_rank_and_what_it_was_at_in_its_last_line(tmp_p
         assert seconds < NAMED_SECONDS + SLACK_SECONDS, case
 
 
+@pytest.mark.thorough
 def test_a_rank_that_stands_still_is_named_with_its_line_after_the_groups_timeout(tmp_path):
     with pytest.raises(RankError) as caught:
         launch(train_and_fail, 4, 2, "forward", "hang", str(tmp_path), 10.0, timeout_seconds=150)
