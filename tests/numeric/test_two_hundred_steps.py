@@ -131,7 +131,6 @@ def test_each_loss_in_float32_is_that_of_one_process(lab: Lab, name: str, dropou
 
 
 @pytest.mark.thorough
-@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_each_loss_in_bfloat16_is_near_that_of_float32_and_in_the_mean_that_of_bfloat16(lab: Lab, name: str) -> None:

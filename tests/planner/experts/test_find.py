@@ -274,7 +274,6 @@ mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
     )
 
 
-@pytest.mark.thorough
 @examples(25)
 @given(
     way=st.sampled_from(experts.WAYS),

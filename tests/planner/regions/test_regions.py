@@ -35,7 +35,6 @@ def calls(made: Plan, region: Region) -> list[fx.Node]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_holds_the_scores_and_the_rest_does_not(name):
     made = planned(name, "attn", "mlp")
