@@ -143,6 +143,7 @@ def test_a_size_that_does_not_divide_is_named():
     assert "dim 0 = 3 not divisible by tp = 2, nearest valid tp: 1, 3" in told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overrides", [{"*.up": "row", "head": "row"}, {"*.qkv": "replicate", "*.down": "column"}])
 @pytest.mark.parametrize("changes", [{"mesh": {"tp": 2, "pp": 2}}, {"tensor_parallel": {"sequence_parallel": True}}])
 def test_overrides_are_lowered_on_every_stage_and_with_the_sequence_cut(overrides, changes):
