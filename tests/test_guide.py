@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "place"), CASES)
 def test_a_command_prints_what_stands_there(path: Path, place: int, page_of: Callable[[Path], Page]) -> None:

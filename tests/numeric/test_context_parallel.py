@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(lab: Lab, case: str) -> None:
     model, mesh, rest = CASES[case]

@@ -94,6 +94,7 @@ def tokens_of_experts(make: Callable[[], Routed], input_ids: Tensor) -> list[int
     return torch.bincount(model.chosen(input_ids)[2].flatten(), minlength=model.num_experts).tolist()
 
 
+@pytest.mark.covering(1)
 @OVER
 @WAYS
 def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
@@ -104,6 +105,7 @@ def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
     check(make, batch, mesh)
 
 
+@pytest.mark.covering(1)
 @OVER
 @WAYS
 def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
@@ -114,6 +116,7 @@ def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
     check(make, batch, mesh)
 
 
+@pytest.mark.covering(1)
 @OVER
 @WAYS
 def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) -> None:
@@ -142,6 +145,7 @@ def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
     check(maker(way, drawn(4), 2), batch_of(ids(4, 5)), mesh)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("top_k", [1, 2])
 @OVER
 def test_one_token_a_rank(folding: str, top_k: int) -> None:

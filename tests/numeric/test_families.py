@@ -38,7 +38,7 @@ NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE an
 FINER = list(zip(NAMES, cycle(OTHERS), strict=False))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [model for model, layout in FINER if layout != OTHERS[-1]])  # that one has this in it
 def test_family_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, ALWAYS)).wrong == []
@@ -63,7 +63,7 @@ def test_series_speech_and_images_equal_one_process(lab: Lab, model: str) -> Non
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model", "layout"), zip(LOSSES, cycle(OF_LOSSES), strict=False), ids=name_of)
 def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []

@@ -33,7 +33,7 @@ def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_v_equals_one_process(lab: Lab, name: str) -> None:
     assert lab.check(CASES[name]).wrong == []

@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "layout", "kind"), CASES, ids=lambda value: value)
 def test_gradients_are_the_same_bits_and_exchanges_those_of_the_plan(name: str, layout: str, kind: str):
     without, found = ran(name, layout, "none"), ran(name, layout, kind)

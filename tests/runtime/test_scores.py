@@ -138,6 +138,7 @@ def is_vocabulary_cut(decided: Plan) -> bool:
     return any(row.style == "vocab" for row in decided.parameters)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spelling", SPELLED)
 @torch.no_grad()
 def test_a_loss_may_be_spelled_in_any_way(spelling):

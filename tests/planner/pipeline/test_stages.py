@@ -73,6 +73,7 @@ def _filled(value: Tensor | None, program: Program, name: str, generator: torch.
     return torch.randn(value.shape, generator=generator) * 0.1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_only_the_residual_crosses_a_cut_of_a_decoder_or_encoder(family: str, pp: int) -> None:
@@ -209,6 +210,7 @@ def no_dropout(program: Program) -> None:
             node.args = (*node.args[:4], 0.0, *node.args[5:])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "build",
     [

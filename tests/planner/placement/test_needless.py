@@ -43,6 +43,7 @@ def test_a_layer_is_cut_with_one_exchange_each_way(name):
     assert num_collectives(made) == OUTSIDE + 2 * 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_over_classes_leaves_the_head_cut(name):
     made = assert_equals_one_process(lambda: Layered(Mlp, LOSSES[name]()), batch(), 2)
@@ -125,6 +126,7 @@ class Three(nn.Module):
         return self.down(F.gelu(self.up(x + self.mixing(x))))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NO_ATTENTION)
 def test_products_of_activations_without_scores_are_not_called_attention(name):
     assert "attention" not in warnings_of(planned(lambda: Layered(lambda: Three(NO_ATTENTION[name])), batch(), 3))

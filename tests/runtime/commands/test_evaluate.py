@@ -107,6 +107,7 @@ def test_a_model_of_the_last_save_is_scored(files: Path) -> None:
     assert after < 0.99 * before
 
 
+@pytest.mark.thorough
 def test_the_running_mean_of_a_save_is_scored(files: Path) -> None:
     """As the weights that ``checkpoint --export --ema`` writes, under a spec that has no mean itself."""
     spec = files / "spec.yaml"
@@ -132,6 +133,7 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     assert "holds no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "what"),
     [

@@ -103,7 +103,6 @@ def name_of(case):
     return f"{parameters}-{gradients}-dp{dp}-zero{zero}-{alignment}-{bucket_size or 'one'}"
 
 
-@pytest.mark.covering(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
 def test_every_rank_equals_one_process(results, case):
@@ -120,7 +119,6 @@ def test_every_rank_equals_one_process(results, case):
                 assert_near(actual["parameters"][name], expected, tolerance)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
 def test_reductions_start_while_the_backward_runs_and_in_one_order(results, case):
@@ -136,7 +134,6 @@ def test_reductions_start_while_the_backward_runs_and_in_one_order(results, case
             assert actual["launched_before_first"] == ([(0, 0)] if bucket_size else [])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in ranks.CASES if c[0] in FULL_BYTES], ids=name_of)
 def test_live_bytes_equal_the_table_up_to_padding(results, case):

@@ -47,6 +47,7 @@ def features(way: Callable[[Tensor], Tensor]) -> str:
     return canonical(lambda _, x: way(x).sin().reshape(x.shape))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", RESHAPES)
 def test_every_view_is_a_reshape_to_static_sizes(way):
     lines = features(way).splitlines()
@@ -62,6 +63,7 @@ def test_every_exchange_of_dims_is_the_same_permute(way):
     assert "v0 = aten.permute(x, [0, 2, 1])\n" in features(way)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", NOTHING)
 def test_what_changes_nothing_leaves_no_call(way):
     assert features(way).splitlines()[0] == "v0 = aten.sin(x)"

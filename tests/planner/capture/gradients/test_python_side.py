@@ -78,6 +78,7 @@ def _on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x).pow(2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KEPT)
 def test_it_is_captured_as_it_runs(name: str) -> None:
     assert_capture_equals(OneBody(KEPT[name]))

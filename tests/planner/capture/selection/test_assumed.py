@@ -95,6 +95,7 @@ def layout_of(made: Plan) -> BatchLayout:
     return BatchLayout({"ids": ((5,), torch.int64)}, 4, 2, 1, 0, assumptions=tuple(decisions.program.assumptions))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("check", OF_THE_BATCH, ids=lambda f: f.__name__)
 def test_a_check_of_the_batch_is_reported_once_and_made_for_each_microbatch(check: Any) -> None:
     made = planned(check)
@@ -131,6 +132,7 @@ def variance(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x * F.gaussian_nll_loss(x, x.detach(), F.softplus(x) + 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "check", [finite, weights_are_numbers, distribution, close, variance], ids=lambda f: f.__name__
 )

@@ -34,6 +34,7 @@ def program_of(name: str) -> Program:
     return program
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -26,6 +26,7 @@ def test_canonical_form_computes_what_the_model_computes(name):
     assert all(g is None for g in torch.autograd.grad(model(**batch()), rest, allow_unused=True)) if rest else True
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", BODIES)
 def test_every_op_has_a_rule(name):
     coverage = Coverage()
