@@ -171,7 +171,7 @@ def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[s
         yield from (("etp", kind, p) for p, kind in zip(phases, kinds, strict=False) if axes["etp"].size > 1)
 
 
-def ranks_of_cp_really_meet(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+def no_cp_placeholder_is_left(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
     """No call is left that only has the shape of an exchange along the sequence."""
     yield from (
         Violation(node, "an exchange over cp", "what stands for it")

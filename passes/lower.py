@@ -19,11 +19,11 @@ from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.check import (
     collectives_are_those_of_the_plan,
     is_sound,
+    no_cp_placeholder_is_left,
     no_op_draws_from_the_default_generator,
     no_op_names_another_device,
     parameters_are_awaited,
     pieces_are_those_of_the_plan,
-    ranks_of_cp_really_meet,
     readers_get_the_type_that_they_want,
     regions_are_those_of_the_plan,
     reruns_are_those_of_the_plan,
@@ -57,7 +57,7 @@ from planner.sharding.parameters import local_parameter
 PASSES: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
     Pass(exchange_rows),
-    Pass(exchange_sequence, leaves=(ranks_of_cp_really_meet,)),
+    Pass(exchange_sequence, leaves=(no_cp_placeholder_is_left,)),
     Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
     Pass(keep_own_tokens, leaves=(collectives_are_those_of_the_plan,)),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),

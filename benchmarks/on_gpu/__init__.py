@@ -1,1 +1,1 @@
-"""What is to be seen on one GPU, part by part: `python benchmarks/gpu.py PART`."""
+"""Checks for one GPU, part by part: `python benchmarks/gpu.py PART`."""

@@ -1,1 +1,1 @@
-"""What a rewritten graph calls."""
+"""Ops that a rewritten graph calls."""

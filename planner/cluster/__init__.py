@@ -1,1 +1,1 @@
-"""The machines: what a device can do, and what the links between devices carry."""
+"""The machines: the capabilities of a device, and the capacity of the links between devices."""

@@ -1,1 +1,1 @@
-"""Which runs of ops between collectives and products become one compiled function, and why others run op by op."""
+"""Runs of ops between collectives and products: those compiled into one function, and why others are not."""

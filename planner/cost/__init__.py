@@ -1,1 +1,1 @@
-"""Bytes, and seconds."""
+"""Predicts bytes and seconds."""

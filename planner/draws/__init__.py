@@ -1,1 +1,1 @@
-"""Random numbers that do not depend on the layout: which element of which sample each of them is for."""
+"""Layout-invariant RNG: maps each random element to its (sample, element) index."""

@@ -1,1 +1,1 @@
-"""What ranks exchange in one microbatch: every message, its axis, its bytes."""
+"""Messages between ranks in one microbatch, each with its axis and its bytes."""

@@ -1,1 +1,1 @@
-"""Layers of experts behind a router, found by what their ops mean: nothing here reads a name."""
+"""MoE layers behind a router, found by the meaning of their ops: nothing here reads a name."""

@@ -1,1 +1,1 @@
-"""A user's files read within limits: nothing in them can run, hang or fill the memory. Ours are written atomically."""
+"""Reads user files within limits: nothing in them can run, hang or fill the memory. Writes our files atomically."""

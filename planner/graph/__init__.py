@@ -1,1 +1,1 @@
-"""Facts of a captured graph: nothing here decides."""
+"""Facts of a captured graph; no decisions."""

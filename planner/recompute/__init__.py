@@ -1,1 +1,1 @@
-"""Which values of a block are let go after its forward, and computed again in its backward."""
+"""Which values of a block are freed after its forward and recomputed in its backward."""

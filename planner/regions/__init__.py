@@ -1,1 +1,1 @@
-"""Which parts of blocks a CUDA graph may capture, and what crosses their borders."""
+"""The parts of blocks that a CUDA graph may capture, and the values that cross their borders."""

@@ -1,1 +1,1 @@
-"""A plan for eyes: text, sections, schedule views."""
+"""A plan for human readers: text, sections, schedule views."""

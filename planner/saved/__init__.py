@@ -1,1 +1,1 @@
-"""What autograd keeps of a stage for its backward, seen on tensors without memory."""
+"""Tensors of a stage saved for its backward, observed on tensors without memory."""

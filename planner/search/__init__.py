@@ -1,1 +1,1 @@
-"""Which layout: every one that fits, its seconds and bytes, and why it is not the best."""
+"""Layout search: every layout that fits, its seconds and bytes, and why it is not the best."""

@@ -1,1 +1,1 @@
-"""What each rank holds, sums and exchanges: decided once, read by all."""
+"""Shards, reductions and exchanges of each rank: decided once, read by all."""

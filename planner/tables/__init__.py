@@ -1,1 +1,1 @@
-"""The rows of a plan: they print what was decided, and decide nothing."""
+"""The rows of a plan: they print decisions and make none."""

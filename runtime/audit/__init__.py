@@ -1,1 +1,1 @@
-"""The user's own module, in eager mode, beside a run."""
+"""Runs the user's own module in eager mode beside a run, and compares the losses."""

@@ -1,1 +1,1 @@
-"""What this machine can do: short measurements on all ranks at once, fitted, and written as a cluster file."""
+"""Measures this machine on all ranks at once, fits the results, and writes them as a cluster file."""

@@ -1,1 +1,1 @@
-"""Files: the training state, Hugging Face directories; written whole or not at all."""
+"""Files: the training state, and Hugging Face directories; written completely or not at all."""

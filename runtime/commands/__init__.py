@@ -1,1 +1,1 @@
-"""Commands of the command line, one a file: their options, and what they print."""
+"""Commands of the command line, one per file: their options and their output."""

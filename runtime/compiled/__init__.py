@@ -1,1 +1,1 @@
-"""Compiles the pieces that the plan lists, each distinct one once, and says what that took."""
+"""Compiles the pieces that the plan lists, each distinct one once, and reports the time that it took."""

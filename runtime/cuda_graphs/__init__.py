@@ -1,1 +1,1 @@
-"""Runs the regions that the plan marks as graphs: of CUDA, of Transformer Engine, or recorded on any device."""
+"""Runs the plan's regions as graphs: of CUDA, of Transformer Engine, or recorded on any device."""

@@ -1,1 +1,1 @@
-"""Batches: checked, cut into microbatches, read from text."""
+"""Batches: checks them, cuts them into microbatches, reads them from text."""

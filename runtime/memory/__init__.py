@@ -1,1 +1,1 @@
-"""What a rank really holds, beside what the plan says."""
+"""Measured memory of a rank, compared with the plan."""

@@ -1,1 +1,1 @@
-"""The loop over a schedule's actions, and what stages send each other."""
+"""The loop over a schedule's actions, and the messages between stages."""

@@ -1,1 +1,1 @@
-"""What every rank did and when, beside what was planned: one trace."""
+"""The actions and times of every rank, beside the planned ones, in one trace."""

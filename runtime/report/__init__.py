@@ -1,1 +1,1 @@
-"""What a step says to the user."""
+"""The report of a step to the user."""

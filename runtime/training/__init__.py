@@ -1,1 +1,1 @@
-"""The run of a command: what was asked for, its loop, its saves, and what it goes on from."""
+"""A training run: its options, its loop, its saves, and its resumption."""

@@ -1,1 +1,1 @@
-"""The engine beside one process."""
+"""Compares the engine with one process."""

@@ -1,1 +1,1 @@
-"""A rank's shards: where their values come from, and whole tensors again."""
+"""A rank's shards: the sources of their values, and the gathering of whole tensors."""

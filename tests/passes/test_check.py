@@ -258,4 +258,4 @@ def test_an_exchange_over_cp_that_was_not_put_in(monkeypatch):
     made = plan(build("gpt"), spec_of("gpt", mesh={"cp": 2}))
     broken(monkeypatch, "exchange_sequence", None)
     error = caught(made)
-    assert (error.name, error.fact) == ("exchange_sequence", "ranks_of_cp_really_meet")
+    assert (error.name, error.fact) == ("exchange_sequence", "no_cp_placeholder_is_left")

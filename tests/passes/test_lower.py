@@ -21,7 +21,7 @@ def test_the_order_of_the_passes():
         """\
 insert_collectives readers_get_the_type_that_they_want
 exchange_rows
-exchange_sequence ranks_of_cp_really_meet
+exchange_sequence no_cp_placeholder_is_left
 localize collectives_are_those_of_the_plan values_have_their_local_shape
 keep_own_tokens collectives_are_those_of_the_plan
 name_streams no_op_draws_from_the_default_generator

@@ -1,1 +1,1 @@
-"""How values follow the batch: dims that hold it, ops that mix it, captures at two sizes compared."""
+"""Batch dims of values, ops that mix sequences, and the comparison of captures at two batch sizes."""

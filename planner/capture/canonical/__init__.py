@@ -1,1 +1,1 @@
-"""Many spellings of one computation become one."""
+"""Rewrites the many spellings of one computation to one form."""

@@ -1,1 +1,1 @@
-"""What a forward says about gradients in Python: kept, or refused with its line."""
+"""Settings about gradients that a forward makes in Python: kept, or refused at the source line."""

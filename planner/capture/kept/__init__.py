@@ -1,1 +1,1 @@
-"""Captures that were made before: in this process or on disk, found by everything that a capture depends on."""
+"""Cache of captures, in the process and on disk; the key covers everything that a capture depends on."""

@@ -1,1 +1,1 @@
-"""How the losses of microbatches make the loss of the global batch."""
+"""How the losses of microbatches combine into the loss of the global batch."""

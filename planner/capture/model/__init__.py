@@ -1,1 +1,1 @@
-"""The user's model: named, built, its own tensors exchanged for fakes and found again."""
+"""Names and builds the user's model; exchanges its tensors for fakes and finds them again in the capture."""

@@ -1,1 +1,1 @@
-"""Functions with a backward of their own become one op each."""
+"""Autograd Functions with their own backward become one op each."""

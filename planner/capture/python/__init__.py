@@ -1,1 +1,1 @@
-"""What a forward does in Python, outside the graph: kept, or refused with its line."""
+"""Python behaviour of a forward outside the graph: kept, or refused at the source line."""

@@ -1,1 +1,1 @@
-"""Rows that data selects, acted on each alone and put back: computed for all rows, a mask lets the selected through."""
+"""Data-dependent row selection (`x[mask]` … `index_add`), rewritten as a dense computation with a mask."""

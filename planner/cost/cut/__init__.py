@@ -1,1 +1,1 @@
-"""What one cut of a model costs, block by block, free of any cluster and of the size of a microbatch."""
+"""Costs of one cut of a model per block, independent of the cluster and of the microbatch size."""

@@ -1,1 +1,1 @@
-"""From what a cut costs, a layout and a cluster: the seconds of a step, and the bytes of a rank."""
+"""Seconds of a step and bytes of a rank, from the costs of a cut, a layout and a cluster."""

@@ -1,1 +1,1 @@
-"""Facts of one op: its arguments, its cost, what it contracts."""
+"""Facts of one op: its arguments, its cost, its contracted dims."""

@@ -1,1 +1,1 @@
-"""Where scores are computed, and whether tp divides their heads."""
+"""Locates the attention scores, and decides whether tp divides their heads."""

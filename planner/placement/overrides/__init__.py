@@ -1,1 +1,1 @@
-"""What a spec asks for by hand: which blocks, which styles."""
+"""Overrides in a spec: the blocks that they name and the styles that they set."""

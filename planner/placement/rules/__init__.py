@@ -1,1 +1,1 @@
-"""For each op, the types that it can take and give."""
+"""For each op, the types that it can take and return."""

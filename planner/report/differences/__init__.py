@@ -1,1 +1,1 @@
-"""Two plans side by side: what came, what went, what is otherwise."""
+"""Differences between two plans: added, removed and changed rows."""

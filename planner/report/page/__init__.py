@@ -1,1 +1,1 @@
-"""A plan as one page of HTML that needs nothing else: pictures of all that was decided, then every table."""
+"""A plan as one self-contained HTML page: pictures of all decisions, then every table."""

@@ -1,1 +1,1 @@
-"""What a model is trained to tell: how tokens become the sequences of a batch, and what counts in their loss."""
+"""Training objectives: how tokens become the sequences of a batch, and which tokens count in the loss."""

@@ -1,1 +1,1 @@
-"""Who failed first, and why: told by the rank itself, or by those that watch its process and its heartbeat."""
+"""Identifies the rank that failed first, and the cause: from the rank itself, its process or its heartbeat."""

@@ -1,1 +1,1 @@
-"""Whole runs side by side: their logs and traces read, their figures over steps as one page."""
+"""Whole runs side by side: reads their logs and traces, and draws their figures over steps on one page."""
