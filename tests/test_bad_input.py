@@ -341,6 +341,7 @@ def test_experts_that_do_not_fit_the_mesh_are_one_message(
     assert_one_message(run_here("plan", model, str(spec)), words)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_world_that_is_not_the_plans_ends_every_rank_at_once(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"

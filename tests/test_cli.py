@@ -214,6 +214,7 @@ def test_search_prints_a_page(tmp_path):
     assert Spec.load(best).mesh.to_mesh().world_size == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "written"),
     [
@@ -301,6 +302,7 @@ def test_a_name_of_the_hub_is_not_looked_up_and_the_message_says_how_to_get_it(t
     )
 
 
+@pytest.mark.thorough
 def test_advice_of_transformers_does_not_come_between_our_lines(tmp_path):
     model, spec = tmp_path / "advised.py", tmp_path / "spec.yaml"
     model.write_text(ADVISED)

@@ -50,6 +50,7 @@ def test_a_share_of_the_batch_is_that_of_all_ranks_of_cp(lab: Lab) -> None:
     assert whole[0].norms == pytest.approx(shares[0].norms, rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_with_dropout_what_is_computed_again_draws_the_same(lab: Lab, kind: str) -> None:
     kept, again = (

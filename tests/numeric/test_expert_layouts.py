@@ -206,7 +206,7 @@ def family(name: str | Member) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_with_stacks_of_experts(name, folding):

@@ -37,7 +37,7 @@ MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  #
 CASES = [("experts", mesh) for mesh in FOLDINGS] + [("mixtral", mesh) for mesh in FOLDINGS[1::2]]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model", "mesh"), CASES, ids=name_of)
 def test_a_folding_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []

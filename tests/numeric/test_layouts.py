@@ -32,6 +32,7 @@ def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int])
     assert lab.check(Case(model, layout)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2"])
 def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
@@ -54,6 +55,7 @@ def test_fewer_microbatches_than_stages_equal_one_process(lab: Lab, schedule: st
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", [[1, 3], [3, 1]])
 def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     case = Case("gpt", {"pp": 2, "dp": 2}, {"pipeline": {"split": split}})
@@ -98,6 +100,7 @@ def test_tied_embedding_on_two_stages_stays_one_parameter(lab: Lab) -> None:
     assert tied.aliases == ("head.weight",)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2-257", "llama-tied"])
 def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: Lab, model: str) -> None:
     case = Case(model, {"tp": 4})
@@ -107,6 +110,7 @@ def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: L
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("multiple", [1, 128])
 def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> None:
     assert (
@@ -114,6 +118,7 @@ def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> 
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}]
 )
@@ -121,6 +126,7 @@ def test_optimizer_settings_equal_one_process(lab: Lab, options: dict[str, objec
     assert lab.check(Case("gpt", {"tp": 2, "dp": 2}, {"optimizer": options})).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=name_of)
 def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, int]) -> None:
     case = Case(
@@ -133,6 +139,7 @@ def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, in
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["dp-tp-cp-ep-pp", "cp-ep-dp-tp-pp"])
 def test_order_of_axes_does_not_change_the_result(lab: Lab, order: str) -> None:
     assert lab.check(Case("gpt", {"tp": 2, "dp": 2, "order": order})).wrong == []

@@ -29,6 +29,7 @@ def test_sequence_parallel_equals_one_process(lab: Lab, model: str, layout: dict
     assert lab.check(Case(model, layout, SEQUENCE_PARALLEL)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2"])
 def test_what_is_gathered_may_be_kept(lab: Lab, model: str) -> None:
     cut = {"tensor_parallel": {**SEQUENCE_PARALLEL["tensor_parallel"], "regather": False}}

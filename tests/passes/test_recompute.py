@@ -187,6 +187,7 @@ def test_every_op_of_a_rerun_counts(kind: str):
     assert differing(gradients_of(made, "gpt2-dropout", programs), without)
 
 
+@pytest.mark.thorough
 def test_an_exchange_of_a_rerun_that_is_left_out_shows():
     def without_first(program: RankProgram) -> None:
         call = calls_of([program])[0]

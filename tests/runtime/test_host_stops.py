@@ -68,7 +68,7 @@ def sights_of_a_step(model: str, precision: str, clip: float | None = 1.0) -> li
     return watch.sights
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_with_dropout_and_clip_stops_the_host_nowhere(model: str, precision: str) -> None:
@@ -81,6 +81,7 @@ def test_a_step_without_clip_stops_the_host_nowhere(precision: str) -> None:
     assert sights_of_a_step("gpt2", precision, None) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", sorted(MODELS.keys() - {"experts"}))
 def test_each_of_these_models_draws(model: str) -> None:
     decided, _, _ = built(model, "float32")

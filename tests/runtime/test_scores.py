@@ -189,7 +189,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_every_layout_gives_the_scores_of_one_process(layout):
@@ -200,6 +200,7 @@ def test_every_layout_gives_the_scores_of_one_process(layout):
     assert_scores(found, logits, batch["targets"], batch["targets"] != IGNORED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["tp 2", "tp 2, cp 2, dp 2", "a head that is not cut"])
 @torch.no_grad()
 def test_what_is_exchanged_is_what_the_rows_say(layout):

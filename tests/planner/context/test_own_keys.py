@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_ranks_of_cp_train_as_one_process(name, mesh):
     def make() -> Any:

@@ -22,6 +22,7 @@ def error_of(model: torch.nn.Module, cp: int = 2, **more: Any) -> PlanError:
     return caught.value
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("op", sequences.REFUSED)
 def test_what_reads_the_sequence_as_a_whole_is_named_with_its_line(op: str) -> None:
     error = error_of(sequences.refused(op))

@@ -76,6 +76,7 @@ def estimated(work: CutWork, mesh: Mesh, micro: int, kind: str, spec: Spec, size
     return estimate(work, Layout(mesh, micro, 6, False, kind, "1f1b", sizes), CLUSTER, spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "tp", "sequence_parallel", "ep"),

@@ -36,6 +36,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_cut_with_one_exchange_each_way(name):
     made = assert_equals_one_process(lambda: Layered(LAYERS[name]), batch(), 2)

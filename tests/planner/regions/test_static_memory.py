@@ -26,6 +26,7 @@ def planned(name: str, scope: list[str], *, impl: str = "emulate", microbatches:
     return plan(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_bytes_are_those_of_the_regions_for_each_slot_and_all_stand_in_the_memory_table(name, layout):
@@ -89,6 +90,7 @@ def test_a_region_whose_outputs_carry_no_gradient_has_no_backward():
     assert [(row.num_graphs, row.num_replays) for row in made.graph_slots] == [(5, 20)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], INTERLEAVED, {"mesh": {"pp": 4}}])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_a_whole_iteration_is_one_graph_over_all_that_the_rank_reads_of_the_batch(name, layout):

@@ -77,7 +77,7 @@ def counted(decisions: Decisions) -> Counter[str]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
 def test_every_element_is_counted_once_for_every_folding(layout):
     made = mixtral(layout)
@@ -93,7 +93,7 @@ def test_every_element_of_experts_on_their_own_is_counted_once(etp):
     assert counted(decisions) == sizes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
 def test_what_a_rank_has_is_what_the_row_says(layout):
     made = mixtral(layout)

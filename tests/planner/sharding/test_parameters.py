@@ -70,6 +70,7 @@ def held_by(made: Plan, pp_rank: int, tp_rank: int = 0) -> list[LocalParameter]:
 MESHES = [("gpt", {"tp": 2, "pp": 2}), ("llama, one key head", {"tp": 2}), ("fused, one key head", {"tp": 2, "pp": 2})]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh"), MESHES)
 def test_every_element_is_counted_once_over_tp_and_stages(model, mesh):
     """Of a weight with whole segments every rank counts what is cut, and tp rank 0 alone what all of them hold."""

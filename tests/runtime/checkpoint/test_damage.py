@@ -60,6 +60,7 @@ def files_of(run: Path) -> list[Path]:
     return sorted(path for path in (run / NEW).iterdir())
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_in_any_file_at_any_of_fifty_places(engine: Engine, run: Path) -> None:
     draw = random.Random(7)
     files = [*files_of(run), run / "latest"]

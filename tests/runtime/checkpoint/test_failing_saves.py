@@ -65,6 +65,7 @@ def test_tied_weights_are_bit_identical_after_steps_and_after_a_resume(lab: Lab,
     assert len({held[0] for held in found[0]}) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_save_of_another_model_is_refused_by_name_on_every_rank(lab: Lab, tmp_path: Path) -> None:
     lab.run(Case("gpt", {"dp": 1}, job=train_and_save, job_arguments=(tmp_path,)))
@@ -118,6 +119,7 @@ def hold(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.thorough
 def test_a_second_run_on_one_directory_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     first = hold(tmp_path)
     try:

@@ -155,6 +155,7 @@ def test_bad_input_is_one_message(files: Path, options: list[str], what: str) ->
     assert "Traceback" not in result.output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -116,6 +116,7 @@ def peak_mib(text: Path, out: Path) -> int:
     return int(done.stdout.rpartition("peak ")[2])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing_and_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     """A text of 96 MiB, of which each array of tokens would take as much, beside one of 4; then Ctrl-C."""

@@ -11,7 +11,7 @@ from tests.models import families
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, spec_of, train
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "falcon-new", "twice", "frozen", "relative-bias"]
 )
@@ -24,6 +24,7 @@ def test_regions_give_what_they_give_eagerly(name):
             assert figures(engine) == planned(engine, steps=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("microbatches", [16, 256])
 def test_the_number_of_graphs_does_not_follow_the_number_of_microbatches(microbatches):
     """The plan says so of any number; that a run counts what the plan says is seen of 16."""
@@ -41,6 +42,7 @@ def test_the_number_of_graphs_does_not_follow_the_number_of_microbatches(microba
     assert found == [(2 * 4, 2 * 4 * microbatches), (1, 1)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_the_first_steps_and_evaluations_run_eagerly(scope):
     entry = families.build("gpt2")

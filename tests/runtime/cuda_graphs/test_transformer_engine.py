@@ -220,6 +220,7 @@ def test_regions_give_what_they_give_eagerly(name, scope, sections, te_device):
         assert_counts(engine, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_capture_leaves_no_gradient_and_can_be_made_again_and_an_evaluation_runs_eagerly(te_device):
     before = eager("gpt2-dropout", 1)
@@ -308,6 +309,7 @@ def test_a_mistake_shows_as_numbers_in_an_engine(mutant, te_device, monkeypatch)
         assert not close(before, train(engine, made[1], 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_generator_that_its_tracker_does_not_hold_draws_in_no_graph(te_device, monkeypatch):
     tracker = sys.modules[te_random.DISTRIBUTED].CudaRNGStatesTracker

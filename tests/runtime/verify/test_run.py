@@ -45,6 +45,7 @@ def files(tmp_path):
     return write
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["tp: 1", pytest.param("tp: 2, pp: 2", marks=pytest.mark.slow)])
 def test_a_right_plan_is_equal_in_loss_norm_every_gradient_and_every_parameter(files, mesh):
     report = verify(*files(mesh), steps=3)
@@ -124,6 +125,7 @@ def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
     assert str(report).endswith("DIFFERENT from one process")
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(files):
     model, spec = files("tp: 1")
     Path(spec).write_text(Path(spec).read_text().replace("lr: 1.0e-3", "lr: 1.5e-4") + BFLOAT16)

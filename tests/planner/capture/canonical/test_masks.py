@@ -72,6 +72,7 @@ def simplified(mask: Mask) -> tuple[Program, torch.fx.Node]:
     return program, call
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_becomes_is_causal(name):
     program, call = simplified(CAUSAL[name])
@@ -87,6 +88,7 @@ def test_a_full_mask_goes_away(name):
     assert [what for what, _ in program.rewrites] == ["the attention mask is full"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STAYS)
 def test_a_mask_that_says_something_stays(name):
     program, call = simplified(STAYS[name])

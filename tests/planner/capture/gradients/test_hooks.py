@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Callable[[OneBody], Any], str, str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_hook_on_a_gradient_is_refused_at_the_line_of_its_function(name: str) -> None:
     register, what, module = REFUSED[name]

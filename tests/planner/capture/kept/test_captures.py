@@ -157,6 +157,7 @@ def test_what_depends_on_weights_is_checked_though_the_capture_is_read(processes
     assert any(line.startswith("read") for line in answer.told)
 
 
+@pytest.mark.thorough
 def test_a_damaged_capture_is_told_and_made_again(tmp_path: Path):
     processes = Processes(tmp_path, SPEC)
     first = processes.plan(files=FILES)
@@ -234,7 +235,7 @@ def texts_of(made: Plan) -> tuple[str, str, str, str]:
     return made.hash(), json.dumps(made.to_dict()), made.describe(full=True), passes_text(made, 1, full=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "gemma2", "falcon-alibi", "vit", "mixtral", "experts", "own-round"]
 )

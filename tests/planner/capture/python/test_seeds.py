@@ -75,6 +75,7 @@ REFUSED = [seeded, seeded_by_the_generator, seeded_on_the_device, forked, put_ba
            in_place_by_its_own, by_a_new_one]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("noise", REFUSED, ids=lambda f: f.__name__)
 def test_noise_that_one_process_repeats_is_refused_at_its_line(noise: Callable[[Any, Tensor], Tensor]) -> None:
     model, before = Model(noise), torch.get_rng_state()

@@ -87,6 +87,7 @@ def test_an_override_is_planned_and_equal_or_refused_with_what_it_can_be(pattern
             assert f"tensor_parallel.overrides.{pattern}" in told
 
 
+@pytest.mark.thorough
 def test_a_style_of_every_block_needs_no_more_than_the_solver():
     overrides = {"*.up": "column", "*.down": "row", "*.qkv": "column", "*.out": "row", "tokens": "vocab"}
     asked, free = planned(gpt, gpt_batch(), 2, overrides), planned(gpt, gpt_batch(), 2)
