@@ -77,7 +77,6 @@ def estimated(work: CutWork, mesh: Mesh, micro: int, kind: str, spec: Spec, size
 
 
 @pytest.mark.thorough
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "tp", "sequence_parallel", "ep"),
     [
