@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_map_only
 
 from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph, Violation
+from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
 from passes.ops import collectives, meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.compiled import run_piece
 from passes.ops.context import gather_sequence
 from passes.ops.gathered_attention import gathered_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
@@ -338,11 +338,10 @@ def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> I
 def pieces_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
     """Each piece that the plan lists is one call, and has the ops that it lists."""
     planned = {piece.index: set(piece.nodes) for piece in context.pieces if piece.stage == stage.index}
-    for node in stage.graph.find_nodes(op="call_function", target=run_piece):
-        call = getattr(stage.root, node.args[0].target)
+    for call in calls_in(stage.graph, stage.root):
         found = {n.meta["origin"] for n in call.module.graph.nodes if n.op == "call_function"}
         listed = planned.pop(call.index, set())
         if listed != found:
-            yield Violation(node, ", ".join(sorted(listed)), ", ".join(sorted(found)))
+            yield Violation(None, f"{call} of {', '.join(sorted(listed))}", ", ".join(sorted(found)))
     for index, names in planned.items():
         yield Violation(None, f"piece {index} of {', '.join(sorted(names))}", "no call")

@@ -5,7 +5,7 @@
 Parameters are arguments, so that all copies of a block share one function.
 
 Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives with ``meta["change"]``; regions cut.
-Leaves:  one call for each piece of the stage; everything else in its old order.
+Leaves:  one call for each piece of the stage, in its own graph or in a region's; everything else in its old order.
 """
 
 from __future__ import annotations
@@ -14,56 +14,73 @@ import operator
 from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph, text_of
 from passes.ops.compiled import CompiledCall, run_piece
-from passes.units import in_order, module_of
+from passes.units import comes_of_region, in_order, module_of, regions_in
 from planner.compiled.pieces import CompiledPiece
 from planner.graph.source_lines import where_of
 
 
 def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
-    """One call a piece, as early as what it reads allows."""
+    """One call a piece, as early as what it reads allows, in the graph that holds it: the stage's, or a region's."""
     mine = {piece.index: piece for piece in context.pieces if piece.stage == stage.index}
-    owner = {name: piece.index for piece in mine.values() for name in piece.nodes}
-    if not owner:
+    if not mine:
         return
+    env = _rewritten(stage.graph, stage.root, mine)
+    stage.graph = next(iter(env.values())).graph
+    stage.env = {name: env[node] for name, node in stage.env.items() if node in env}
+    for region in regions_in(stage.graph, stage.root):
+        inner = _rewritten(region.module.graph, region.module, mine)
+        region.module.graph = next(iter(inner.values())).graph
+
+
+def calls_in(graph: fx.Graph, root: nn.Module) -> list[CompiledCall]:
+    """The pieces of a stage, also of those in captured regions."""
+    graphs = [(graph, root), *((region.module.graph, region.module) for region in regions_in(graph, root))]
+    marks = ((graph.find_nodes(op="call_function", target=run_piece), root) for graph, root in graphs)
+    return [getattr(root, node.args[0].target) for nodes, root in marks for node in nodes]
+
+
+def _rewritten(graph: fx.Graph, root: nn.Module, pieces: dict[int, CompiledPiece]) -> dict[fx.Node, fx.Node]:
+    """Of each node that is left, the node of the new graph."""
+    owner = {name: piece.index for piece in pieces.values() for name in piece.nodes}
     members: dict[int, list[fx.Node]] = {}
-    for node in stage.graph.nodes:
+    for node in graph.nodes:
         if _is_plain(node) and node.meta.get("origin") in owner:
             members.setdefault(owner[node.meta["origin"]], []).append(node)
     place = {node: index for index, nodes in members.items() for node in nodes}
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for unit in in_order(stage.graph, place, members):
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for unit in in_order(graph, place, members):
         if isinstance(unit, fx.Node):
-            env[unit] = graph.node_copy(unit, lambda n: env[n])
+            env[unit] = new.node_copy(unit, lambda n: env[n])
         else:
-            _call(stage, graph, mine[unit], members[unit], env)
-    stage.env = {name: env[node] for name, node in stage.env.items() if node in env}
-    stage.graph = graph
+            _call(root, new, pieces[unit], members[unit], env)
+    return env
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node is an op as captured: no collective, no call of ours."""
+    """Whether a node is an op as captured: no collective, no call of ours, no value that a region gives."""
     is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return node.op == "call_function" and is_op and "change" not in node.meta
+    return node.op == "call_function" and is_op and "change" not in node.meta and not comes_of_region(node)
 
 
 def _call(
-    stage: StageGraph, graph: fx.Graph, piece: CompiledPiece, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
+    root: nn.Module, graph: fx.Graph, piece: CompiledPiece, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
 ) -> None:
     inside = set(members)
     read = list(dict.fromkeys(v for node in members for v in node.all_input_nodes if v not in inside))
-    asked = {stage.env.get(name) for name in piece.leaves}
+    last = {node.meta["origin"]: node for node in members}  # of the ops that one captured op has become
+    asked = {last.get(name) for name in piece.leaves}
     is_read = {node for node in members if any(user not in inside for user in node.users)}
     left = [node for node in members if node in asked or node in is_read]
     name = f"piece_{piece.index}"
-    structure = structure_of(members, read, left)
-    call = CompiledCall(piece.index, module_of(members, read, left), structure, str(where_of(members[0])))
-    setattr(stage.root, name, call)
+    module, structure = module_of(members, read, left), structure_of(members, read, left)
+    setattr(root, name, CompiledCall(piece.index, module, structure, str(where_of(members[0])), again=piece.again))
     handle = graph.create_node("get_attr", name)
     result = graph.call_function(run_piece, (handle, [env[v] for v in read]))
+    result.meta = {"origin": members[0].meta["origin"], "val": tuple(node.meta.get("val") for node in left)}
     for position, node in enumerate(left):
         if node in is_read:
             env[node] = graph.call_function(operator.getitem, (result, position))

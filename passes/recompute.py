@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
+from passes.ops.compiled import run_piece
 from passes.ops.dropout import stream_dropout
 from passes.ops.recompute import (
     BlockCall,
@@ -32,7 +33,7 @@ from passes.ops.recompute import (
     unwatch_inside,
     watch_inside,
 )
-from passes.ops.region import RegionCall, run_region
+from passes.units import comes_of_region, regions_in
 from planner.recompute.pieces import Homes, Piece
 
 OF_SHAPE_ALONE = {stream_dropout}  # whose insides do not depend on the values that they read
@@ -44,7 +45,7 @@ def recompute(stage: StageGraph, context: LowerContext) -> None:
     if not mine:
         return
     homes = Homes(stage.index, mine, context.regions)
-    regions = {call.index: call for call in _regions(stage)}
+    regions = {call.index: call for call in regions_in(stage.graph, stage.root)}
     for piece in mine:
         if piece.region is None:
             _let_go(_Part(stage.graph, stage.root, piece, homes), context)
@@ -56,14 +57,10 @@ def recompute(stage: StageGraph, context: LowerContext) -> None:
 
 def block_calls(stage: StageGraph) -> list[BlockCall]:
     """The calls of all pieces, also of those in captured regions."""
-    graphs = [(stage.graph, stage.root), *((call.module.graph, call.module) for call in _regions(stage))]
+    regions = regions_in(stage.graph, stage.root)
+    graphs = [(stage.graph, stage.root), *((call.module.graph, call.module) for call in regions)]
     marks = ((graph.find_nodes(op="call_function", target=end_block), root) for graph, root in graphs)
     return [getattr(root, node.args[0].target) for nodes, root in marks for node in nodes]
-
-
-def _regions(stage: StageGraph) -> list[RegionCall]:
-    calls = stage.graph.find_nodes(op="call_function", target=run_region)
-    return [getattr(stage.root, node.args[0].target) for node in calls]
 
 
 @dataclass
@@ -79,22 +76,23 @@ class _Part:
         return [node for node in self.graph.nodes if self._is_member(node)]
 
     def _is_member(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or "origin" not in node.meta or _comes_of_a_region(node):
+        if node.op != "call_function" or "origin" not in node.meta or comes_of_region(node):
             return False
         change = node.meta.get("change")
         home = self.homes.of_call(node.meta["origin"]) if change is None else self.homes.of_change(change)
         return home is self.piece
 
+    def has_insides(self, node: fx.Node) -> bool:
+        """Whether the rerun gives again what the op has saved of its own. A compiled piece saves what its compiler
+        chose; it runs again as it ran, with a backward, so that it saves the same."""
+        if node.target is run_piece:
+            return getattr(self.root, node.args[0].target).again  # pyright: ignore
+        return node.meta["origin"] in self.piece.insides and _computes(node) and "change" not in node.meta
+
     def has(self, keys: frozenset[Any], node: fx.Node) -> bool:
         """Whether a node is one of the captured values with their types."""
         change = node.meta.get("change")
         return (node.meta["origin"] if change is None else change.value, node.meta["placement"]) in keys
-
-
-def _comes_of_a_region(node: fx.Node) -> bool:
-    return node.target is run_region or (
-        node.target is operator.getitem and node.all_input_nodes[0].target is run_region
-    )
 
 
 def _let_go(part: _Part, context: LowerContext) -> None:
@@ -103,7 +101,7 @@ def _let_go(part: _Part, context: LowerContext) -> None:
     tensors = [n for n in members if _is_tensor(n) and n not in summed]
     firsts = (next((n for n in tensors if part.has(keys, n)), None) for keys in piece.needed)
     dropped = sorted(n for n in firsts if n is not None)
-    insides = [n for n in members if n.meta["origin"] in piece.insides and _computes(n) and "change" not in n.meta]
+    insides = [n for n in members if part.has_insides(n)]
     kept = {n for n in tensors if part.has(piece.kept, n)}
     rerun = _Rerun(members, dropped, insides, kept)
     if not dropped and not insides:

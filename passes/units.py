@@ -1,12 +1,15 @@
-"""Parts of a graph that become one call each: in which order they run, and the graph of one of them."""
+"""Parts of a graph that become one call each: in which order they run, the graph of one of them, and where they are."""
 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
+
+from passes.ops.region import RegionCall, run_region
 
 
 def in_order(graph: fx.Graph, place: dict[fx.Node, int], members: dict[int, list[fx.Node]]) -> list[fx.Node | int]:
@@ -50,3 +53,14 @@ def module_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequenc
         env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[node] for node in left))
     return fx.GraphModule(nn.Module(), graph)
+
+
+def regions_in(graph: fx.Graph, root: nn.Module) -> list[RegionCall]:
+    """The captured parts of a stage, each with a graph of its own."""
+    return [getattr(root, node.args[0].target) for node in graph.find_nodes(op="call_function", target=run_region)]
+
+
+def comes_of_region(node: fx.Node) -> bool:
+    """Whether a node is the call of a captured part, or one of the values that it gives."""
+    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return made.target is run_region

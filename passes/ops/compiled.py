@@ -13,10 +13,11 @@ class CompiledCall:
 
     ``module(*inputs)`` gives the outputs as a tuple. ``inputs``: activations, parameters and buffers alike.
     ``structure``: equal for pieces that compute the same, so that one compiled function may stand for all of them.
+    ``again``: the backward of its block runs it once more.
     """
 
-    def __init__(self, index: int, module: fx.GraphModule, structure: str, where: str) -> None:
-        self.index, self.module, self.structure, self.where = index, module, structure, where
+    def __init__(self, index: int, module: fx.GraphModule, structure: str, where: str, *, again: bool = False) -> None:
+        self.index, self.module, self.structure, self.where, self.again = index, module, structure, where, again
         self.run: Callable[[CompiledCall, Sequence[Any]], Sequence[Any]] | None = None
 
     def __repr__(self) -> str:

@@ -6,13 +6,11 @@ forms of their own   ops in which ranks meet, once they are cut
 random draws         so that masks are what they are without compiling
 experts' domain      the number of rows follows the routing
 complex numbers, sizes that follow values, Python of the user
-blocks that are computed again, regions that are captured
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,10 +35,10 @@ _BY_DESIGN = {PRODUCT, MEETING}
 
 
 class Borders:
-    """Owns: captured name → why it is in no compiled piece, of what blocks let go of and of what graphs capture."""
+    """Says of each call of a program whether a piece ends at it."""
 
-    def __init__(self, decisions: Decisions, again: Mapping[str, str]) -> None:
-        self._decisions, self._again = decisions, again
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions = decisions
 
     def reason(self, node: fx.Node) -> str:
         """Why a call is no part of a piece; empty where it is plain."""
@@ -55,7 +53,7 @@ class Borders:
             return PRODUCT
         if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or packet_of(target) is _ATTENTION:
             return "a random draw" if is_random(node) else PRODUCT
-        return self._of_op(node, target) or self._again.get(node.name, "")
+        return self._of_op(node, target)
 
     def _of_op(self, node: fx.Node, target: Any) -> str:
         mesh, axis = self._decisions.mesh, axis_of(node)

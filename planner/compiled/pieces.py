@@ -4,11 +4,14 @@ A call's level is the number of borders (products, collectives, …) on the long
 border ends on a higher level, so ops of one level can run as one call, behind all that they read. Ops of one level that
 read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
 equal. Equal pieces, of all copies of a block and beyond, share one function.
+
+A way into a captured region or a recomputed block, or out of it, is a border too (planner.compiled.homes), and what a
+region reads raises all of it: its graph runs as one, so no piece may stand both before and behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,8 +20,9 @@ from torch import fx
 
 from planner.compiled.biases import joined_biases
 from planner.compiled.borders import Borders
+from planner.compiled.homes import OUTSIDE, Home, Homes, is_free
 from planner.decisions import Decisions
-from planner.graph.ops.aten import is_view, ops_named, tensors_of
+from planner.graph.ops.aten import tensors_of
 from planner.graph.walks import readers, walk
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
@@ -26,7 +30,6 @@ from planner.sharding.shards import Shards
 
 FEWEST_OPS = 2
 FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
-_VIEWS = set(ops_named("reshape view _unsafe_view flatten.using_ints unflatten.int"))
 TOO_FEW = "a single op between borders"
 ALONE = f"fewer than {FEWEST_ALONE} ops, and no copies"
 
@@ -36,6 +39,7 @@ class CompiledPiece:
     """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one.
 
     ``leaves``: values that it gives, those that nobody reads too where others that share its function need them.
+    ``again``: whether the backward of a recomputed block runs it once more.
     """
 
     index: int
@@ -43,6 +47,7 @@ class CompiledPiece:
     nodes: tuple[str, ...]
     function: int
     leaves: frozenset[str]
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,26 @@ def decide_compiled(
     """The pieces of all stages in their order; none where nothing is to be compiled."""
     if not asked:
         return Compiled()
-    borders = Borders(decisions, dict(_of_others(regions, recomputed)))
+    borders = Borders(decisions)
     on_gradient = _on_gradient(decisions)
-    found, eager = list[tuple[int, list[fx.Node]]](), list[tuple[int, str, str]]()
+    found, eager = list[_Run](), list[tuple[int, str, str]]()
     groups: dict[Any, _Group] = {}
     for stage in range(decisions.stages.num_stages):
-        cut = _Cut(stage, decisions, shards, borders, on_gradient)
+        cut = _Cut(stage, decisions, shards, borders, on_gradient, Homes(stage, regions, recomputed))
         for nodes in cut.runs():
             group = groups.setdefault(cut.structure(nodes), _Group(_num_ops(nodes)))
             group.add(nodes, cut.leaves(nodes))
-            found.append((stage, nodes))
+            found.append(_Run(stage, nodes, cut.home[nodes[0]].again))
         eager += [(stage, node.name, why) for node, why in cut.left.items()]
     group_of = {nodes[0]: group for group in groups.values() for nodes in group.runs}
     return _numbered(found, group_of, eager)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    stage: int
+    nodes: list[fx.Node]
+    again: bool
 
 
 @dataclass
@@ -94,27 +106,17 @@ class _Group:
         return ALONE if self.num_ops < FEWEST_ALONE and len(self.runs) == 1 else ""
 
 
-def _numbered(
-    found: Sequence[tuple[int, list[fx.Node]]], group_of: dict[fx.Node, _Group], eager: list[tuple[int, str, str]]
-) -> Compiled:
+def _numbered(found: Sequence[_Run], group_of: dict[fx.Node, _Group], eager: list[tuple[int, str, str]]) -> Compiled:
     pieces, functions = list[CompiledPiece](), dict[int, int]()
-    for stage, nodes in found:
-        group = group_of[nodes[0]]
+    for run in found:
+        stage, nodes, group = run.stage, run.nodes, group_of[run.nodes[0]]
         if group.reason:
             eager += [(stage, node.name, group.reason) for node in nodes if not is_free(node)]
             continue
         leaves = frozenset(nodes[i].name for i in group.left)
         number = functions.setdefault(id(group), len(functions))
-        pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number, leaves))
+        pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number, leaves, run.again))
     return Compiled(tuple(pieces), tuple(eager))
-
-
-def _of_others(regions: Sequence[Region], recomputed: Sequence[Piece]) -> Iterator[tuple[str, str]]:
-    for piece in recomputed:
-        yield from ((name, f"its block is computed again (recompute: {piece.kind})") for name in sorted(piece.nodes))
-    for region in regions:
-        if not region.refused:
-            yield from ((name, f"a graph captures it ({region.scope})") for name in sorted(region.nodes))
 
 
 def _on_gradient(decisions: Decisions) -> set[str]:
@@ -123,24 +125,21 @@ def _on_gradient(decisions: Decisions) -> set[str]:
     return {node.name for node in walk(calls, readers)}
 
 
-def is_free(node: fx.Node) -> bool:
-    """Whether a call makes no values of its own."""
-    return node.target in _VIEWS or is_view(node)
-
-
 def _num_ops(nodes: Iterable[fx.Node]) -> int:
     return sum(not is_free(node) for node in nodes)
 
 
 @dataclass
 class _Cut:
-    """One stage. Owns: the level of each of its calls, and why calls are in no piece (``left``)."""
+    """One stage. Owns: the ``home`` and the level of each of its calls, and why calls are in no piece (``left``)."""
 
     stage: int
     decisions: Decisions
     shards: Shards
     borders: Borders
     on_gradient: set[str]
+    homes: Homes
+    home: dict[fx.Node, Home] = field(default_factory=dict)
     left: dict[fx.Node, str] = field(default_factory=dict)
 
     def runs(self) -> list[list[fx.Node]]:
@@ -155,18 +154,34 @@ class _Cut:
         """The level of each plain call."""
         program, stages = self.decisions.program, self.decisions.stages
         calls = [n for n in program.graph.graph.nodes if n.op == "call_function" and stages.runs_on(n.name, self.stage)]
-        joined = joined_biases(calls, self._is_changed)
-        level, plain = dict[fx.Node, int](), dict[fx.Node, int]()
-        for node in calls:
-            reason = self.borders.reason(node)
-            is_border = bool(reason) or node in joined
-            if reason:
-                self.left[node] = reason
-            ways = (level.get(v, 0) + self._is_changed(v, node) for v in node.all_input_nodes)
-            level[node] = max(ways, default=0) + is_border
-            if not is_border and node.name in self.on_gradient:
-                plain[node] = level[node]
-        return plain
+        self.home = self.homes.of_calls(calls)
+        self.left = {node: reason for node in calls if (reason := self.borders.reason(node))}
+        ends = self.left.keys() | joined_biases(calls, self._is_changed)
+        level = self._raised(calls, ends)
+        return {node: level[node] for node in calls if node not in ends and node.name in self.on_gradient}
+
+    def _raised(self, calls: Sequence[fx.Node], ends: Collection[fx.Node]) -> dict[fx.Node, int]:
+        """The number of borders on the longest way to each call. All of a region is as high as what the region reads;
+        where it reads what stands behind its first call in the graph, another look finds it."""
+        level, floor = dict[fx.Node, int](), dict[int, int]()
+        for _ in range(self.homes.num_regions + 2):
+            before = dict(floor)
+            for node in calls:
+                region = self.home[node].region
+                ways = {v: level.get(v, 0) + self._is_border(v, node) for v in node.all_input_nodes}
+                if region is not None:
+                    outer = [way for v, way in ways.items() if self.home.get(v, OUTSIDE).region != region]
+                    floor[region] = max([floor.get(region, 0), *outer])
+                least = 0 if region is None else floor[region]
+                level[node] = max([least, *ways.values()]) + (node in ends)
+            if floor == before:
+                return level
+        raise AssertionError(f"captured regions of stage {self.stage} read each other in a circle")
+
+    def _is_border(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether the way from a value to its reader goes through a change of type, or from one home to another."""
+        is_moved = value in self.home and self.home[value] != self.home[reader]
+        return is_moved or self._is_changed(value, reader)
 
     def _is_changed(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether the value changes its type on the way to its reader: a collective, or another call of ours."""

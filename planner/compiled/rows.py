@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from planner.compiled.borders import is_worth_telling
-from planner.compiled.pieces import Compiled, is_free
+from planner.compiled.homes import is_free
+from planner.compiled.pieces import Compiled
 from planner.decisions import Decisions
 from planner.errors import require
 from planner.graph.places import Places

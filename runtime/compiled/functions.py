@@ -5,6 +5,9 @@ Inductor compiles a function's forward and backward at its first call, with one 
 cache on disk, where other ranks and later runs find it: a lock lets one process at a time make the same function. What
 it cannot compile runs op by op, and is told. Without gradients (an evaluation) pieces run op by op, and so they do
 where a dispatch mode watches, as the capture of an emulated graph: it would record nothing of them.
+
+Nothing is compiled while a graph is captured: the steps and the warm-up before it have called every function with
+arguments like those of the capture. A piece that they have not called is captured op by op, and told.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from passes.ops.compiled import CompiledCall, run_piece
+from passes.compile_pieces import calls_in
+from passes.ops.compiled import CompiledCall
 from passes.stage_module import RankProgram
 from planner.files.lock_file import open_lock_file
 from planner.slow_steps import shown_if_slow
+from runtime.compiled.capturing import is_capturing
 
 Function = Callable[..., Sequence[Any]]
 Signature = tuple[Any, ...]
@@ -56,8 +62,11 @@ class CompileReport:
 
 
 class CompiledPieces:
-    """All pieces of a rank, bound to run here. Owns the functions, and the count of calls by (piece, "compiled" or
-    "eager")."""
+    """All pieces of a rank, bound to run here.
+
+    Owns the functions, and the count of calls by (piece, way): "compiled" as one function, "eager" op by op, "recorded"
+    op by op into an emulated graph, where a graph of CUDA captures the function.
+    """
 
     def __init__(self, program: RankProgram) -> None:
         calls = calls_of(program)
@@ -69,14 +78,23 @@ class CompiledPieces:
             call.run = self._run
 
     def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
+        function = self._wanted(call, inputs) if torch.is_grad_enabled() else None
         # A recorded graph has the ops that it sees, and no compiled code. Of this thread: torch's own flag is of all.
         is_watched = torch._C._len_torch_dispatch_stack() > 0
-        function = self.function_of(call, inputs) if torch.is_grad_enabled() and not is_watched else None
-        if function is None:
-            self.counts[call.index, "eager"] += 1
+        if function is None or is_watched:
+            self.counts[call.index, "eager" if function is None else "recorded"] += 1
             return call.module(*inputs)
         self.counts[call.index, "compiled"] += 1
         return function(*inputs)
+
+    def _wanted(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
+        """The function of a piece, compiled now where that may be; what a capture finds without one is told."""
+        if not is_capturing():
+            return None if torch._C._len_torch_dispatch_stack() > 0 else self.function_of(call, inputs)
+        key = call.structure, signature_of(inputs)
+        if key not in self._functions:
+            self.report.eager.append((call.where, "a graph captured it before it was compiled"))
+        return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         """For arguments like these, compiled now where it is not yet; None where it cannot be."""
@@ -105,12 +123,8 @@ class CompiledPieces:
 
 
 def calls_of(program: RankProgram) -> list[CompiledCall]:
-    """The pieces of all stages of a rank."""
-    modules = [stage.module for stage in program.stages]
-    found = [
-        (m, n.all_input_nodes[0]) for m in modules for n in m.graph.find_nodes(op="call_function", target=run_piece)
-    ]
-    return [getattr(module, str(handle.target)) for module, handle in found]
+    """The pieces of all stages of a rank, also of those in captured regions."""
+    return [call for stage in program.stages for call in calls_in(stage.module.graph, stage.module)]
 
 
 def signature_of(inputs: Sequence[Any]) -> Signature:
@@ -128,13 +142,18 @@ def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
     own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes what it is given
     own.recompile()
     examples = [_example(*argument) for argument in signature]
-    with torch.enable_grad():
+    # a recomputed block notes what autograd saves, and this is nothing of it: hooks that are set last are asked alone
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         function: Any = compile_by_inductor(own, list(examples), _OPTIONS)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
         if outputs and wanted:  # Inductor makes a backward when one is asked for
             torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
     return function
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _example(dtype: torch.dtype, shape: Any, stride: Any, requires_grad: bool, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.ops.random_state import RandomState, drawing_from
 from planner.graph.ops.host_stops import reads_on_host
+from runtime.compiled.capturing import recording
 from runtime.cuda_graphs.pool import Place, Pool, storage_of
 
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)  # of a CPU's memory no op tells
@@ -105,7 +106,7 @@ class RecordedGraph:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """The same for what runs inside."""
-        with _Capture(self), _Reads():
+        with recording(), _Capture(self), _Reads():
             yield
         self._free()
 

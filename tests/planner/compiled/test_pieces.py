@@ -60,6 +60,27 @@ def test_all_copies_of_a_block_share_a_function():
     assert [row.function for row in rows if not row.reason] == [0, 1, 1, 1, 1, 2]
 
 
+def test_in_a_recomputed_block_what_runs_again_and_what_does_not_are_pieces_of_their_own():
+    found = planned(lambda x: torch.tanh(x * 3) * 2, recompute="full")
+    rows = [(row.block, row.ops) for row in found.compiled if not row.reason]
+    assert [(piece.again, *row) for piece, row in zip(found.pieces, rows, strict=True)] == [
+        (True, "block 0", "mul, tanh"),
+        (True, "block 1", "mul, tanh"),
+        (False, "block 1", "mul, add"),  # no backward of the block reads what the block gives
+        (True, "block 2", "mul, tanh"),
+        (False, "block 2", "mul, add"),
+        (False, "", "sub, pow, mean"),
+    ]
+
+
+def test_a_captured_block_has_pieces_of_its_own():
+    found = planned(lambda x: torch.tanh(x) * 2, cuda_graphs={"impl": "emulate", "scope": []})
+    assert [(row.block, row.ops) for row in found.compiled if not row.reason] == [
+        *((f"block {i}", "tanh, mul, add") for i in range(3)),
+        ("", "sub, pow, mean"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("act", "reason"),
     [

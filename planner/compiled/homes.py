@@ -1,0 +1,57 @@
+"""Where a call of a stage runs. No piece spans two such homes, and none is entered twice on one way.
+
+region   the captured part of a block: its graph holds whole pieces
+block    the recomputed block, and whether its backward runs the call again: a rerun holds whole pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.graph.ops.aten import is_view, ops_named
+from planner.recompute.pieces import Piece
+from planner.regions.regions import Region
+
+_VIEWS = set(ops_named("reshape view _unsafe_view flatten.using_ints unflatten.int"))
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """``region`` and ``block`` by index, None outside of all; ``again``: the block's backward runs it once more."""
+
+    region: int | None = None
+    block: int | None = None
+    again: bool = False
+
+
+OUTSIDE = Home()
+
+
+class Homes:
+    """Of one stage. Owns: captured name → its region, its recomputed block, and what runs again."""
+
+    def __init__(self, stage: int, regions: Sequence[Region], recomputed: Sequence[Piece]) -> None:
+        mine = [region for region in regions if region.stage == stage and not region.refused]
+        self._region = {name: region.index for region in mine for name in sorted(region.nodes)}
+        blocks = [piece for piece in recomputed if piece.stage == stage]
+        self._block = {name: piece.index for piece in blocks for name in sorted(piece.nodes)}
+        self._again = {call.name for piece in blocks for call in piece.again if call.changed is None}
+        self.num_regions = len(mine)
+
+    def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
+        """``calls`` in their order. A view runs again where what it is a view of does."""
+        found: dict[fx.Node, Home] = {}
+        for node in calls:
+            region, block = self._region.get(node.name), self._block.get(node.name)
+            source = found.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
+            again = source.again if source is not None and source.block == block else node.name in self._again
+            found[node] = Home(region, block, again)
+        return found
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a call makes no values of its own."""
+    return node.target in _VIEWS or is_view(node)
