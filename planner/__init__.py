@@ -10,19 +10,27 @@ from planner.shadow import refuse_shadows
 refuse_shadows()
 
 if TYPE_CHECKING:
-    from planner.api import plan
+    from planner.api import capture, plan
     from planner.capture.model.meta_init import meta_parameters
+    from planner.captured import Captured
     from planner.frozen_plan import Plan
 
-__all__ = ["Plan", "PlanError", "meta_parameters", "plan"]
+__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan"]
 
-_HOMES = {"plan": "planner.api", "Plan": "planner.frozen_plan", "meta_parameters": "planner.capture.model.meta_init"}
+_HOMES = {
+    "Captured": "planner.captured",
+    "Plan": "planner.frozen_plan",
+    "meta_parameters": "planner.capture.model.meta_init",
+    "plan": "planner.api",
+}
 
 
 def __getattr__(name: str) -> Any:
     """``from planner import plan`` loads PyTorch only then: the arithmetic rooms stay quick to import."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'planner' has no attribute {name!r}")
     import importlib
 
+    if name == "capture":  # the room of that name, which can be called
+        return importlib.import_module("planner.capture")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'planner' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,10 +1,13 @@
-"""plan(): the recipe, read top to bottom. What each step decides is in the room of its name."""
+"""plan(): the recipe, read top to bottom. What each step decides is in the room of its name.
+
+capture() does the first step alone, once for the plans of several specs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -12,12 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.batch.fixed_lookups import check_fixed_lookups
-from planner.capture.batch.two_captures import wider
-from planner.capture.canonical.masks import simplify_masks
-from planner.capture.canonical.norms import fuse_norms
-from planner.capture.kept.captures import capture, captures_shared
-from planner.capture.loss.shares import LossTerms, share_loss
+from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
 from planner.context.cut import cut_sequence
@@ -25,7 +23,7 @@ from planner.context.own_keys import keep_own_keys
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
-from planner.draws.places import check_draws, name_draws
+from planner.draws.places import check_draws
 from planner.errors import PlanError
 from planner.experts.find import find_experts
 from planner.experts.open import open_experts
@@ -40,14 +38,12 @@ from planner.pipeline.zero_bubble import StageCosts
 from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
 from planner.placement.decide import Placements, decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
-from planner.placement.rules.table import has_rule
 from planner.placement.uncut import check_something_is_cut
 from planner.recompute.decide import decide_recompute
 from planner.regions.own_tokens import keep_own_tokens
 from planner.regions.regather import gather_again
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
-from planner.search.cuts import Captured
 from planner.search.search import Progress, Result, search
 from planner.search.winner import check_before_capture, chosen, fits_not, planned_spec, spec_to_capture
 from planner.sharding.shards import decide_shards
@@ -61,54 +57,108 @@ from planner.undisturbed import undisturbed
 _MOST_PLANNED = 8  # layouts that are planned before it is told that none fits
 
 
-def plan(
+def capture(
     model: nn.Module,
+    spec: Spec | Mapping[str, Any] | str | PathLike[str],
+    example_inputs: Mapping[str, torch.Tensor] | None = None,
+) -> Captured:
+    """Run ``torch.export`` on one microbatch of ``model``, once for the plans of several specs; nothing is allocated.
+
+    model: any nn.Module, with real weights or on the meta device; it is not changed. spec: a YAML file, a dict or a
+    Spec, of which ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters`` are read.
+    example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
+    Raises PlanError where the model cannot be captured: what, where (module and the user's line), fix.
+    """
+    checked = _checked(model, spec, "capture", (nn.Module,))
+    with _planning(checked):
+        seen = spec_to_capture(checked, example_inputs)
+        made = capture_model(model, seen, inputs_of(seen, example_inputs))
+        made.remember_model()
+    return made
+
+
+def plan(
+    model: nn.Module | Captured,
     spec: Spec | Mapping[str, Any] | str | PathLike[str],
     example_inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> Plan:
     """Decide how ``model`` runs on the mesh of ``spec``; nothing is allocated, no process group is needed.
 
-    model: any nn.Module, with real weights or on the meta device; it is not changed.
+    model: any nn.Module, with real weights or on the meta device; it is not changed. Or a Captured of it: the plan is
+    the same, and torch.export does not run again (but for ``mesh: auto`` where the fastest layout has another micro).
     spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine); without them
     they are made from ``spec.inputs``. Raises PlanError: what, where (module and the user's line, or the spec's), fix.
+
+    A Captured is refused for a spec with other inputs (names, shapes, dtypes), another micro, loss or
+    precision.parameters, and where the model has changed since: its modules and their classes, forwards, attributes and
+    hooks, names, shapes, dtypes, ties and requires_grad of parameters, values of buffers and of tensors that are
+    attributes, torch's default dtype, grad mode and autocast. Weights may have other values. Globals that a forward
+    reads are not compared.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"the model is a {type(model).__name__}, not a torch.nn.Module",
-            where="plan(model, …)",
-            fix="give the module itself",
-        )
-    checked = Spec.load(spec)
-    try:
-        with undisturbed(), _on_cpu(), captures_shared():
-            decide = _decide_the_fastest if checked.mesh.has_auto else _decide
-            return decide(model, checked, example_inputs)
-    except PlanError as error:
-        raise checked.locate(error) from error.__cause__
+    checked = _checked(model, spec)
+    with _planning(checked, model):
+        return (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, checked, example_inputs)
 
 
 def find_layouts(
-    model: nn.Module,
+    model: nn.Module | Captured,
     spec: Spec | Mapping[str, Any] | str | PathLike[str],
     example_inputs: Mapping[str, torch.Tensor] | None = None,
     *,
     top: int = 5,
     progress: Progress = lambda what, done, total: None,
 ) -> Result:
-    """The ``top`` fastest layouts of what ``spec`` leaves to auto, and why others lose."""
-    checked = Spec.load(spec)
+    """The ``top`` fastest layouts of what ``spec`` leaves to auto, and why others lose. Arguments as of plan()."""
+    checked = _checked(model, spec)
     if not checked.mesh.has_auto:
         raise checked.error("mesh", "no axis of the mesh is auto: there is nothing to search", "write mesh: auto")
+    with _planning(checked, model):
+        return _search(model, checked, example_inputs, top, progress)[1]
+
+
+def _checked(
+    model: Any,
+    spec: Spec | Mapping[str, Any] | str | PathLike[str],
+    call: str = "plan",
+    kinds: tuple[type, ...] = (nn.Module, Captured),
+) -> Spec:
+    """The spec, for a ``call`` that takes such models."""
+    if not isinstance(model, kinds):
+        raise PlanError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            where=f"{call}(model, …)",
+            fix="give the module itself",
+        )
+    return Spec.load(spec)
+
+
+@contextlib.contextmanager
+def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator[None]:
+    """Errors name the lines of ``spec``; a Captured must still be of its model."""
     try:
-        with undisturbed(), _on_cpu(), captures_shared():
-            return _search(model, checked, example_inputs, top, progress)
+        with undisturbed(), _on_cpu():
+            if isinstance(model, Captured):
+                model.check_model()
+            yield
     except PlanError as error:
-        raise checked.locate(error) from error.__cause__
+        raise spec.locate(error) from error.__cause__
+
+
+def _captured(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Captured:
+    """``model``, captured for ``spec``, unless it is already."""
+    if not isinstance(model, Captured):
+        return capture_model(model, spec, inputs_of(spec, example_inputs))
+    model.check_spec(spec, inputs_of(spec, example_inputs or model.example_for(spec)))
+    return model
 
 
 def _search(
-    model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None, top: int, progress: Progress
-) -> Result:
+    model: nn.Module | Captured,
+    spec: Spec,
+    example_inputs: Mapping[str, torch.Tensor] | None,
+    top: int,
+    progress: Progress,
+) -> tuple[Captured, Result]:
     """Capture once, then search."""
     if spec.cluster is None:
         fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
@@ -117,23 +167,29 @@ def _search(
     check_before_capture(spec, cluster)
     start = time.perf_counter()
     progress("capturing the model", 0, 0)
+    if example_inputs is None and isinstance(model, Captured):
+        example_inputs = model.example_for(spec)
     seen = spec_to_capture(spec, example_inputs)
-    inputs = _inputs_of(seen) if example_inputs is None else _checked_inputs(seen, example_inputs)
-    program, terms = _captured(model, seen, inputs)
-    captured = Captured(program, terms, model, int(seen.batch.micro))
+    captured = _captured(model, seen, example_inputs)
+    prepared = prepare(captured, seen)
     asked = spec if example_inputs is None else seen.model_copy(update={"mesh": spec.mesh})
     spent = time.perf_counter() - start
-    result = search(captured, asked, cluster, top, progress)
-    return replace(result, seconds={"capture": spent, **result.seconds})
+    result = search(prepared, asked, cluster, top, progress)
+    return captured, replace(result, seconds={"capture": spent, **result.seconds})
 
 
-def _decide_the_fastest(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
+def _decide_the_fastest(
+    model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None
+) -> Plan:
     """The plan of the fastest layout that also fits by the plan's own rows of memory."""
     with shown_if_slow("searching the fastest layout"):
-        result = _search(model, spec, example_inputs, _MOST_PLANNED, lambda what, done, total: None)
-    notes: list[str] = []
+        captured, result = _search(model, spec, example_inputs, _MOST_PLANNED, lambda what, done, total: None)
+    by_micro, notes = {captured.micro: captured}, []
     for candidate in result.best:
-        found = _decide(model, planned_spec(result.spec, candidate.point), example_inputs)
+        asked = planned_spec(result.spec, candidate.point)
+        micro = int(asked.batch.micro)
+        by_micro[micro] = by_micro.get(micro) or _captured(captured.model, asked, example_inputs)
+        found = _decide(by_micro[micro], asked, example_inputs)
         most = max((row.total for row in found.memory), default=0)
         if most <= result.memory_bytes:
             rows = [Diagnostic("info", note, "mesh") for note in (chosen(result, candidate), *notes)]
@@ -142,12 +198,13 @@ def _decide_the_fastest(model: nn.Module, spec: Spec, example_inputs: Mapping[st
     raise spec.error("mesh", f"none of the {len(result.best)} fastest layouts fits: {notes[-1]}", "pin recompute: full")
 
 
-def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
+def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
     """Every step that decides or refuses, in its order."""
     cluster = None if spec.cluster is None else read_cluster(spec.cluster)
     mesh = _mesh(spec)
-    inputs = _inputs_of(spec) if example_inputs is None else _checked_inputs(spec, example_inputs)
-    program, terms = _captured(model, spec, inputs)
+    captured = _captured(model, spec, example_inputs)
+    prepared = prepare(captured, spec)
+    program, terms = prepared.program, prepared.terms
     with shown_if_slow(f"cutting the sequence over cp {mesh.cp}"):
         context = keep_own_keys(program, cut_sequence(program, mesh.cp), mesh.tp)
     found = find_experts(program)
@@ -157,7 +214,7 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
-        program, blocks, placements, stages, terms, mesh, spec.seed, model, experts=experts, context=context,
+        program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu,
     )  # fmt: skip
     with shown_if_slow("laying out what each rank holds and exchanges"):
@@ -184,28 +241,6 @@ def _decide(model: nn.Module, spec: Spec, example_inputs: Mapping[str, torch.Ten
 def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
     asked = spec.pipeline
     return build_schedule(asked.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, asked.group_size, costs)
-
-
-def _captured(model: nn.Module, spec: Spec, inputs: Mapping[str, torch.Tensor]) -> tuple[Program, LossTerms]:
-    """The canonical program, its loss as the share of one microbatch, and what those shares are divided by."""
-    with shown_if_slow("capturing the model"):
-        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec))
-        simplify_masks(program)
-        check_fixed_lookups(program)
-    if spec.dropout == "layout_invariant":
-        name_draws(program, int(spec.batch.micro))
-
-    def at_size(times: int) -> Program:  # where one capture leaves in doubt how the loss follows the batch
-        with shown_if_slow("capturing the model at another batch size"):
-            return capture(
-                model, wider(inputs, times), has_rule=has_rule, loss=spec.loss, dtype=_dtype(spec), is_known=True
-            )
-
-    num_microbatches = spec.batch.global_size // int(spec.batch.micro)
-    terms = share_loss(program, num_microbatches, at_size, at_once=spec.num_microbatches == 1)
-    if spec.fuse_norms:
-        fuse_norms(program)
-    return program, terms
 
 
 def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:
@@ -244,33 +279,3 @@ def _mesh(spec: Spec) -> Mesh:
             fix="set cp: 1; or set ep: 1 and leave etp out",
         )
     return mesh
-
-
-def _checked_inputs(spec: Spec, example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caller's example, if it is one microbatch."""
-    for name, value in example_inputs.items():
-        if not isinstance(value, torch.Tensor):
-            raise PlanError(
-                f"example_inputs[{name!r}] is a {type(value).__name__}",
-                where="plan(…, example_inputs)",
-                fix="give tensors, on any device",
-            )
-        if value.dim() == 0 or value.shape[0] != spec.batch.micro:
-            raise PlanError(
-                f"example_inputs[{name!r}] has shape {list(value.shape)}, a microbatch {spec.batch.micro} rows",
-                where="batch.micro",
-                fix=f"give {spec.batch.micro} rows of each input, or set batch.micro",
-            )
-    return dict(example_inputs)
-
-
-def _inputs_of(spec: Spec) -> dict[str, torch.Tensor]:
-    """One microbatch of every input, without memory."""
-    return {
-        name: torch.empty((int(spec.batch.micro), *given.shape), dtype=getattr(torch, given.dtype), device="meta")
-        for name, given in spec.require_inputs().items()
-    }
-
-
-def _dtype(spec: Spec) -> torch.dtype | None:
-    return None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)

@@ -120,11 +120,20 @@ def resolved(dotted: str) -> Any:
 
 def test_the_recipe_has_the_steps_of_plan_in_their_order():
     listed = re.findall(r"^\d+\. `([\w.]+)`", section("The recipe"), re.MULTILINE)
-    body = ast.parse((ROOT / "planner" / "api.py").read_text()).body
-    imported = {a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert listed == [n for n in steps_of("planner.api", "_decide") if n not in ("shown_if_slow", "PlanError")]
+
+
+def steps_of(module: str, function: str) -> Iterator[str]:
+    """What a function calls of other modules, in the order of the calls; the steps of a capture are steps too."""
+    body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
+    homes = {a.name: node.module for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    called = [n for n in calls_of("_decide", functions) if n.partition(".")[0] in imported]
-    assert listed == [n for n in called if n not in ("shown_if_slow", "PlanError")]
+    for called in calls_of(function, functions):
+        home = homes.get(called.partition(".")[0])
+        if home == "planner.captured":
+            yield from steps_of(home, called)
+        elif home is not None:
+            yield called
 
 
 def calls_of(name: str, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:

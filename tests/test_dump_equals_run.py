@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from passes.ops import collectives, experts
 from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
-from planner import Plan, plan
+from planner import Captured, Plan, capture, plan
 from planner.graph.ops.aten import value_bytes
 from planner.spec.spec import Spec
 from runtime.distributed import opening
@@ -21,7 +20,7 @@ from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost, in_fork
 from runtime.optimizer import buffers, zero1
 from tests.models.plannable import MODELS, build, spec_of
-from tests.tools.laboratory import Captures, session_lab
+from tests.tools.laboratory import session_lab
 
 STEPS = 2
 AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp")
@@ -261,20 +260,19 @@ def run_all_cases(host: StoreHost) -> dict[str, Ran]:
 
 
 def run_cases_of(host: StoreHost, model: str) -> dict[str, Ran]:
-    captures, built, found = Captures(), build(model), {}
+    built, captured, found = build(model), {}, {}
     for number, (case, (name, changes)) in enumerate(CASES.items()):
         if name == model:
             spec = Spec.load(spec_of(model, **changes))
-            sizes = {key: (spec.batch.micro, *given.shape) for key, given in spec.require_inputs().items()}
-            given = {key: torch.empty(size, dtype=torch.int64, device="meta") for key, size in sizes.items()}
-            captures.make(built, given, spec.precision.parameters)
+            key = str((spec.inputs, spec.batch.micro, spec.loss, spec.precision.parameters))
+            captured[key] = captured.get(key) or capture(built, spec)
             host.begin(f"{number + 1}0")
-            found[case] = in_fork(run_case, host, built, spec)
+            found[case] = in_fork(run_case, host, captured[key], spec)
     return found
 
 
-def run_case(host: StoreHost, model: nn.Module, spec: Spec) -> Ran:
-    made = plan(model, spec)
+def run_case(host: StoreHost, captured: Captured, spec: Spec) -> Ran:
+    made = plan(captured, spec)
     registered = [registered_bytes(made, pp_rank) for pp_rank in range(made.mesh.pp)]
     return Ran(type(made).of(made), registered, host.run_ranks(4, run_counted, made))
 

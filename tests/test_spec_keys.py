@@ -148,7 +148,7 @@ def build(num_layers: int = 4) -> GPT:
 def facts(keys: str) -> dict[str, Any]:
     """All of the plan of BASE with ``keys`` (as JSON) but the words of the spec; of one that is refused, why."""
     try:
-        return {**plan_again("gpt", build(), with_keys(json.loads(keys))).to_dict(), "spec": None}
+        return {**plan_again(build(), with_keys(json.loads(keys))).to_dict(), "spec": None}
     except PlanError as error:
         return {"refused": error.what}
 
@@ -160,7 +160,7 @@ def training(keys: str) -> str:
     with torch.device("meta"):
         model = build(1)
     ids = torch.arange(8 * LENGTH).view(8, LENGTH) * 7 % VOCABULARY
-    with Engine(plan_again("meta", model, spec)) as engine:
+    with Engine(plan_again(model, spec)) as engine:
         reports = [engine.train_step({"input_ids": ids, "targets": ids.roll(-1, 1)}) for _ in range(3)]
         weights = {name: value.double().sum().item() for name, value in engine.gather_parameters().items()}
         return str(([(r.loss, r.grad_norm, r.lr) for r in reports], weights, engine.loss_scale.value))
@@ -190,7 +190,7 @@ def test_another_value_changes_the_training(key):
 def test_what_is_not_there_yet_is_refused_at_its_key(key):
     value, needs = REFUSED[key]
     with pytest.raises(PlanError) as error:
-        plan_again("gpt", build(), with_keys({**needs, key: value}))
+        plan_again(build(), with_keys({**needs, key: value}))
     assert str(error.value.where) in (place(key), *needs)
     assert error.value.fix
 
@@ -209,7 +209,7 @@ def test_what_is_not_there_yet_is_refused_at_its_key(key):
     ids=str,
 )
 def test_every_way_to_write_a_split_decides_the_stages(split, blocks):
-    decided = plan_again("gpt", build(), with_keys({"pipeline.split": split}))
+    decided = plan_again(build(), with_keys({"pipeline.split": split}))
     assert [len(stage.blocks) for stage in decided.stages] == blocks
 
 

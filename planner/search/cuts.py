@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from torch import nn
-
-from planner.capture.loss.shares import LossTerms
+from planner.captured import Prepared
 from planner.context.cut import cut_sequence
 from planner.context.facts import Context
 from planner.context.own_keys import keep_own_keys
@@ -25,6 +23,7 @@ from planner.experts.find import find_experts
 from planner.experts.layers import Experts
 from planner.experts.open import open_experts
 from planner.graph.blocks.blocks import Blocks, find_blocks
+from planner.graph.copied import copied
 from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.balance import balance
@@ -35,20 +34,10 @@ from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.uncut import check_something_is_cut
 from planner.recompute.asked import NONE
 from planner.search.choice import Cut
-from planner.search.fold import Folded, copied, fold
+from planner.search.fold import Folded, fold
 from planner.search.space import Facts
 from planner.sharding.shards import decide_shards
 from planner.spec.spec import Spec
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A model as it was captured: what all cuts begin with. ``micro``: sequences of the microbatch it was seen with."""
-
-    program: Program
-    terms: LossTerms
-    model: nn.Module
-    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +55,10 @@ class _Variant:
 class Cuts:
     """Owns the folded model, its variants and the work of each cut. The captured program stays as it is."""
 
-    def __init__(self, captured: Captured, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
+    def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
         """``kinds``: of recompute that will be asked about."""
-        self.captured, self.spec, self.on_gpu = captured, spec, on_gpu
-        program = captured.program
+        self.prepared, self.spec, self.on_gpu = prepared, spec, on_gpu
+        program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
@@ -79,7 +68,7 @@ class Cuts:
     @property
     def facts(self) -> Facts:
         """What a space asks of the model."""
-        values = [self.captured.program.node(name).meta["val"] for name in self.captured.program.inputs]
+        values = [self.prepared.program.node(name).meta["val"] for name in self.prepared.program.inputs]
         layers = find_experts(self.folded.program).layers
         return Facts(
             len(self.blocks.instances),
@@ -109,7 +98,7 @@ class Cuts:
         check_attention(program, placements, sites)
         check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
         decisions = Decisions(
-            program, blocks, placements, assign_stages(program, blocks, 1), self.captured.terms, mesh, self.spec.seed,
+            program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
             experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
@@ -145,7 +134,7 @@ class Cuts:
             folded = self.folded
             found = self._cut(folded, cut)
             if found is None:  # other blocks were found in it
-                found = self._cut(_whole(self.captured.program, self.blocks), cut)
+                found = self._cut(_whole(self.prepared.program, self.blocks), cut)
             assert found is not None, "the blocks of a whole program are its own"
             self._variants[key] = found
         return self._variants[key]

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from torch import fx
 
 from planner.graph.blocks.blocks import Block, Blocks
+from planner.graph.copied import copied, program_of
 from planner.graph.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
 from planner.graph.program import Program
 
@@ -61,40 +61,6 @@ def fold(program: Program, blocks: Blocks) -> Folded:
             tuple(times[index] for index in range(len(kept))),
         ),
         source,
-    )
-
-
-def copied(program: Program) -> Program:
-    """A program of its own, with the same names: what rewrites it leaves the other alone."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
-    return _program_of(program, graph)
-
-
-class _NeverRun(fx.GraphModule):
-    """A graph that is decided on and never runs: no code is written for it."""
-
-    def recompile(self) -> Any:
-        return None
-
-
-def _program_of(program: Program, graph: fx.Graph) -> Program:
-    there = {node.name for node in graph.nodes}
-
-    def left(names: dict) -> dict:
-        return {name: value for name, value in names.items() if name in there}
-
-    return replace(
-        program,
-        graph=_NeverRun(program.graph, graph),
-        parameters=left(program.parameters),
-        buffers=left(program.buffers),
-        constants=left(program.constants),
-        notes=list(program.notes),
-        rewrites=list(program.rewrites),
     )
 
 
@@ -164,7 +130,7 @@ def _without(program: Program, dropped: set[str], instead: dict[str, str]) -> Pr
     idle = [name for name, node in env.items() if node.op == "call_function" and not node.users]
     if any(program.node(name).users for name in idle):
         return None
-    return _program_of(program, graph)
+    return program_of(program, graph)
 
 
 def _read_by(node: fx.Node) -> set[str]:

@@ -1,4 +1,4 @@
-"""search(captured, spec, cluster): every layout that the devices and the spec allow, the fastest first.
+"""search(prepared, spec, cluster): every layout that the devices and the spec allow, the fastest first.
 
 cuts      each (tp, sequence parallel, cp, ep, etp) decided once on the captured model
 bounds    of every layout what it takes at least
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.captured import Prepared
 from planner.cluster.cluster import Cluster
 from planner.cost.estimate import at_least, estimate, rank_holdings
 from planner.cost.work import CutWork
@@ -21,7 +22,7 @@ from planner.errors import PlanError
 from planner.mesh import MOST_RANKS
 from planner.search.best_first import BestFirst, Candidate, Estimated, Found
 from planner.search.choice import Cut, Point
-from planner.search.cuts import Captured, Cuts
+from planner.search.cuts import Cuts
 from planner.search.losers import Loser, losers
 from planner.search.refusals import check_devices, check_pins, fits_nowhere, no_layout
 from planner.search.space import BOUNDS, Space
@@ -57,25 +58,25 @@ class Result:
 
 
 def search(
-    captured: Captured, spec: Spec, cluster: Cluster, top: int = 5, progress: Progress = lambda what, done, all: None
+    prepared: Prepared, spec: Spec, cluster: Cluster, top: int = 5, progress: Progress = lambda what, done, all: None
 ) -> Result:
     """The ``top`` fastest layouts. Raises PlanError where there is none, and says what would help."""
     devices = check_devices(spec, cluster)
     check_pins(spec, devices)
-    return _Search(captured, spec, cluster, devices, progress).run(top)
+    return _Search(prepared, spec, cluster, devices, progress).run(top)
 
 
 class _Search:
     """Owns one search: the work of each cut, the layouts with their bounds, and the clock."""
 
-    def __init__(self, captured: Captured, spec: Spec, cluster: Cluster, devices: int, progress: Progress) -> None:
+    def __init__(self, prepared: Prepared, spec: Spec, cluster: Cluster, devices: int, progress: Progress) -> None:
         self.spec, self.cluster, self.devices, self.progress = spec, cluster, devices, progress
         self.seconds: dict[str, float] = {}
         self.works: dict[Cut, dict[str, CutWork]] = {}
         self.refused: dict[Cut, PlanError] = {}
         with self._clock("blocks"):
             kinds = _kinds(spec)
-            self.cuts = Cuts(captured, spec, kinds, on_gpu=cluster.device.is_gpu)
+            self.cuts = Cuts(prepared, spec, kinds, on_gpu=cluster.device.is_gpu)
             inner = cluster.links[0].devices
             self.space = Space(spec, devices, inner, self.cuts.facts)
 

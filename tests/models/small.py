@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.graph.program import Program
-from tests.tools.captured import capture
+from tests.tools.captures import program_again
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96
 
@@ -47,7 +47,7 @@ def hugging_face(family: str, num_layers: int = 3) -> Program:
     with torch.device("meta"):
         model = kind(config).train()
     inputs = {"input_ids": tokens(), "labels": tokens()}
-    return capture(model, inputs | ({"attention_mask": tokens()} if family == "bert" else {}))
+    return program_again(model, inputs | ({"attention_mask": tokens()} if family == "bert" else {}))
 
 
 class Layer(nn.Module):
@@ -105,7 +105,7 @@ def captured(build: Callable[[], nn.Module], vocabulary: int = VOCABULARY) -> Pr
     """The program of a Model around the body that ``build`` makes."""
     with torch.device("meta"):
         model = Model(build(), vocabulary)
-    return capture(model, {"input_ids": tokens(), "labels": tokens()})
+    return program_again(model, {"input_ids": tokens(), "labels": tokens()})
 
 
 def layers(num_layers: int) -> Callable[[], nn.Module]:

@@ -48,8 +48,7 @@ def alone(model: nn.Module, batch: Mapping[str, Tensor], dp: int) -> tuple[Tenso
 
 
 def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capacity: int = 3, **more: Any) -> None:
-    name = f"{way.__name__}, {capacity}, {more}"
-    ran = run_mesh(lambda: built(way, capacity, **more), dict(batch), mesh, name=name)
+    ran = run_mesh(lambda: built(way, capacity, **more), dict(batch), mesh)
     model = built(way, capacity, **more)
     loss, counts = alone(model, batch, mesh.get("dp", 1))
     loss.backward()

@@ -37,7 +37,7 @@ def test_updates_are_those_of_one_process(lab: Lab, model: str, layout: str) -> 
 @pytest.mark.parametrize("model", UNTRAINED)
 def test_they_have_no_buffer_and_no_backward_and_the_plan_says_so(model: str) -> None:
     entry = build(model)
-    made = plan_again(model, entry.model, spec_of(entry, None, mesh={"tp": 2}))
+    made = plan_again(entry.model, spec_of(entry, None, mesh={"tp": 2}))
     bottom = _weights_of(0, 1) | ({"tokens.weight"} if model == "untrained:detached" else set())
     held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
     assert held == {p.name for p in made.parameters} - bottom
@@ -54,14 +54,14 @@ def test_a_save_holds_their_values(tmp_path: Path) -> None:
     entry = build("untrained:detached")
     truth = {name: p.detach().clone() for name, p in entry.model.named_parameters()}
     spec = spec_of(entry, None)
-    with Engine(plan_again("untrained:detached", entry.model, spec)) as engine:
+    with Engine(plan_again(entry.model, spec)) as engine:
         engine.train_step(entry.batch(8, 0))
         engine.save(tmp_path)
     other = build("untrained:detached")
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter.zero_()
-    with Engine(plan_again("untrained:detached", other.model, spec)) as engine:
+    with Engine(plan_again(other.model, spec)) as engine:
         engine.load(tmp_path)
         found = engine.gather_parameters()
     assert all(torch.equal(found[name], truth[name]) for name in _weights_of(0, 1))

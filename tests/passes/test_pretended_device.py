@@ -150,7 +150,7 @@ def run_case(case: Case, mutant: str | None = None) -> list[Findings]:
     num_sequences = case.mesh.get("dp", 1) * (4 if "vpp" in case.mesh else 2)
     batch = {"global": num_sequences, "micro": 1}
     spec = {"mesh": case.mesh, "batch": batch, "inputs": inputs, "tensor_parallel": {"vocabulary_multiple": 8}}
-    decided = plan_again(case.model, entry.model, spec | case.rest)
+    decided = plan_again(entry.model, spec | case.rest)
     ranks = ranks_of(decided.mesh) if mutant is None else [0]
     with pytest.MonkeyPatch.context() as patch:
         if mutant is not None:

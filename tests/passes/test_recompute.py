@@ -104,7 +104,7 @@ def planned(name: str, kind: str, **mesh: int) -> Plan:
     batch = families.build(name).batch(8, 0)
     schedule = {"pipeline": {"schedule": "interleaved_1f1b"}} if mesh.get("vpp", 1) > 1 else {}
     sections = {"batch": {"global": 8, "micro": 2}, "recompute": kind, **schedule}
-    return plan_again(name, model_of(name), spec_of(batch, mesh) | sections)
+    return plan_again(model_of(name), spec_of(batch, mesh) | sections)
 
 
 def programs_of(made: Plan, name: str) -> list[RankProgram]:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
+from torch import Tensor, nn
 
-import planner.api
-from planner import plan
+from planner import capture, plan
 from planner.errors import PlanError
 from planner.undisturbed import is_planning, undisturbed
 from runtime.distributed.faults.activity import Activity
-from tests.models.plannable import build, spec_of
 
 
-def test_a_plan_is_undisturbed_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch):
-    seen: list[tuple[bool, bool]] = []
-    capture = planner.api.capture
+class Telling(nn.Module):
+    """Its forward fails, and says who disturbs it."""
 
-    def looked(*args, **kwargs):
-        seen.append((is_planning(threading.get_ident()), gc.isenabled()))
-        return capture(*args, **kwargs)
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"planning: {is_planning(threading.get_ident())}, collector: {gc.isenabled()}")
 
-    monkeypatch.setattr(planner.api, "capture", looked)
-    plan(build("gpt"), spec_of("gpt", mesh={"tp": 2}))
-    assert seen == [(True, False)]
+
+@pytest.mark.parametrize("make", [plan, capture])
+def test_a_plan_is_undisturbed_from_its_first_step_on(make: Callable[..., object]):
+    spec = {"mesh": {}, "batch": {"global": 1, "micro": 1}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}
+    with pytest.raises(PlanError, match="planning: True, collector: False"):
+        make(Telling(), spec)
     assert not is_planning(threading.get_ident())
     assert gc.isenabled()
 

@@ -7,7 +7,7 @@ import pytest
 from planner.experts.find import find_experts
 from planner.report.coverage import Coverage
 from tests.models.hugging_face import ZOO, batch, build
-from tests.tools.captured import capture
+from tests.tools.captures import program_again
 
 pytest.importorskip("transformers")
 
@@ -20,7 +20,7 @@ LAYERS_OF_EXPERTS = {"mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2, "deepseek_v3"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_op_with_a_gradient_has_a_rule_and_no_family_has_experts_but_those_that_do(name: str):
-    program, coverage = capture(build(name), batch(name)), Coverage()
+    program, coverage = program_again(build(name), batch(name)), Coverage()
     coverage.add(program)
     assert not coverage.missing, str(coverage)
     assert coverage.num_ops >= 60

@@ -1,38 +1,119 @@
-"""Plans of one model under many specs: it is captured once for each size of its inputs, as torch.export takes the most
-of a small plan's time."""
+"""Captures of test models, each made once: in this process, and on disk beside what pytest keeps between runs.
+
+    plan_again(model, spec)          plan(model, spec), where the capture is not what is tested
+    captured_again(model, spec)      the same for several plans
+    program_again(model, inputs)     a captured program
+
+A capture is found by everything that it depends on: what a forward may read of the model (``kept.values``), inputs,
+loss and dtype, the sources of planner/, of the test models and of the model's own classes, and what is installed. A
+model that holds something without a certain form (a closure, a class of a function) is captured each time.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
-import planner.api
-from planner import Plan, plan
-from planner.capture.export import capture
+from planner import Captured, Plan, capture, plan
+from planner.capture.kept import captures, sources, store
+from planner.capture.kept.codec import decode
+from planner.capture.kept.uncertain import Uncertain
+from planner.capture.kept.values import digest_of
+from planner.captured import dtype_of, inputs_of
+from planner.graph.copied import copied
 from planner.graph.program import Program
-from planner.search.fold import copied
+from planner.search.winner import spec_to_capture
+from planner.spec.spec import Spec
+from tests.tools.captured import capture as export
+from tests.tools.paths import ROOT
 
-_made: dict[str, Program] = {}
+PLACE = ROOT / ".pytest_cache" / "meshwright"
+_made: dict[str, dict[int, Program]] = {}  # by key, and by how many microbatches the batch is as large as
 
 
-def plan_again(name: str, model: nn.Module, spec: Mapping[str, Any]) -> Plan:
-    """``plan(model, spec)``, from the capture of an earlier call if there was one.
+def plan_again(model: nn.Module, spec: Mapping[str, Any]) -> Plan:
+    """``plan(model, spec)``, without a capture where one of the same was made before."""
+    return plan(captured_again(model, spec), spec)
 
-    ``name``: of what the model computes where its modules, their options and its weights' sizes do not tell.
-    """
 
-    def once(model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Program:
-        sizes = {key: (tuple(value.shape), value.dtype) for key, value in inputs.items()}
-        weights = [(fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()]
-        training = [module.training for module in model.modules()]
-        config = getattr(model, "config", None)
-        key = str((name, model, config, training, weights, sizes, options["loss"], options["dtype"]))
-        if key not in _made:
-            _made[key] = capture(model, inputs, **options)
-        return copied(_made[key])
+def captured_again(model: nn.Module, spec: Spec | Mapping[str, Any]) -> Captured:
+    """``capture(model, spec)``, or what that gave before for a model that was built alike."""
+    seen = spec_to_capture(Spec.load(spec), None)
+    inputs, loss, dtype = inputs_of(seen, None), seen.loss, dtype_of(seen)
+    key = _key(model, inputs, loss, dtype)
+    if key is None:
+        return capture(model, spec)
+    if key not in _made:
+        _made[key] = {1: _read(model, key) or _kept(model, key, capture(model, spec).program())}
+    return Captured(model, loss, dtype, 0.0, inputs, _made[key])
 
-    with patch.object(planner.api, "capture", once):
-        return plan(model, spec)
+
+def program_again(model: nn.Module, inputs: Mapping[str, Tensor]) -> Program:
+    """``capture(model, inputs)``, or what that gave before for a model that was built alike: a program of its own."""
+    key = _key(model, inputs, "auto", None)
+    if key is None:
+        return export(model, inputs)
+    if key not in _made:
+        _made[key] = {1: _read(model, key) or _kept(model, key, export(model, inputs))}
+    program = copied(_made[key][1])
+    program.graph = fx.GraphModule({}, program.graph.graph)  # with code: tests run it
+    return program
+
+
+def _key(model: nn.Module, inputs: Mapping[str, Tensor], loss: str, dtype: torch.dtype | None) -> str | None:
+    shapes = [[name, list(x.shape), list(x.stride()), str(x.dtype)] for name, x in inputs.items()]
+    settings = str(torch.get_default_dtype()), torch.is_grad_enabled()
+    try:
+        facts = [digest_of(model), shapes, loss, str(dtype), settings, *_facts(), *map(_content, _files(model))]
+    except Uncertain:
+        return None
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@cache
+def _facts() -> list[Any]:
+    models = sorted([*(ROOT / "tests" / "models").glob("*.py"), *(ROOT / "examples").glob("*.py")])
+    versions = [sys.version, torch.__version__, torch.version.git_version]
+    return [sources._our_sources(), sources._installed(), versions, *map(_content, map(str, models))]
+
+
+def _files(model: nn.Module) -> list[str]:
+    """Where its classes are written, but for installed packages."""
+    modules = {type(module).__module__ for module in model.modules()}
+    files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in modules}
+    return sorted(file for file in files if file.startswith(f"{ROOT}/") and not sources._is_installed(file))
+
+
+@cache
+def _content(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _place(model: nn.Module) -> Path:
+    """A directory for each file of models, as the oldest captures of one make room for new ones."""
+    return PLACE / type(model).__module__.rpartition(".")[2]
+
+
+def _read(model: nn.Module, key: str) -> Program | None:
+    with suppress(OSError, ValueError):
+        kept = store.read(_place(model), key)
+        return None if kept is None else decode(*kept)
+    return None
+
+
+def _kept(model: nn.Module, key: str, program: Program) -> Program:
+    """As it is read again, where it can be kept."""
+    with suppress(OSError, Uncertain):
+        program, kept = captures.settled(program)
+        store.make(_place(model))
+        store.write(_place(model), key, *kept)
+    return program

@@ -32,7 +32,7 @@ def engine_of(
     entry = families.build(name)
     if "dropout" in name:
         entry.model.train()
-    engine = Engine(plan_again(name, entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
+    engine = Engine(plan_again(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
     if engine.graphs is not None and captures:
         engine.capture_graphs()
     return engine, entry

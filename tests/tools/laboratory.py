@@ -178,7 +178,7 @@ class Benches:
     def ask(self, kind: str, case: Any) -> Any:
         if kind == "call":
             return in_fork(_called, self.host, os.urandom(4).hex(), *case, timeout_seconds=CALL_SECONDS)
-        key = (case.model, case.micro, str(case.rest.get("precision")), case.rest.get("train"))
+        key = (case.model, case.micro, *(str(case.rest.get(name)) for name in ("precision", "loss", "train")))
         bench = self.kept.pop(key, None) or Bench(self.host, case)
         self.kept[key] = bench  # last: the one used last
         if len(self.kept) > self.MOST:
@@ -211,35 +211,6 @@ class Bench:
         self._child.end()
 
 
-class Captures:
-    """In its process, and in forks of it, ``planner.plan`` captures one model for one microbatch once.
-
-    The same capture then serves every mesh: plan() changes the program, so plan in forks.
-    """
-
-    def __init__(self) -> None:
-        import planner.api
-
-        self._original, self._made = planner.api.capture, {}
-        planner.api.capture = self._once  # pyright: ignore[reportPrivateImportUsage]
-
-    def _once(self, model: nn.Module, inputs: Any, **options: Any) -> Any:
-        key = str((options, [(tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]))
-        if key not in self._made:
-            self._made[key] = self._original(model, inputs, **options)
-        return self._made[key]
-
-    def make(self, model: nn.Module, inputs: Any, precision: str | None = None) -> None:
-        """Capture now, before a fork asks for it. An error is left for each fork to meet by itself."""
-        import planner.api
-
-        dtype = None if precision is None else getattr(torch, precision)
-        try:
-            self._once(model, inputs, has_rule=planner.api.has_rule, loss="auto", dtype=dtype)
-        except PlanError:
-            self._made.clear()
-
-
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
     from runtime.distributed.fingerprint import fingerprint_of_model
     from tests.models import families
@@ -249,9 +220,7 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
     if first.rest.get("train"):
         entry.model.train()
     built = fingerprint_of_model(entry.model)
-    captures, truths = Captures(), {}
-    inputs = {k: torch.empty((first.micro, *v[0]), dtype=v[1], device="meta") for k, v in entry.inputs.items()}
-    captures.make(entry.model, inputs, (first.rest.get("precision") or {}).get("parameters"))
+    model, truths = _captured(entry, first), {}
     while True:
         try:
             kind, case = receive(connection)
@@ -264,12 +233,22 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
                 if key not in truths:
                     truths[key] = in_fork(one_process, entry, case, built)
                 truth = truths[key]
-            answer = in_fork(_answer, kind, entry, host, case, truth, os.urandom(4).hex()), None
+            answer = in_fork(_answer, kind, model, entry, host, case, truth, os.urandom(4).hex()), None
         except Exception as error:
             if not isinstance(error, PlanError):
                 error.add_note(traceback.format_exc())
             answer = None, error
         send(connection, answer)
+
+
+def _captured(entry: Any, case: Case) -> Any:
+    """The model, captured; as it is where that fails, so that each fork meets the error by itself."""
+    from planner import capture
+
+    try:
+        return capture(entry.model, spec_of(entry, case))
+    except PlanError:
+        return entry.model
 
 
 def spec_of(entry: Any, case: Case) -> dict[str, Any]:
@@ -284,10 +263,10 @@ def spec_of(entry: Any, case: Case) -> dict[str, Any]:
     return {"mesh": case.mesh, "batch": batch, "inputs": inputs, "optimizer": optimizer, "seed": 7, **rest}
 
 
-def _answer(kind: str, entry: Any, host: StoreHost, case: Case, truth: Found | None, token: str) -> Any:
+def _answer(kind: str, model: Any, entry: Any, host: StoreHost, case: Case, truth: Found | None, token: str) -> Any:
     from planner import plan
 
-    decided = plan(entry.model, spec_of(entry, case))
+    decided = plan(model, spec_of(entry, case))
     if kind == "plan":
         return type(decided).of(decided)
     batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from passes.lower import lower
 from passes.stage_module import RankProgram, StageModule
-from planner import Plan, plan
+from planner import Plan
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import Batch, bind, spec_of, totals_of
 from tests.tools.simulated_ranks import on_threads
 
@@ -58,7 +59,7 @@ def measured(
 ) -> tuple[Plan, list[Kept]]:
     """One microbatch of every rank of a mesh without pipeline, forward alone."""
     model = make()
-    made = plan(model, spec_of(batch, mesh, **more))
+    made = plan_again(model, spec_of(batch, mesh, **more))
     programs = [lower(made, rank) for rank in range(made.mesh.world_size)]
     for rank, program in enumerate(programs):
         fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from passes.lower import lower
 from passes.stage_module import RankProgram
-from planner import Plan, plan
+from planner import Plan
 from planner.mesh import Mesh
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.norm import whole_elements
@@ -65,14 +65,12 @@ def run_mesh(
     batch: Batch,
     mesh: Mapping[str, int],
     *,
-    name: str = "",
     change: Callable[[RankProgram], None] = lambda _: None,
     **more: Any,
 ) -> Ran:
-    """``name``: of the model, if it is met again: see plan_again. ``change``: what is done to each rank's program
-    before it runs."""
+    """``change``: what is done to each rank's program before it runs."""
     model, spec = make(), spec_of(batch, mesh, **more)
-    made = plan_again(name, model, spec) if name else plan(model, spec)
+    made = plan_again(model, spec)
     ranks = range(made.mesh.world_size)
     programs = [lower(made, rank, thorough=True) for rank in ranks]
     for rank, program in enumerate(programs):

@@ -1,9 +1,7 @@
-"""Each capture is made once: in a call of plan(), and where that is certain, on this host.
+"""Each capture is made once on this host, where that is certain: the next command finds it on disk (``store``).
 
-    same call            held in memory, while ``captures_shared``
-    another command      on disk (``store``), found by all that a capture depends on:
-                         how the model was built (``sources``), what a forward may read of it in Python (``values``),
-                         the inputs, the loss and the dtype
+It is found by all that a capture depends on: how the model was built (``sources``), what a forward may read of it in
+Python (``values``), the inputs, the loss and the dtype.
 
 Where any of it has no certain form, the model is captured. A program that can be kept is always read from its kept
 form, so that a plan is the same whether its capture was kept or made.
@@ -15,9 +13,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,18 +33,6 @@ from planner.graph.program import Program
 from planner.slow_steps import AFTER_SECONDS, say
 
 LOGGER = logging.getLogger("meshwright.captures")
-Found = tuple[Program, store.Kept | None]
-_shared: ContextVar[dict[tuple[int, str], store.Kept] | None] = ContextVar("captures of one call", default=None)
-
-
-@contextmanager
-def captures_shared() -> Iterator[None]:
-    """Inside, the same capture of one model is made once. The model must not change meanwhile."""
-    before = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(before)
 
 
 def capture(
@@ -61,14 +45,8 @@ def capture(
     is_known: bool = False,
 ) -> Program:
     """As ``planner.capture.export.capture``, or what that gave before; each time a new program. Raises PlanError."""
-    asked, shared = _Asked(model, inputs, has_rule, loss, dtype, is_known), _shared.get()
-    if shared is not None and asked.name in shared:
-        return decode(*shared[asked.name])
-    place = store.place_of()
-    program, kept = asked.made() if place is None else _kept_or_made(asked, place)
-    if shared is not None and kept is not None:
-        shared[asked.name] = kept
-    return program
+    asked, place = _Asked(model, inputs, has_rule, loss, dtype, is_known), store.place_of()
+    return asked.made()[0] if place is None else _kept_or_made(asked, place)
 
 
 @dataclass
@@ -81,33 +59,33 @@ class _Asked:
     loss: str
     dtype: torch.dtype | None
     is_known: bool
-    name: tuple[int, str] = field(init=False)
+    name: str = field(init=False)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         shapes = [[name, list(x.shape), list(x.stride()), str(x.dtype)] for name, x in self.inputs.items()]
         rules = f"{self.has_rule.__module__}.{getattr(self.has_rule, '__qualname__', '')}"
-        self.name = id(self.model), json.dumps([shapes, self.loss, str(self.dtype), self.is_known, rules])
+        self.name = json.dumps([shapes, self.loss, str(self.dtype), self.is_known, rules])
 
     def key(self) -> str:
         """Raises Uncertain."""
-        facts = [facts_of(self.model), digest_of(self.model), self.name[1]]
+        facts = [facts_of(self.model), digest_of(self.model), self.name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def made(self) -> Found:
+    def made(self) -> tuple[Program, store.Kept | None]:
         """Captured here. Raises PlanError."""
-        LOGGER.debug("captured: %s", self.name[1])
+        LOGGER.debug("captured: %s", self.name)
         start = time.monotonic()
         options: dict[str, Any] = {"loss": self.loss, "dtype": self.dtype, "is_known": self.is_known}
         made = export.capture(self.model, self.inputs, has_rule=self.has_rule, **options)
         self.seconds = time.monotonic() - start
         try:
-            return _settled(made)
+            return settled(made)
         except Uncertain as reason:
             self.tell(reason)
             return made, None
 
-    def read(self, place: Path, key: str) -> Found | None:
+    def read(self, place: Path, key: str) -> Program | None:
         """From the disk. Raises OSError; PlanError as ``made``, for what depends on the values of weights."""
         try:
             kept = store.read(place, key)
@@ -120,7 +98,7 @@ class _Asked:
         LOGGER.debug("read: %s", key)
         if self.dtype is None and not self.is_known:
             refuse_another_forward(self.model, self.inputs, program)
-        return program, kept
+        return program
 
     def keep(self, kept: store.Kept, place: Path, key: str, read: set[str]) -> None:
         """Raises OSError, and Uncertain where the capture itself read or changed what the key is made of."""
@@ -141,7 +119,7 @@ class _Asked:
             say(f"the next command captures this model again: {reason}")
 
 
-def _kept_or_made(asked: _Asked, place: Path) -> Found:
+def _kept_or_made(asked: _Asked, place: Path) -> Program:
     """By one process of the host, while others that ask for the same wait and read it. Raises PlanError."""
     try:
         key = asked.key()
@@ -151,23 +129,23 @@ def _kept_or_made(asked: _Asked, place: Path) -> Found:
         with store.alone(place, key):
             return asked.read(place, key) or _made_and_kept(asked, place, key)
     except (Uncertain, OSError) as reason:
-        made = asked.made()
+        made, _ = asked.made()
         asked.tell(reason)
         return made
 
 
-def _made_and_kept(asked: _Asked, place: Path, key: str) -> Found:
+def _made_and_kept(asked: _Asked, place: Path, key: str) -> Program:
     with files_read() as read:
-        made = asked.made()
+        made, kept = asked.made()
     try:
-        if made[1] is not None:
-            asked.keep(made[1], place, key, read)
+        if kept is not None:
+            asked.keep(kept, place, key, read)
     except (Uncertain, OSError) as reason:
         asked.tell(reason)
     return made
 
 
-def _settled(program: Program) -> tuple[Program, store.Kept]:
+def settled(program: Program) -> tuple[Program, store.Kept]:
     """The program as it is read again, and its kept form. Raises Uncertain where that would be another program."""
     found, constants = encode(program)
     text = json.dumps(found)

@@ -24,55 +24,57 @@ from planner.capture.kept.uncertain import Uncertain
 from planner.capture.model.exchange import storage_of
 
 _MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
-_GLOBAL_HOOKS = [name for name in vars(module_hooks) if name.startswith("_global_") and name.endswith("hooks")]
+OF_MODULES = ("_parameters", "_buffers", "_modules")
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
+GLOBAL_HOOKS = [name for name in vars(module_hooks) if name.startswith("_global_") and name.endswith("hooks")]
 _BY_HASH_SEED = "_original_object_hash"  # transformers keeps the hash() of its GenerationConfig, no two processes alike
 _NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout)
-_HASHABLE = (bool, int, float, str, bytes, type(None))
+HASHABLE = (bool, int, float, str, bytes, type(None))
+PICKLED_BY = ("__reduce_ex__", "__reduce__", "__getstate__")
+UNWRITABLE = (pickle.PickleError, TypeError, ValueError, AttributeError, RecursionError)
 _HOUSES: tuple[Any, ...] = (torch, torch._C._nn, torch.special, math, operator)  # pyright: ignore
 
 
 def digest_of(model: nn.Module) -> str:
     """Raises Uncertain where something of ``model`` has no certain form."""
-    if any(getattr(module_hooks, name) for name in _GLOBAL_HOOKS):
+    if any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
         raise Uncertain("modules have global hooks")
     found = hashlib.sha256()
-    writer = _Writer(model, found)
+    writer = Writer(model, found)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, module in model.named_modules(remove_duplicate=False):
                 writer.dump((name, type(module), *_parts(name, module)))
-    except (pickle.PickleError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except UNWRITABLE as error:
         raise Uncertain(f"the model holds state without a certain form: {error}") from error
     return found.hexdigest()
 
 
 def _parts(name: str, module: nn.Module) -> list[Any]:
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         if getattr(module, hooks, None):
             raise Uncertain(f"{name or 'the model'} has hooks")
-    attributes = {key: value for key, value in vars(module).items() if key not in (*_OF_MODULES, *_HOOKS)}
-    return [attributes, *(list(getattr(module, kind).items()) for kind in _OF_MODULES)]
+    attributes = {key: value for key, value in vars(module).items() if key not in (*OF_MODULES, *HOOKS)}
+    return [attributes, *(list(getattr(module, kind).items()) for kind in OF_MODULES)]
 
 
-class _Writer(pickle.Pickler):
+class Writer(pickle.Pickler):
     """Owns the numbers of objects that were written before, and the memories of tensors."""
 
     def __init__(self, model: nn.Module, found: Any) -> None:
         super().__init__(SimpleNamespace(write=found.update), protocol=4)  # pyright: ignore[reportArgumentType]
         self.fast = True  # equal strings are written alike, be they one object or two
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self._seen: dict[int, int] = {}
-        self._held: list[Any] = []  # what was seen lives on: no other object takes its id
+        self.seen: dict[int, int] = {}
+        self.held: list[Any] = []  # what was seen lives on: no other object takes its id
         self._memories: dict[int, int] = {}
         self._num_bytes = 0
 
     def persistent_id(self, obj: Any) -> Any:
         """How an object is written that pickle would write otherwise; None for all others."""
         kind = type(obj)
-        if kind in _HASHABLE or kind in (list, tuple, dict) or isinstance(obj, type):
+        if kind in HASHABLE or kind in (list, tuple, dict) or isinstance(obj, type):
             return None
         if isinstance(obj, nn.Module):
             return "module", self._name_of(obj)
@@ -82,10 +84,10 @@ class _Writer(pickle.Pickler):
             return kind.__name__, _in_order(obj)
         if kind is BuiltinFunctionType:
             return _name_of_builtin(obj)
-        if (place := self._seen.get(id(obj))) is not None:
+        if (place := self.seen.get(id(obj))) is not None:
             return "again", place
-        self._seen[id(obj)] = len(self._seen)
-        self._held.append(obj)
+        self.seen[id(obj)] = len(self.seen)
+        self.held.append(obj)
         return self._tensor(obj) if isinstance(obj, Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -94,7 +96,7 @@ class _Writer(pickle.Pickler):
             if obj.__closure__ or vars(obj):
                 raise Uncertain(f"the function {obj.__qualname__} holds state")
         elif not isinstance(obj, (type, enum.Enum)):
-            methods = (getattr(type(obj), name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+            methods = (getattr(type(obj), name, None) for name in PICKLED_BY)
             if any(isinstance(method, FunctionType) for method in methods):
                 raise Uncertain(f"{type(obj).__qualname__} says itself how it is pickled")
             if _BY_HASH_SEED in getattr(obj, "__dict__", ()):
@@ -127,7 +129,7 @@ class _Writer(pickle.Pickler):
 
 
 def _in_order(members: Any) -> list[str]:
-    if not all(type(member) in _HASHABLE for member in members):
+    if not all(type(member) in HASHABLE for member in members):
         raise Uncertain("a set holds objects")
     return sorted(map(repr, members))
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.api import _captured
 from planner.capture.loss.shares import LossTerms
+from planner.captured import prepare
+from planner.graph.copied import copied
 from planner.graph.program import Program
-from planner.search.fold import copied
 from planner.spec.spec import Spec
 from tests.models import families, own, sequences
+from tests.tools.captures import captured_again
 from tests.tools.sequence_ranks import compared
 
 IN_FLOAT64 = ["bert", "t5", "roberta", "opt"]
@@ -37,7 +38,8 @@ def program_of(model: nn.Module, batch: Mapping[str, Tensor], microbatches: int)
     rows = len(next(iter(batch.values())))
     inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
     spec = Spec.load({"mesh": {}, "batch": {"global": rows * microbatches, "micro": rows}, "inputs": inputs})
-    return _captured(model, spec, {n: torch.empty_like(x, device="meta") for n, x in batch.items()})
+    made = prepare(captured_again(model, spec), spec)
+    return made.program, made.terms
 
 
 def worst_of(entry: families.Entry, *cp: int, microbatches: int = 2) -> float:

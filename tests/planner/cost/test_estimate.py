@@ -66,7 +66,7 @@ def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
         "recompute": recompute,
         "optimizer": OPTIMIZERS.get(layout, {}),
     }
-    made = plan_again(family, hugging_face.build(family), spec)
+    made = plan_again(hugging_face.build(family), spec)
     return made, Spec.load(made.spec)
 
 

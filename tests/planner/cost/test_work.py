@@ -55,7 +55,7 @@ def planned(
         "tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": sequence_parallel},
     }
     model = hugging_face.build(family) if layers == 2 else deeper(layers)
-    made = plan_again(f"{family} of {layers}", model, spec)
+    made = plan_again(model, spec)
     return made, Spec.load(made.spec)
 
 

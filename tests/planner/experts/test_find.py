@@ -22,6 +22,7 @@ from planner.graph.program import Program
 from tests.models import experts, hugging_face, selected_rows
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captured import capture
+from tests.tools.captures import program_again
 from tests.tools.examples import examples
 
 FOUR = {"num_experts": 4}
@@ -59,7 +60,7 @@ def made(name: str) -> tuple[Program, nn.Module, dict[str, Tensor]]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return capture(model, batch), model, batch
+    return program_again(model, batch), model, batch
 
 
 def layers_of(name: str) -> tuple[ExpertLayer, ...]:

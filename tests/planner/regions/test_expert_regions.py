@@ -37,7 +37,7 @@ def planned(name: str | Callable[..., Any], mesh: tuple[tuple[str, int], ...], *
     inputs = {key: {"shape": [length], "dtype": "int64", "high": high} for key in ("input_ids", "labels")}
     spec = {"mesh": dict(mesh), "batch": {"global": 8, "micro": 2}, "inputs": inputs}
     spec["tensor_parallel"] = {"vocabulary_multiple": 8}
-    return plan_again(str(name), model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
+    return plan_again(model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
 
 
 def made(name: str | Callable[..., Any], mesh: dict[str, int], *scope: str) -> Plan:

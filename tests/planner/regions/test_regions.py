@@ -27,7 +27,7 @@ def planned(name: str, *scope: str, mesh: dict[str, int] | None = None) -> Plan:
         for key, (shape, dtype, _) in entry.inputs.items()
     }
     spec = {"mesh": mesh or {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs}
-    return plan_again(name, entry.model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
+    return plan_again(entry.model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
 
 
 def calls(made: Plan, region: Region) -> list[fx.Node]:

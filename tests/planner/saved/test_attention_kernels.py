@@ -58,7 +58,7 @@ def _plan(cluster: str | None) -> Plan:
     entry = build("gpt2-dropout")
     entry.model.train()
     spec = spec_of(entry, None, precision={"parameters": "bfloat16"})
-    return plan_again("gpt2-dropout", entry.model, spec | ({"cluster": cluster} if cluster else {}))
+    return plan_again(entry.model, spec | ({"cluster": cluster} if cluster else {}))
 
 
 def _said(made: Plan) -> set[str]:

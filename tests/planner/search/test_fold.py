@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
+from planner.graph.copied import copied
 from planner.search import cuts
 from planner.search.choice import Cut
 from planner.search.cuts import Cuts
-from planner.search.fold import Folded, copied, fold
+from planner.search.fold import Folded, fold
 from tests.models.deep import captured, spec_of
 from tests.tools.captured import capture
 

@@ -59,7 +59,7 @@ def test_whole_elements_are_those_of_a_mask(given_cut, data):
 
 @cache
 def planned(model: str, **mesh: int) -> Plan:
-    return plan_again(model, build(model), spec_of(model, mesh=mesh))
+    return plan_again(build(model), spec_of(model, mesh=mesh))
 
 
 def held_by(made: Plan, pp_rank: int, tp_rank: int = 0) -> list[LocalParameter]:

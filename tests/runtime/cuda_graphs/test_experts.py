@@ -38,8 +38,7 @@ def entry_of(way: experts.Way, shared: bool = False) -> Entry:
 
 def trained(way: experts.Way, shared: bool, scope: list[str] | None, **sections: Any) -> Trained:
     entry = entry_of(way, shared)
-    name, spec = f"{way.__module__}.{way.__name__}, {shared}", spec_of(entry, scope, **sections)
-    with Engine(plan_again(name, entry.model, spec), timeout_seconds=60) as engine:
+    with Engine(plan_again(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60) as engine:
         if engine.graphs is not None:
             engine.capture_graphs()
         found = train(engine, entry, 2)

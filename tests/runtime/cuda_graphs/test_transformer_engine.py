@@ -29,6 +29,7 @@ from runtime.distributed.faults.failure import StepError
 from runtime.distributed.launch import launch
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import Trained, engine_of, spec_of, train
 from tests.tools.paths import ORACLES
 from tests.tools.recorded_graphs import Device, on_a_cpu
@@ -150,7 +151,7 @@ def test_the_plan_counts_its_graphs_and_static_inputs(name, mesh, sections):
     entry = families.build(name)
     spec = spec_of(entry, ["attn", "mlp"], mesh=mesh, **sections)
     spec["cuda_graphs"]["impl"] = "transformer_engine"
-    planned = plan(entry.model, spec)
+    planned = plan_again(entry.model, spec)
     for rank, order in enumerate(planned.schedule.actions):
         given = TransformerEngineGraphs(lower(planned, rank, CPU), order, CPU).arguments()
         rows = [row for row in planned.graph_slots if row.pp_rank == rank]
@@ -171,7 +172,7 @@ def graphed(device: Device, name: str, scope: list[str], **sections: Any) -> tup
     spec["cuda_graphs"]["impl"] = "transformer_engine"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "check_backend", lambda impl, device: None)
-        engine = Engine(plan(entry.model, spec), timeout_seconds=60)
+        engine = Engine(plan_again(entry.model, spec), timeout_seconds=60)
     device.random = engine.program.random
     engine.capture_graphs()
     return engine, entry

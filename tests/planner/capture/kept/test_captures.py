@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-import planner.api
 from passes.difference import passes_text
 from planner.api import plan
 from planner.capture import export
+from planner.captured import Captured
 from planner.frozen_plan import Plan
+from planner.placement.rules.table import has_rule
 from tests.models.families import Entry, build
 from tests.tools.kept_captures import Processes
 
@@ -239,11 +240,13 @@ def texts_of(made: Plan) -> tuple[str, str, str, str]:
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "gemma2", "falcon-alibi", "vit", "mixtral", "experts", "own-round"]
 )
-def test_a_plan_from_the_kept_form_is_that_of_the_capture_itself(monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_plan_from_the_kept_form_is_that_of_the_capture_itself(name: str):
     entry = build(name)
     kept = texts_of(plan(entry.model, spec_of(entry)))
-    monkeypatch.setattr(planner.api, "capture", export.capture)
-    assert texts_of(plan(entry.model, spec_of(entry))) == kept
+    example = entry.batch(1, 0)
+    program = export.capture(entry.model, example, has_rule=has_rule)
+    itself = Captured(entry.model, "auto", None, 0.0, example, {1: program})
+    assert texts_of(plan(itself, spec_of(entry))) == kept
 
 
 @pytest.mark.thorough

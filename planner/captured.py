@@ -1,0 +1,208 @@
+"""A model, captured once: each plan begins with its own copy of the captured graph.
+
+    capture_model(model, spec, inputs) → Captured     the graph of one microbatch
+    prepare(captured, spec) → Prepared                a copy, with the random numbers, loss and norms of the spec
+
+A capture depends on the inputs of one microbatch, on ``loss`` and ``precision.parameters``: no other key of the spec.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.capture.batch.fixed_lookups import check_fixed_lookups
+from planner.capture.batch.two_captures import wider
+from planner.capture.canonical.masks import simplify_masks
+from planner.capture.canonical.norms import fuse_norms
+from planner.capture.kept.captures import capture
+from planner.capture.kept.same_model import ModelState
+from planner.capture.loss.shares import LossTerms, share_loss
+from planner.capture.real_forward import refuse_another_forward
+from planner.draws.places import name_draws
+from planner.errors import PlanError
+from planner.graph.copied import copied
+from planner.graph.program import Program
+from planner.placement.rules.table import has_rule
+from planner.slow_steps import shown_if_slow
+from planner.spec.fields import AUTO
+from planner.spec.spec import Spec
+
+_AGAIN = "call capture(model, spec) with this spec"
+
+
+@dataclass(eq=False, repr=False)
+class Captured:
+    """A captured model, made by ``planner.capture``. ``planner.plan`` takes it in place of the model, for many specs.
+
+    It holds the model with its weights, which stay in memory as long as you keep it. ``loss``: the name in the spec.
+    ``dtype``: floating parameters and inputs are cast to it; None keeps the model's own. ``seconds``: duration of the
+    capture.
+    """
+
+    model: nn.Module
+    loss: str
+    dtype: torch.dtype | None
+    seconds: float
+    _example: dict[str, Tensor]
+    _programs: dict[int, Program]  # size of the batch in microbatches → its program, which nobody rewrites
+    _state: ModelState | None = field(default=None)
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Batch key → shape of one microbatch [b, …] and dtype."""
+        return {name: (tuple(value.shape), value.dtype) for name, value in self._example.items()}
+
+    @property
+    def micro(self) -> int:
+        """Sequences of the microbatch."""
+        return next(iter(self._example.values())).shape[0]
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Sequences of each captured batch: a second one where a plan could not tell how the loss follows the batch."""
+        return tuple(self.micro * times for times in self._programs)
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{name} {_text(value)}" for name, value in self._example.items())
+        dtype = "" if self.dtype is None else f", as {_name(self.dtype)}"
+        loss = "" if self.loss == AUTO else f", loss {self.loss}"
+        return f"Captured({type(self.model).__name__} of {inputs}{dtype}{loss}, {self.seconds:.1f} s)"
+
+    def example_for(self, spec: Spec) -> dict[str, Tensor] | None:
+        """The inputs that it was captured with, where ``spec`` names none."""
+        return None if spec.inputs else self._example
+
+    def program(self, times: int = 1) -> Program:
+        """A copy of the captured program, of ``times`` as many sequences. Raises PlanError as capturing does."""
+        if times not in self._programs:
+            with shown_if_slow("capturing the model at another batch size"):
+                larger = wider(self._example, times)
+                self._programs[times] = capture(
+                    self.model, larger, has_rule=has_rule, loss=self.loss, dtype=self.dtype, is_known=True
+                )
+        return copied(self._programs[times])
+
+    def remember_model(self) -> None:
+        """Note how the model is now, for ``check_model``."""
+        self._state = ModelState(self.model)
+
+    def check_model(self) -> None:
+        """Raise PlanError if the model has changed since the capture."""
+        if self._state is None:
+            return
+        if (changed := ModelState(self.model).difference(self._state)) is not None:
+            raise PlanError(f"the model has changed since it was captured: {changed}", fix="capture the model again")
+        if self.dtype is None:  # weights may be others: the check that reads their values is made again
+            refuse_another_forward(self.model, self._example, self._programs[1])
+
+    def check_spec(self, spec: Spec, inputs: Mapping[str, Tensor]) -> None:
+        """Raise PlanError if ``spec``, with microbatches like ``inputs``, needs another capture."""
+        if list(inputs) != list(self._example):
+            asked, seen = ", ".join(inputs), ", ".join(self._example)
+            raise PlanError(
+                f"the model was captured with inputs {seen}; the spec has {asked}", where="inputs", fix=_AGAIN
+            )
+        for name, value in self._example.items():
+            self._check_input(name, inputs[name], value)
+        if spec.loss != self.loss:
+            what = f"the model was captured with loss: {_loss(self.loss)}; the spec has {_loss(spec.loss)}"
+            raise PlanError(what, where="loss", fix=f"{_AGAIN}, or set loss: {_loss(self.loss)}")
+        if dtype_of(spec) != self.dtype:
+            asked, seen = _name(dtype_of(spec)), _name(self.dtype)
+            what = f"the model was captured with parameters in {seen}; the spec asks for {asked}"
+            fix = f"{_AGAIN}, or set precision.parameters: {'null' if self.dtype is None else seen}"
+            raise PlanError(what, where="precision.parameters", fix=fix)
+
+    def _check_input(self, name: str, asked: Tensor, seen: Tensor) -> None:
+        if (asked.shape, asked.stride(), asked.dtype) == (seen.shape, seen.stride(), seen.dtype):
+            return
+        what = f"the model was captured with {name} {_text(seen)}; the spec asks for {_text(asked)}"
+        if asked.shape[1:] == seen.shape[1:] and asked.shape[0] != seen.shape[0]:
+            raise PlanError(what, where="batch.micro", fix=f"{_AGAIN}, or set batch.micro: {seen.shape[0]}")
+        raise PlanError(what, where=f"inputs.{name}", fix=_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A program for one plan to rewrite. Its loss is the share of one microbatch; ``terms`` has the denominators."""
+
+    program: Program
+    terms: LossTerms
+
+
+def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) -> Captured:
+    """``model``, captured for ``inputs``: one microbatch, on any device. Raises PlanError."""
+    start = time.perf_counter()
+    with shown_if_slow("capturing the model"):
+        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=dtype_of(spec))
+    return Captured(model, spec.loss, dtype_of(spec), time.perf_counter() - start, dict(inputs), {1: program})
+
+
+def prepare(captured: Captured, spec: Spec) -> Prepared:
+    """The canonical program of ``captured`` as ``spec`` asks for it. Raises PlanError."""
+    program = captured.program()
+    simplify_masks(program)
+    check_fixed_lookups(program)
+    if spec.dropout == "layout_invariant":
+        name_draws(program, int(spec.batch.micro))
+    num_microbatches = spec.batch.global_size // int(spec.batch.micro)
+    terms = share_loss(program, num_microbatches, captured.program, at_once=spec.num_microbatches == 1)
+    if spec.fuse_norms:
+        fuse_norms(program)
+    return Prepared(program, terms)
+
+
+def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """One microbatch of every input: the caller's example, or tensors without memory. Raises PlanError."""
+    return _made(spec) if example_inputs is None else _checked(spec, example_inputs)
+
+
+def _made(spec: Spec) -> dict[str, Tensor]:
+    return {
+        name: torch.empty((int(spec.batch.micro), *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+        for name, given in spec.require_inputs().items()
+    }
+
+
+def _checked(spec: Spec, example_inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The caller's example, if it is one microbatch."""
+    for name, value in example_inputs.items():
+        if not isinstance(value, Tensor):
+            raise PlanError(
+                f"example_inputs[{name!r}] is a {type(value).__name__}",
+                where="plan(…, example_inputs)",
+                fix="give tensors, on any device",
+            )
+        if value.dim() == 0 or value.shape[0] != spec.batch.micro:
+            raise PlanError(
+                f"example_inputs[{name!r}] has shape {list(value.shape)}, a microbatch {spec.batch.micro} rows",
+                where="batch.micro",
+                fix=f"give {spec.batch.micro} rows of each input, or set batch.micro",
+            )
+    return dict(example_inputs)
+
+
+def dtype_of(spec: Spec) -> torch.dtype | None:
+    """Of the parameters, None for the model's own."""
+    return None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
+
+
+def _loss(name: str) -> str:
+    """As a spec says it."""
+    return name if name == AUTO else f"{{output: {name}}}"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "the model's own dtype" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _text(value: Tensor) -> str:
+    strides = "" if value.is_contiguous() else f" with strides {list(value.stride())}"
+    return f"{list(value.shape)} {_name(value.dtype)}{strides}"
