@@ -41,6 +41,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.tools.words
 
 types: $(READY)
 	$(BIN)/basedpyright
