@@ -21,6 +21,8 @@ class Routed(nn.Module):
 
     def __init__(self, way: Experts, scores: Tensor, top_k: int) -> None:
         super().__init__()
+        if way is stacks:  # it defines the op; in the forward, the id that the import draws would be refused
+            from transformers.integrations import moe  # noqa: F401
         num_experts = scores.shape[1]
         self.way, self.top_k, self.num_experts = way, top_k, num_experts
         self.tokens, self.norm = nn.Embedding(VOCABULARY, HIDDEN), nn.LayerNorm(HIDDEN)
@@ -74,7 +76,5 @@ def stacks(model: Routed, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
 def _grouped(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
     """The kernel of bfloat16; what transformers has for the rest."""
     if x.dtype != torch.bfloat16:
-        from transformers.integrations import moe  # noqa: F401  it defines the op
-
         return torch.ops.transformers.grouped_mm_fallback(x, stack, ends)
     return F.grouped_mm(x, stack, offs=ends)
