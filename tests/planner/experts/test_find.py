@@ -142,6 +142,7 @@ class _Recorder(fx.Interpreter):
         return value
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*PLAIN, *LISTED, *MORE])
 def test_tokens_that_chose_an_expert_change_with_its_weights_and_no_others(name):
     layer = layers_of(name)[0]
