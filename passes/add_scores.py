@@ -20,13 +20,14 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import collectives, context
-from passes.ops.scores import own_places, scores_of_targets
+from passes.ops.scores import own_places, part_of_places, scores_of_targets
 from planner.capture.loss.scored import Pick, Scored
 from planner.exchanges.scores import is_over_classes
 from planner.graph.ops.places import PlaceWriter
 
 aten = torch.ops.aten
-MOVES = (context.local_rows, collectives.slice_part, collectives.cut_part)
+PARTS = (collectives.slice_part, collectives.cut_part)
+MOVES = (context.local_rows, *PARTS)
 
 
 def add_scores(stage: StageGraph, context: LowerContext) -> None:
@@ -64,6 +65,7 @@ def _places(stage: StageGraph, labels: fx.Node, looked_up: fx.Node) -> fx.Node:
     """What writes the targets' places, by the calls that lay out the targets."""
 
     def emit(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        target = part_of_places if target in PARTS else target
         return _call(stage, like, target, args, like.meta["val"], kwargs)
 
     source = _call(stage, labels, own_places, (labels,), labels.meta["val"])

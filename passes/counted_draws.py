@@ -58,9 +58,17 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
     placement: Placement = node.meta["placement"]
     if placement.is_sharded:
         axis = context.axis_of(node)
-        held = placement.slices(axis.size, axis.rank)
-        ranges[placement.dim] = _of(ranges[placement.dim], held)
+        ranges[placement.dim] = _of(ranges[placement.dim], _held(placement, axis.size, axis.rank))
     return Place(draw.site, draw.shape, tuple(ranges), draw.batch, draw.by_sample)
+
+
+def _held(placement: Placement, tp: int, rank: int) -> Ranges:
+    """This rank's ranges of the cut dim. Padding, which is a copy of the last element, draws what that one draws."""
+    end, found = sum(placement.sizes), []
+    for (start, stop), num_data in zip(placement.slices(tp, rank), placement.data_sizes(tp, rank), strict=True):
+        found += [(start, start + num_data)] if num_data else []
+        found += [(end - 1, end)] * (stop - start - num_data)
+    return tuple(found)
 
 
 def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:

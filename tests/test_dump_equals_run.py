@@ -179,6 +179,14 @@ CASES = {
         "llama",
         {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
     ),
+    "tp2 pp2, along a sequence that tp does not divide": (
+        "fifteen tokens",
+        {"mesh": {"tp": 2, "pp": 2}, "tensor_parallel": {"sequence_parallel": True}},
+    ),
+    "tp4, along a sequence that tp does not divide, blocks computed again": (
+        "fifteen tokens",
+        {"mesh": {"tp": 4}, "tensor_parallel": {"sequence_parallel": True}, "recompute": "full"},
+    ),
     "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
     "tp2 pp2, norm over all heads": ("normed queries", {"mesh": {"tp": 2, "pp": 2}}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),

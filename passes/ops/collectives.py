@@ -12,6 +12,9 @@
     first     I → P   kept on rank 0, else zeros   nothing
     exchange  V → V   all-to-all                   all-to-all: the cut goes to another dim
 
+Where a dim has padding, a value is cut as if its last element stood there again and again, which is finite wherever the
+model is; a gradient as if zeros stood there. Gathering leaves the padding out.
+
 Every call is counted on the axis handle, so that a run can be held against the plan. Meta tensors have a shape and
 nothing to exchange.
 """
@@ -79,29 +82,33 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
 
 
 def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
-    """The whole of a dim from every rank's part of it, segment by segment."""
-    sizes = [s.local(axis.size) for s in cut.segments]
-    pieces = [p.split(sizes, cut.dim) for p in parts]
-    return torch.cat([pieces[rank][s] for s in range(len(sizes)) for rank in range(axis.size)], cut.dim)
+    """The whole of a dim from every rank's part of it, segment by segment, without padding."""
+    sizes = [stop - start for start, stop in cut.slices(axis.size, 0)]
+    pieces = [
+        [piece.narrow(cut.dim, 0, n) for piece, n in zip(p.split(sizes, cut.dim), of_data, strict=True)]
+        for p, of_data in zip(parts, (cut.data_sizes(axis.size, rank) for rank in range(axis.size)), strict=True)
+    ]
+    return torch.cat([of_rank[s] for s in range(len(sizes)) for of_rank in pieces], cut.dim)
 
 
-def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
-    """This rank's part of the sum of the ranks' whole tensors."""
-    return start_reduce_scatter(x, axis, cut, phase)()
+def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False) -> Tensor:
+    """This rank's part of the sum of the ranks' whole tensors, which are a value's or a gradient's."""
+    return start_reduce_scatter(x, axis, cut, phase, of_gradient=of_gradient)()
 
 
-def start_reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, ahead: bool = False) -> Ending:
+def start_reduce_scatter(
+    x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False, ahead: bool = False
+) -> Ending:
     """Begin to sum; what it returns ends it and gives this rank's part. ``ahead``: other work stands between."""
-    note(axis, "reduce_scatter", phase, x)
-    own = part(x, cut, axis.size, axis.rank)
-    out = torch.empty_like(own, memory_format=torch.contiguous_format)
+    out, beyond = x.new_empty(cut.local_shape(tuple(x.shape), axis.size)), 0 if of_gradient else None
+    note(axis, "reduce_scatter", phase, out, axis.size)
     if x.is_meta:
         return partial(_ended, [], out)
     if cut.in_place(x.shape):
         runs = cut.num_runs(x.shape)
         return partial(_ended, scatter_runs(out, x.contiguous(), runs, group=axis.group, async_op=ahead), out)
     # parts of an image that lies with its channels last stack up without being contiguous
-    parts = torch.stack([part(x, cut, axis.size, rank) for rank in range(axis.size)]).contiguous()
+    parts = torch.stack([part(x, cut, axis.size, rank, beyond) for rank in range(axis.size)]).contiguous()
     return partial(_ended, [reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)], out)
 
 
@@ -112,10 +119,31 @@ def _ended(works: Sequence[Any], result: Tensor) -> Tensor:
     return result
 
 
-def part(x: Tensor, cut: Placement, size: int, rank: int) -> Tensor:
-    """What ``rank`` holds of a whole tensor cut as ``cut``."""
-    pieces = [x.narrow(cut.dim, a, b - a) for a, b in cut.slices(size, rank)]
+def part(x: Tensor, cut: Placement, size: int, rank: int, beyond: int | None = None) -> Tensor:
+    """What ``rank`` holds of a whole tensor cut as ``cut``. The padding holds ``beyond``; None: the last element."""
+    pieces = []
+    for (start, stop), num_data in zip(cut.slices(size, rank), cut.data_sizes(size, rank), strict=True):
+        if num_data:
+            pieces.append(x.narrow(cut.dim, start, num_data))
+        if num_data < stop - start:
+            pieces.append(_filling(x, cut.dim, stop - start - num_data, beyond))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def _own(x: Tensor, cut: Placement, axis: AxisHandle, beyond: int | None = None) -> Tensor:
+    """This rank's part, contiguous."""
+    own = part(x, cut, axis.size, axis.rank, beyond)
+    return _copy(own) if cut.padding else own.contiguous()
+
+
+def _copy(own: Tensor) -> Tensor:
+    """Of a rank's part, also where a view would do: beside ranks that have padding, all keep as much."""
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _filling(x: Tensor, dim: int, length: int, beyond: int | None) -> Tensor:
+    shape = [length if d == dim else n for d, n in enumerate(x.shape)]
+    return x.narrow(dim, -1, 1).expand(shape) if beyond is None else x.new_full(shape, beyond)
 
 
 def note(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> None:
@@ -160,7 +188,7 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
         ctx.axis, ctx.cut = axis, cut
-        return part(x, cut, axis.size, axis.rank).contiguous()
+        return _own(x, cut, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -175,13 +203,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return reduce_scatter(grads[0], ctx.axis, ctx.cut, "backward"), None, None
+        return reduce_scatter(grads[0], ctx.axis, ctx.cut, "backward", of_gradient=True), None, None
 
 
 class _Collect(_Gather):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return part(grads[0], ctx.cut, ctx.axis.size, ctx.axis.rank).contiguous(), None, None
+        return _own(grads[0], ctx.cut, ctx.axis, 0), None, None
 
 
 class _Scatter(_Slice):
@@ -238,7 +266,8 @@ def slice_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
 
 def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
     """R → V: this rank's part; the gradient elsewhere is zero, as another rank has it."""
-    return part(x, cut, axis.size, axis.rank)
+    own = part(x, cut, axis.size, axis.rank)
+    return _copy(own) if cut.padding else own
 
 
 def gather(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:

@@ -122,7 +122,7 @@ class _GatheredLinears(torch.autograd.Function):
         gathered = begin() if begin is not None and not waits else None
         if ctx.needs_input_grad[0]:
             gradient = of_input(ctx.shape, ctx.weights, rows, ctx.transposed)
-            summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", ahead=True)
+            summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", of_gradient=True, ahead=True)
             del gradient  # what is summed is held there, as a copy where the parts had to be laid behind each other
         if waits:
             ctx.handle.keep(partial(_add, kept, rows, ctx.places, ctx.transposed), begin)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from passes.ops.axis import AxisHandle, widened
-from passes.ops.collectives import all_reduce
+from passes.ops.collectives import all_reduce, part
+from planner.placement.types import Placement
 
 Tensor = torch.Tensor
 LOG_PROBABILITY, IS_TOP, COUNT = range(3)  # rows of what ``scores_of_targets`` returns
@@ -21,6 +22,11 @@ LOG_PROBABILITY, IS_TOP, COUNT = range(3)  # rows of what ``scores_of_targets`` 
 def own_places(labels: Tensor) -> Tensor:
     """The place of every element of a batch tensor, among all of them."""
     return torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+
+
+def part_of_places(places: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
+    """This rank's part; padding stands for no label."""
+    return part(places, cut, axis.size, axis.rank, -1)
 
 
 def scores_of_targets(

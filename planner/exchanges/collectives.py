@@ -101,7 +101,8 @@ def change_rows(decisions: Decisions, change: TypeChange, places: Places) -> Ite
     reader = change.readers[0]
     at = decisions.program.node(reader) if reader not in ("send", "loss") else node
     place = at if change.how.name in ("f", "gather") else node
-    shape = in_domain(node, tuple(node.meta["val"].shape), decisions.mesh)
+    cut = change.before if change.before.is_sharded else change.after
+    shape = in_domain(node, cut.padded_shape(tuple(node.meta["val"].shape)), decisions.mesh)
     size = ceil(_bytes(shape, node) * share_of_rows(node, decisions.mesh))
     for phase, kind in (("forward", change.how.forward), *(("backward", kind) for kind in change.backward)):
         if kind:

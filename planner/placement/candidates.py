@@ -47,6 +47,7 @@ class Candidates:
                 self._feeds[source.name].add(inner)
         self.cuts: dict[str, set[Placement]] = defaultdict(set)
         self.options: dict[str, list[Option]] = {}
+        self._padded_tokens = {(c.segments, c.padding) for c in (seeds or {}).values() if c.padding}
         for node in self.nodes:
             if seeds and node.name in seeds:
                 self._add(node, [seeds[node.name]])
@@ -115,10 +116,12 @@ class Candidates:
         return len(cuts) > before
 
     def _of_placeholder(self, node: fx.Node) -> list[Option]:
-        """A parameter may be held in any type that a reader wants; all else is the same on every rank."""
+        """A parameter may be held in any type that a reader wants; all else is the same on every rank.
+
+        But not along a padded sequence: its padding would be zeros, which a norm divides by, and no copy of a token.
+        """
         if not node.meta.get("parameter") or self.size(node) == 1:
             return [Option((), I, Form.WHOLE, whole=True)]
         kinds = [I, R] if node.meta.get("grad") else [I]
-        return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [
-            Option((), cut, Form.PARTS) for cut in sorted(self.cuts[node.name])
-        ]
+        held = [c for c in sorted(self.cuts[node.name]) if (c.segments, c.padding) not in self._padded_tokens]
+        return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [Option((), c, Form.PARTS) for c in held]

@@ -45,23 +45,27 @@ def conversion(
 ) -> Conversion | None:
     """The conversion between two types; None where there is none. ``exchange``: whether a cut may go to another dim.
 
-    Without a gradient only the forward counts. A parameter is never gathered: it is held as its readers want it.
+    Without a gradient only the forward counts. A parameter is never gathered: it is held as its readers want it, and
+    with the padding that they want.
     """
     if before == after:
         return Conversion("")
     found = TABLE.get((before.kind, after.kind))
     if found is None or not _possible(before, after, grad) or (found.name == "exchange" and not exchange):
         return None
-    if parameter and (found.forward or found.name == "slice"):
+    if parameter and (found.forward or found.name == "slice" or after.padding):
         return None
     return found if grad else Conversion(found.name, found.forward, "")
 
 
 def _possible(before: Placement, after: Placement, grad: bool) -> bool:
-    """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing."""
+    """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing.
+
+    Padding comes with a cut and goes with it; from one dim to another it would have to do both at once.
+    """
     if before.is_sharded and after.is_sharded:
         cuts = (before, after)
         return before.dim != after.dim and not any(c.padding or c.has_whole_segment for c in cuts)
     cut = before if before.is_sharded else after
     only_taken = after.is_sharded and (before.kind == "R" or (before.kind == "I" and not grad))
-    return not cut.padding and (only_taken or not cut.has_whole_segment)
+    return only_taken or not cut.has_whole_segment

@@ -22,7 +22,7 @@ from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides
 from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, solve
-from planner.placement.types import Placement, Segment
+from planner.placement.types import Placement, evenly
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], 
 def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int) -> dict[str, Placement]:
     """Cuts of what passes between blocks, along the dim before the features: by representative name.
 
-    Raises PlanError where the sequence does not divide by tp.
+    A sequence that tp does not divide is padded: of 17 tokens over tp = 2 each rank has 9, the last of them no data.
+    Raises PlanError where ranks would have nothing but padding.
     """
     cuts: dict[str, Placement] = {}
     for node in _between_blocks(program, blocks):
@@ -180,15 +181,13 @@ def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int
         if len(shape) < 2:
             continue
         dim = len(shape) - 2
-        if shape[dim] % tp:
-            below = shape[dim] // tp * tp
+        if shape[dim] < tp:
             raise PlanError(
-                f"sequence parallelism: a sequence of {shape[dim]} is not divisible by tp = {tp}",
+                f"sequence parallelism: a sequence of {shape[dim]} is shorter than tp = {tp}",
                 where=where_of(node),
-                fix=f"use sequences of {below or tp} or {below + tp} (by padding, or by register tokens of a ViT), "
-                "or set tensor_parallel.sequence_parallel: false",
+                fix=f"use sequences of {tp} or more, or set tensor_parallel.sequence_parallel: false",
             )
-        cuts[rep[node.name]] = Placement("V", dim, (Segment(shape[dim]),))
+        cuts[rep[node.name]] = evenly(dim, shape[dim], tp)
     if not cuts:
         raise PlanError(
             "sequence parallelism: the model has no repeated blocks whose activations could be cut",

@@ -8,7 +8,8 @@
 A sharded dim is a row of segments. Each sharded segment is cut in tp equal parts and a rank's tensor is its part of
 every segment, in order: so a fused QKV of [q | k | v] stays one local GEMM. A segment that is not sharded is held whole
 by every rank with partial gradients (R), as the one key head of multi-query attention. ``padding`` counts elements that
-were added at the end of the dim to make it divide (a vocabulary); they hold no data.
+were added at the end of the dim to make it divide (a vocabulary, a sequence). They are no data: of a value they are
+anything finite, of a gradient zero, and no rule sums over them or lets a split or a merge of dims move them.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Placement:
             return tuple(shape)
         return tuple(self.local_size(tp) if d == self.dim else n for d, n in enumerate(shape))
 
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Global ``shape`` with the padding: what all ranks hold together."""
+        return tuple(n + self.padding if d == self.dim else n for d, n in enumerate(shape))
+
     def slices(self, tp: int, rank: int) -> tuple[tuple[int, int], ...]:
         """Half-open ranges of the (padded) global dim that ``rank`` holds, in local order."""
         ranges, start = [], 0
@@ -85,13 +90,21 @@ class Placement:
             start += segment.size
         return tuple(ranges)
 
+    def data_sizes(self, tp: int, rank: int) -> tuple[int, ...]:
+        """Of each of the ranges of ``slices`` how many elements are no padding; they come first."""
+        end = sum(self.sizes)
+        return tuple(max(0, min(stop, end) - start) for start, stop in self.slices(tp, rank))
+
     def num_runs(self, shape: Sequence[int]) -> int:
         """In how many runs of memory a rank's part of one segment of a contiguous tensor of ``shape`` lies."""
         return prod(shape[: self.dim])
 
     def in_place(self, shape: Sequence[int]) -> bool:
-        """Whether ranks exchange parts of a tensor of ``shape``, whole or cut, from where they lie to where they go."""
-        return len(self.segments) == 1 and 0 < self.num_runs(shape) <= MOST_RUNS
+        """Whether ranks exchange parts of a tensor of ``shape``, whole or cut, from where they lie to where they go.
+
+        Not with padding, which the whole does not have.
+        """
+        return not self.padding and len(self.segments) == 1 and 0 < self.num_runs(shape) <= MOST_RUNS
 
     def _padded_segments(self) -> tuple[Segment, ...]:
         if not self.padding:
@@ -108,6 +121,11 @@ P = Placement("P")
 def V(dim: int, *sizes: int, padding: int = 0) -> Placement:
     """A sharded dim of evenly cut segments: ``V(2, 768, 768, 768)`` is a fused QKV's output."""
     return Placement("V", dim, tuple(Segment(n) for n in sizes), padding)
+
+
+def evenly(dim: int, size: int, tp: int) -> Placement:
+    """A dim of ``size`` in one segment, padded to the next multiple of ``tp`` where it does not divide."""
+    return V(dim, size, padding=-size % tp)
 
 
 def padded_vocabulary(size: int, tp: int, multiple: int = 128) -> int:

@@ -61,7 +61,7 @@ class _Moved(torch.autograd.Function):
 def converted(x: Tensor, name: str, before: Placement, after: Placement, size: int) -> Tensor:
     """``x`` of type ``before`` in type ``after`` by the conversion ``name`` over ``size`` ranks."""
     if name == "cut":
-        return _part(x, after, size)
+        return _own(x, after, size) if after.padding else _part(x, after, size)
     if name == "exchange":
         return _Exchanged.apply(x, before, after, size)
     return _Moved.apply(x, *WAYS[name], before if before.is_sharded else after, size)
@@ -90,11 +90,12 @@ def _gather(x: Tensor, cut: Placement, size: int) -> Tensor:
     if cut.in_place(x.shape):
         return x.new_empty([n * size if d == cut.dim else n for d, n in enumerate(x.shape)])
     parts = own.new_empty((size, *x.shape))
-    return torch.cat(parts.unbind(0), cut.dim)
+    data = [sum(cut.data_sizes(size, rank)) for rank in range(size)] if cut.padding else [x.shape[cut.dim]] * size
+    return torch.cat([p.narrow(cut.dim, 0, n) for p, n in zip(parts.unbind(0), data, strict=True)], cut.dim)
 
 
 def _scatter(x: Tensor, cut: Placement, size: int) -> Tensor:
-    own = torch.empty_like(_part(x, cut, size), memory_format=torch.contiguous_format)
+    own = x.new_empty(cut.local_shape(tuple(x.shape), size))
     if cut.in_place(x.shape):
         x.contiguous()
     else:
@@ -103,14 +104,25 @@ def _scatter(x: Tensor, cut: Placement, size: int) -> Tensor:
 
 
 def _part(x: Tensor, cut: Placement, size: int) -> Tensor:
-    pieces = [x.narrow(cut.dim, a, b - a) for a, b in cut.slices(size, 0)]
+    """Of the last rank, which makes a copy where there is padding."""
+    last, pieces = size - 1, []
+    for (start, stop), num_data in zip(cut.slices(size, last), cut.data_sizes(size, last), strict=True):
+        pieces += [x.narrow(cut.dim, start, num_data)] if num_data else []
+        if num_data < stop - start:
+            shape = [stop - start - num_data if d == cut.dim else n for d, n in enumerate(x.shape)]
+            pieces.append(x.narrow(cut.dim, 0, 1).expand(shape))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def _own(x: Tensor, cut: Placement, size: int) -> Tensor:
+    own = _part(x, cut, size)
+    return own.clone(memory_format=torch.contiguous_format) if cut.padding else own.contiguous()
 
 
 _STEPS: dict[str, Callable[[Tensor, Placement, int], Tensor]] = {
     "view": lambda x, cut, size: x.view_as(x),
     "sum": _sum,
-    "own": lambda x, cut, size: _part(x, cut, size).contiguous(),
+    "own": _own,
     "gather": _gather,
     "scatter": _scatter,
 }

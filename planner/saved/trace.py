@@ -292,7 +292,7 @@ def _copies(cut: Placement, part: Value, whole: Value) -> int:
     """Bytes that live at once beside the gradient of ``whole``, in the backward of products that gather it again
     (passes.ops.column_linear): what is gathered, that gradient with each rank's part behind the others', and the sum.
     Along dim 0 parts lie behind each other anyway."""
-    lies_so = cut.dim == 0 and len(cut.segments) == 1
+    lies_so = cut.dim == 0 and len(cut.segments) == 1 and not cut.padding
     return (1 if lies_so else 2) * whole.like.bytes + part.like.bytes
 
 

@@ -26,6 +26,7 @@ from planner.tables.diagnostics import diagnostic_rows, summary_row
 from planner.tables.experts import experts_rows
 from planner.tables.graph_rounding import graph_rounding_warnings
 from planner.tables.optimizer import optimizer_plan
+from planner.tables.padded_dims import padded_notes
 from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
 from planner.tables.regather import regather_notes
@@ -77,6 +78,7 @@ def tables_of(
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
             *regather_notes(decisions, shards, places),
+            *padded_notes(decisions, shards, places),
         ),
         summary=summary_row(decisions, parameters),
     )

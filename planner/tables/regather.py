@@ -39,5 +39,6 @@ def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iter
 
 
 def _bytes(decisions: Decisions, change: TypeChange) -> int:
+    """Of what all ranks hold together."""
     value = decisions.program.node(change.value).meta["val"]
-    return prod(value.shape) * value.element_size()
+    return prod(change.before.padded_shape(value.shape)) * value.element_size()

@@ -111,9 +111,10 @@ def _through(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
 
 
 def _repeated(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    pieces = x.split([segment.local(axis.size) for segment in cut.segments], cut.dim)
+    pieces = x.split([stop - start for start, stop in cut.slices(axis.size, 0)], cut.dim)
     times = [axis.size if segment.sharded else 1 for segment in cut.segments]
-    return torch.cat([piece for piece, n in zip(pieces, times, strict=True) for _ in range(n)], cut.dim)
+    whole = torch.cat([piece for piece, n in zip(pieces, times, strict=True) for _ in range(n)], cut.dim)
+    return whole.narrow(cut.dim, 0, sum(cut.sizes))
 
 
 def _own_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:

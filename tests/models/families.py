@@ -61,12 +61,17 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, signals, untrained
+    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, signals, uneven, untrained
 
     torch.manual_seed(11)
     models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS
     models |= (
-        signals.SIGNALS | held_weights.HELD_WEIGHTS | dropping.MODELS | untrained.MODELS | {"fragile": fragile.fragile}
+        signals.SIGNALS
+        | held_weights.HELD_WEIGHTS
+        | dropping.MODELS
+        | untrained.MODELS
+        | uneven.MODELS
+        | {"fragile": fragile.fragile}
     )
     entry = models[name]()
     with torch.no_grad():

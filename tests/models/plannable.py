@@ -93,6 +93,7 @@ class Entry:
     num_layers: int = 2
     inputs: tuple[str, ...] = ("input_ids", "labels")
     vocabulary: int = VOCABULARY
+    length: int = LENGTH
 
 
 def _hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
@@ -161,6 +162,7 @@ MODELS: dict[str, Entry] = {
     ),
     "loop of experts": Entry(lambda: experts.Net(experts.Layer(experts.masks)), 1, vocabulary=experts.VOCABULARY),
     "slots of experts": Entry(lambda: experts.Net(slots.Slots(slots.one_hot)), 1, vocabulary=experts.VOCABULARY),
+    "fifteen tokens": Entry(lambda: Decoder([Sizes()] * 2), length=15),
     "unused": Entry(lambda: Decoder([Sizes()] * 2, unused=True)),
 }
 
@@ -174,7 +176,7 @@ def build(name: str) -> nn.Module:
 def spec_of(name: str, **changes: Any) -> dict[str, Any]:
     """A spec of 8 sequences, 2 a microbatch (1 with dp); ``changes`` replace sections."""
     dp = changes.get("mesh", {}).get("dp", 1)
-    given = {"shape": [LENGTH], "dtype": "int64", "high": MODELS[name].vocabulary}
+    given = {"shape": [MODELS[name].length], "dtype": "int64", "high": MODELS[name].vocabulary}
     return {
         "batch": {"global": 8, "micro": 2 // dp if dp < 2 else 1},
         "inputs": dict.fromkeys(MODELS[name].inputs, given),

@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.saved.trace import trace_stage
 from tests.models import hugging_face
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, build
 from tests.tools.saved_memory import measured
 
 SEQUENCE = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
@@ -52,3 +52,11 @@ def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> N
     torch.manual_seed(0)
     entry = FAMILIES["gpt2-dropout"]()
     check(lambda: FAMILIES["gpt2-dropout"]().model, entry.batch(2, 0), layout)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_with_padding_keep_as_much_as_others(tp: int) -> None:
+    entry = build("uneven:decoder of 15")
+    made, ranks = measured(lambda: build("uneven:decoder of 15").model, entry.batch(2, 0), {"tp": tp}, **SEQUENCE)
+    trace = trace_stage(made.decisions, made.shards, 0)
+    assert [kept.total for kept in ranks] == [trace.kept_bytes] * tp
