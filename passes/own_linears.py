@@ -2,6 +2,7 @@
 
     linear(x, W), addmm(b, x, W), mm(x, W)    →   linear(x, W, b, .., weight_gradients)
     column_linears(…), gathered_linears(…)    →   the same, given the handle too
+    grouped_mm(rows, W or Wᵀ, here)           →   grouped_linear(rows, W, here, .., weight_gradients)
 
 In a region that a CUDA graph captures they add at once, since a replay cannot wait for a W; and so do those that read
 its static memory from outside, which holds another microbatch by then (planner.regions.weight_gradients).
@@ -21,17 +22,23 @@ from passes.base import LowerContext, StageGraph
 from passes.column_linear import TRANSPOSED, operands
 from passes.cut_regions import owners, region_of
 from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.grouped_linear import grouped_linear
 from passes.ops.linear import linear
+from passes.ops.meeting import ends_of, grouped_mm
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
+from planner.experts.ties import is_grouped
+from planner.graph.ops.aten import aten
 from planner.regions.weight_gradients import homes, lies_in_a_graph
 
-PRODUCTS = (linear, column_linears, gathered_linears)
+PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
 
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
     """Every product with a parameter."""
     owner, home = owners(stage, context), homes(context.regions)
+    for node in stage.graph.nodes:
+        _regroup(node)
     found = [n for n in stage.graph.nodes if n.target in PRODUCTS or _is_product(n)]
     handles: dict[bool, fx.Node] = {}
     for node in found:
@@ -42,6 +49,27 @@ def own_linears(stage: StageGraph, context: LowerContext) -> None:
             node.args = (*(operands(node) or ()), node.target in TRANSPOSED)
             node.target = linear
         node.args = (*node.args, handles[at_once])
+
+
+def _regroup(node: fx.Node) -> None:
+    """A product of experts with a stack that is a parameter, as it is or each matrix transposed, where a meeting says
+    how many rows each expert has."""
+    if node.op != "call_function" or node.kwargs or not is_grouped(node):
+        return
+    rows, stack, here = node.all_input_nodes
+    if here.target is ends_of:
+        here = here.all_input_nodes[0]
+    elif node.target is not grouped_mm:
+        return
+    transposed = _swaps_the_last(stack)
+    weight = stack.all_input_nodes[0] if transposed else stack
+    if weight.op == "get_attr":
+        node.target, node.args = grouped_linear, (rows, weight, here, transposed)
+
+
+def _swaps_the_last(node: fx.Node) -> bool:
+    """Whether a permutation of a stack transposes each of its matrices."""
+    return node.target is aten.permute.default and list(node.args[1]) in ([0, 2, 1], [0, -1, -2])  # pyright: ignore
 
 
 def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home: frozenset[str]) -> bool:

@@ -71,7 +71,7 @@ def give_back(rows: Tensor, here: Meeting) -> Tensor:
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
     """The rows of each expert of this rank times its own matrix, weights [E / ep, i, o]."""
-    if _has_kernel(rows, weights):
+    if has_kernel(rows, weights):
         return of_groups(rows, weights, here)
     return torch.cat([x @ w for x, w in zip(rows.split(here.sizes), weights, strict=True)])
 
@@ -81,7 +81,7 @@ def of_groups(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
     return F.grouped_mm(rows.contiguous(), weights, offs=ends_of(here, torch.int32))
 
 
-def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
+def has_kernel(rows: Tensor, weights: Tensor) -> bool:
     """Whether one call computes all experts: from Hopper on, in bfloat16, rows of 16 bytes or a multiple of it."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
         return False

@@ -11,7 +11,7 @@ them to autograd, as ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,6 +28,14 @@ class Place(Protocol):
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right, of the parameter's shape; it ends one contribution."""
+        ...
+
+    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+        """Add each left @ right to its part, for a parameter [parts, m, n]; it ends one contribution."""
+        ...
+
+    def add_whole(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape; it ends one contribution."""
         ...
 
     def add_rows(self, rows: Tensor) -> None:

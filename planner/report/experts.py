@@ -51,7 +51,11 @@ def _groups(mesh: Mesh) -> str:
     """The groups of the first stage, of axes that have more than one rank."""
     if not mesh.has_expert_axes:
         return "cut as all other matrices; `mesh.ep` gives them ranks of their own"
-    lines = ["sent: bytes of the rows of one microbatch that a rank sends to experts, and gets back"]
+    lines = [
+        "sent: bytes of the rows of one microbatch that a rank sends to experts, and gets back",
+        "grouped products add the gradients of their weights expert by expert to the buffer; where one call multiplies "
+        "all experts (bfloat16, from Hopper on), one call makes that gradient too, and it is added whole",
+    ]
     for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
         if mesh.size(axis) > 1:
             groups = [f"[{_shortened([str(r) for r in group])}]" for group in mesh.expert_groups(token)]

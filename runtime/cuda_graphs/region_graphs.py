@@ -24,7 +24,7 @@ from passes.ops.weight_gradients import AtOnce
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, axes_of, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Maker
-from runtime.optimizer.places import add_product, add_rows
+from runtime.optimizer.places import add_product, add_products, add_rows, add_whole
 
 
 class Region:
@@ -203,6 +203,14 @@ class _Place:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         add_product(self._parameter.main_grad, left, right, is_fresh=False)  # pyright: ignore
+        self._added.append(self._parameter)
+
+    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+        add_products(self._parameter.main_grad, lefts, rights, is_fresh=False)  # pyright: ignore
+        self._added.append(self._parameter)
+
+    def add_whole(self, gradient: Tensor) -> None:
+        add_whole(self._parameter.main_grad, gradient, is_fresh=False)  # pyright: ignore
         self._added.append(self._parameter)
 
     def add_rows(self, rows: Tensor) -> None:

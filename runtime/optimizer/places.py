@@ -8,7 +8,7 @@ A product of half precision is summed in the buffer's float32: on CUDA within th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,18 @@ class ParameterPlace:
         add_product(slot.main_grad, left, right, is_fresh=slot.take())
         self._arrived(self._parameter)
 
+    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+        """Add left [m, r] @ right [r, n] of each part to the gradient [parts, m, n]; r may be 0."""
+        slot = self._slot
+        add_products(slot.main_grad, lefts, rights, is_fresh=slot.take())
+        self._arrived(self._parameter)
+
+    def add_whole(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape."""
+        slot = self._slot
+        add_whole(slot.main_grad, gradient, is_fresh=slot.take())
+        self._arrived(self._parameter)
+
     def add_rows(self, rows: Tensor) -> None:
         """Add the sum over dim 0 of ``rows`` [r, m] to the gradient [m]."""
         slot = self._slot
@@ -52,6 +64,20 @@ def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) ->
         torch.mm(left, right, out=main)
     else:
         main.addmm_(left, right)
+
+
+def add_products(main: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *, is_fresh: bool) -> None:
+    """The same of each part of ``main`` [parts, m, n]."""
+    for part, left, right in zip(main.unbind(0), lefts, rights, strict=True):
+        add_product(part, left, right, is_fresh=is_fresh)
+
+
+def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
+    """``main`` plus a gradient of its shape; ``is_fresh``: the gradient alone."""
+    if is_fresh:
+        main.copy_(gradient)
+    else:
+        main.add_(gradient)
 
 
 def add_rows(main: Tensor, rows: Tensor, *, is_fresh: bool) -> None:
