@@ -16,12 +16,14 @@ class _Piece(nn.Module):
         return torch.tanh(x) * 2
 
 
-def keys(num_visible: int) -> tuple[int, int]:
+def keys(num_visible: int, *, virtual: bool = False) -> tuple[int, int]:
     """How many keys 8 ranks of a host have for one graph: of Inductor's cache, and of our lock beside it."""
     graph, mode = fx.symbolic_trace(_Piece()), FakeTensorMode()
     of_cache, of_lock = set(), set()
     for rank in range(8):
-        device = choose_device(None, Launched(rank, 8, rank, 8), cuda_available=True, device_count=num_visible)
+        device = choose_device(
+            None, Launched(rank, 8, 0 if virtual else rank, 8), cuda_available=True, device_count=num_visible
+        )
         with mode:
             x = torch.empty(4, device=device)
         of_cache.add(FxGraphCachePickler(graph).get_hash([x]))
@@ -36,3 +38,8 @@ def test_ranks_that_see_all_gpus_have_a_key_each_and_do_not_wait_for_each_other(
 
 def test_ranks_that_see_one_gpu_each_share_one_key():
     assert keys(num_visible=1) == (1, 1)
+
+
+def test_ranks_of_a_virtual_local_rank_share_one_key():
+    """torchrun --virtual-local-rank: LOCAL_RANK is 0 on all, and each sees its GPU as the first."""
+    assert keys(num_visible=1, virtual=True) == (1, 1)
