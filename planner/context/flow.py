@@ -2,8 +2,9 @@
 
     ids [b, t] → 1      pad, shifted, masked ids → 1      ids.view(b·t) → 0      x [b, t, f] of floats → 1
 
-What a rule cannot follow (a shift along the sequence) keeps its dims while there are as many: ids that were shifted are
-a sequence still. Positions, which no input enters, have none: they follow whoever reads them.
+Weights may enter before float work over tokens begins: frozen embeddings of ids, with trained positions added, are a
+sequence still. What a rule cannot follow (a shift along the sequence) keeps its dims while there are as many: ids that
+were shifted are a sequence still. Positions, which no input enters, have none: they follow whoever reads them.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ from __future__ import annotations
 from torch import fx
 
 from planner.context.rules import options_over_cp
-from planner.graph.ops.aten import is_random, shape_of, tensors_of
+from planner.graph.ops.aten import aten, is_pointwise, is_random, shape_of, tensors_of
 from planner.graph.program import Program
 from planner.placement.rules.base import Site
 from planner.placement.types import Placement, V
 
+LAYOUT = {aten.reshape.default, aten.permute.default, aten.expand.default}
+MOVES = LAYOUT | {aten.slice.Tensor, aten.cat.default, aten.split_with_sizes.default, aten.pad.default}
+
 
 def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
-    """Node → cuts of its sequence; for values that no parameter enters."""
+    """Node → cuts of its sequence; for values that no parameter enters but before float work begins."""
     flow: dict[fx.Node, set[Placement]] = {}
     for node in program.graph.graph.nodes:
         if node.name in program.inputs:
             flow[node] = _of_input(node)
-        elif node.op == "call_function" and not node.meta.get("grad") and not is_random(node):
+        elif node.op == "call_function" and not (node.meta.get("grad") and begins(node)) and not is_random(node):
             given = {n: flow[n] for n in node.all_input_nodes if flow.get(n)}
             if given:
                 flow[node] = _carried(node, given)
     return flow
+
+
+def begins(node: fx.Node) -> bool:
+    """Whether float work over tokens may begin at an op: one that computes more than element by element."""
+    return not is_pointwise(node.target) and node.target not in MOVES
 
 
 def _of_input(node: fx.Node) -> set[Placement]:

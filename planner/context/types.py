@@ -17,18 +17,16 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.context.flow import sequence_flow
+from planner.context.flow import LAYOUT, begins, sequence_flow
 from planner.context.refusals import no_typing, not_divisible, reads_whole
 from planner.context.rules import options_over_cp
-from planner.graph.ops.aten import aten, is_pointwise, shape_of, value_bytes
+from planner.graph.ops.aten import shape_of, value_bytes
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 
-LAYOUT = {aten.reshape.default, aten.permute.default, aten.expand.default}
-MOVES = LAYOUT | {aten.slice.Tensor, aten.cat.default, aten.split_with_sizes.default, aten.pad.default}
 SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # what tells typings apart that move the same
 
 
@@ -59,11 +57,6 @@ def decide_types(program: Program, cp: int) -> Types:
         elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types
-
-
-def begins(node: fx.Node) -> bool:
-    """Whether float work over tokens may begin at an op: one that computes more than element by element."""
-    return not is_pointwise(node.target) and node.target not in MOVES
 
 
 def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:

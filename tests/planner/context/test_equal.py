@@ -80,3 +80,26 @@ def test_a_loss_that_reads_its_sequence_is_equal(name: str, microbatches: int) -
     inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
     entry = families.Entry(sequences.reader(name), inputs, ("labels",))  # pyright: ignore[reportArgumentType]
     assert worst_of(entry, 4, microbatches=microbatches) < 1e-10
+
+
+class Frozen(nn.Module):
+    """Ids reach the first block through a frozen table, to which trained positions are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(40, 12), nn.Embedding(16, 12)
+        self.tokens.weight.requires_grad_(False)
+        self.norm, self.up, self.head = nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 40)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        x = x + torch.tanh(self.up(self.norm(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_sequence_of_frozen_embeddings_is_cut() -> None:
+    shape = ((16,), torch.int64, 40)
+    entry = families.Entry(Frozen(), {"input_ids": shape, "labels": shape}, ("labels",))
+    assert worst_of(entry, 2, 4) < 1e-10
