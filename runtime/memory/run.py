@@ -75,10 +75,11 @@ def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor
         engine.executor.around = watch.around
         engine.train_step(batches[1])
         row = decided.memory[engine.mesh.pp_rank]
-        buffers = engine.optimizer.measured_bytes()
-        rows = [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, watch.moments)]
         order = decided.schedule.actions[row.pp_rank]
-        return OfRank(rows, _by_action(rank, row, predicted_by_action(row.of_microbatch, order), watch.moments))
+        moments = watch.moments[-len(order) :]  # an audit evaluates before the step: forwards that keep nothing
+        buffers = engine.optimizer.measured_bytes()
+        rows = [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, moments)]
+        return OfRank(rows, _by_action(rank, row, predicted_by_action(row.of_microbatch, order), moments))
 
 
 def held_tensors(engine: Engine) -> list[Tensor]:
