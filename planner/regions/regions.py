@@ -206,12 +206,12 @@ def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, s
     held = program.parameters.keys() | program.buffers.keys() | program.constants.keys()
     value = partial(value_at, decisions)
     for node, wanted, reader in wanted_types(placements, stages, program, stage):
-        if node.name in held:
-            continue
         made = owner.get(node.name) if node.op != "placeholder" and runs_here(stages, node, stage) else None
         read = owner.get(reader)
         arrives = type_at(placements, stages, node, stage)
         home = homes.get((node.name, wanted)) if wanted != arrives else None
+        if node.name in held and (wanted == arrives or home is read):
+            continue  # it is handed in where it lies; of one that regions share, what a change outside makes crosses
         if made is not None and made is not read:
             leaves = wanted if home is made and wanted != arrives else arrives
             made.outputs.setdefault((node.name, leaves), value(node.name, leaves))
