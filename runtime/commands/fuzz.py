@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import show_table
+from planner.cli import CACHE, MODEL_HELP, show_table
 from planner.errors import PlanError
 
-EPILOG = "Examples: meshwright fuzz --minutes 10 · meshwright fuzz --case fuzz-17.json"
+if TYPE_CHECKING:
+    from runtime.fuzz.campaign import Campaign
+    from runtime.fuzz.case import Case
+
+EPILOG = "Examples: meshwright fuzz --minutes 10 · meshwright fuzz model.py:build spec.yaml · … --case fuzz-17.json"
 FAILED = 1
 
 
 def fuzz_command(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; without it models are drawn too.")
+    ] = None,
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC", help="With MODEL: the keys that it writes stay, others are drawn.")
+    ] = None,
     cases: Annotated[int | None, typer.Option(min=1, help="Number of cases; 20 without --minutes.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Time after which no case is begun.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case; the next case has the next seed.")] = 0,
@@ -26,24 +37,45 @@ def fuzz_command(
 ) -> None:
     """Draw models and specs at random, and compare each plan with one process: loss, gradients and three updates.
 
-    Runs on CPUs alone. A failing case is made as small as it still fails and written as a file. Exit 1 on a failure.
+    Also the plan's file, its memory, and a save that another layout goes on from. Runs on CPUs alone. A failing case is
+    made as small as it still fails and written as a file. Exit 1 on a failure.
     """
-    from runtime.fuzz.campaign import COLUMNS, Campaign
+    from runtime.fuzz.campaign import COLUMNS, Campaign, processor_seconds, told
     from runtime.fuzz.case import Case
+    from runtime.fuzz.own_model import OwnModel, need_spec
     from runtime.fuzz.prepare import prepare
 
+    _check(nproc, folder, model, case)
+    given = None if case is None else Case.load(case)
+    prepare()
+    if model is None:
+        os.environ[CACHE] = "0"  # nobody asks for a drawn model again
+    own = None if model is None else OwnModel.read(model, need_spec(spec), nproc)
+    campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True), own)
+    if given is not None:
+        _run_again(campaign, given)
+    before = processor_seconds()
+    campaign.run(20 if cases is None and minutes is None else cases, None if minutes is None else minutes * 60)
+    show_table("Cases", COLUMNS, campaign.rows())
+    for failure in campaign.failures:
+        typer.echo(told(failure))
+    num_cases = max(1, sum(campaign.counts.values()))
+    typer.echo(f"{(processor_seconds() - before) / num_cases:.1f} s of processor time a case", err=True)
+    if campaign.failures:
+        raise typer.Exit(FAILED)
+
+
+def _check(nproc: int, folder: Path, model: str | None, case: Path | None) -> None:
     if nproc < 2:
         raise PlanError("a case of one rank shares nothing out", where="--nproc", fix="give 2 or more")
     if not folder.is_dir():
         raise PlanError("there is no such directory", where="--folder", fix="make it, or name another")
-    given = None if case is None else Case.load(case)
-    prepare()
-    campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True))
-    if given is not None:
-        outcome = campaign.outcome_of(given)
-        typer.echo(f"{outcome.verdict}: {outcome.words}\n{given}" if outcome.words else f"{outcome.verdict}\n{given}")
-        raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)
-    campaign.run(20 if cases is None and minutes is None else cases, None if minutes is None else minutes * 60)
-    show_table("Cases", COLUMNS, campaign.rows())
-    if campaign.failures:
-        raise typer.Exit(FAILED)
+    if model is not None and case is not None:
+        raise PlanError("the file of a case names its model", where="--case", fix="leave MODEL and SPEC out")
+
+
+def _run_again(campaign: Campaign, given: Case) -> None:
+    outcome = campaign.outcome_of(given)
+    words = f"{outcome.verdict}: {outcome.words}" if outcome.words else str(outcome.verdict)
+    typer.echo(f"{words}\n{given}")
+    raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import resource
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import StoreHost
+from runtime.fuzz.own_model import OwnModel
+from runtime.fuzz.progress import Progress
 from runtime.fuzz.run import Outcome, Verdict, run_case
 from runtime.fuzz.shrink import shrunk
 
@@ -31,13 +33,14 @@ class Failure:
 class Campaign:
     """Owns the counts and failures so far. ``seed``: of the first case, the next has the next. ``folder``: of files.
 
-    ``say``: told of each finished case, and of each failure.
+    ``say``: told of each finished case, and of each failure. ``own``: the user's model; None: models are drawn.
     """
 
     seed: int
     most_ranks: int
     folder: Path
     say: Callable[[str], None]
+    own: OwnModel | None = None
     counts: Counter[tuple[Verdict, str]] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
@@ -46,31 +49,34 @@ class Campaign:
 
     def run(self, num_cases: int | None, seconds: float | None) -> None:
         """Until so many cases are done or so much time has passed; an interrupt keeps what was found."""
-        end = None if seconds is None else time.monotonic() + seconds
-        seed = self.seed
+        progress, done = Progress(num_cases, seconds), 0
         try:
-            while (num_cases is None or seed < self.seed + num_cases) and (end is None or time.monotonic() < end):
-                self.run_seed(seed)
-                seed += 1
+            while not progress.is_over(done):
+                seed, done = self.seed + done, done + 1
+                words = self.run_seed(seed)
+                self.say(f"seed {seed}: {words}   ({progress.told(done)})")
         except KeyboardInterrupt:
-            self.say("interrupted")
+            self.say("interrupted: what was found until now is kept")
 
-    def run_seed(self, seed: int) -> None:
-        case = Case.drawn(seed, self.most_ranks)
+    def run_seed(self, seed: int) -> str:
+        """The verdict in a word, and of a failure what is wrong, where, and the file."""
+        case = Case.drawn(seed, self.most_ranks, self.own)
         outcome = self.outcome_of(case)
         self.counts[outcome.verdict, outcome.kind] += 1
-        self.say(f"seed {seed}: {outcome.verdict}")
         if outcome.verdict.is_failure:
             self.note_failure(seed, case, outcome)
+        return outcome.verdict
 
     def note_failure(self, seed: int, case: Case, outcome: Outcome) -> None:
-        self.say(f"seed {seed}: {outcome.words}\n  {case}\n  looking for a smaller case")
-        for smaller, found in shrunk(case, outcome, self.outcome_of, self.most_ranks):
-            case, outcome = smaller, found
-        file = self.folder / f"fuzz-{seed}.json"
+        """The file is written at once, and again for each smaller case: an interrupt leaves the smallest so far."""
+        self.say(f"seed {seed} {outcome.verdict}: {outcome.words}\n  {case}\n  looking for a smaller case")
+        file, place = self.folder / f"fuzz-{seed}.json", len(self.failures)
         case.save(file)
         self.failures.append(Failure(seed, case, outcome, file))
-        self.say(f"seed {seed}, as small as it fails: {outcome.words}\n  {case}\n  run it again: --case {file}")
+        for smaller, found in shrunk(case, outcome, self.outcome_of, self.most_ranks):
+            smaller.save(file)
+            self.failures[place] = Failure(seed, smaller, found, file)
+            self.say(f"  smaller: {smaller}")
 
     def outcome_of(self, case: Case) -> Outcome:
         self._number += 1
@@ -81,3 +87,14 @@ class Campaign:
         order = (Verdict.CRASHED, Verdict.DIFFERS, Verdict.EQUAL, Verdict.REFUSED)
         found = sorted(self.counts.items(), key=lambda item: (order.index(item[0][0]), -item[1], item[0][1]))
         return [(str(count), verdict.value, reason) for (verdict, reason), count in found]
+
+
+def told(failure: Failure) -> str:
+    words = f"seed {failure.seed}, as small as it fails: {failure.outcome.words}"
+    return f"{words}\n  {failure.case}\n  run it again: meshwright fuzz --case {failure.file}"
+
+
+def processor_seconds() -> float:
+    """Of this process and of all its forks that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -1,9 +1,9 @@
-"""One drawn case: a model, a spec, and how to read it back from a file."""
+"""One case: a model, drawn or the user's own, a drawn spec, and how to read them back from a file."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,86 +14,121 @@ from planner.errors import PlanError
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import shorten
-from runtime.fuzz import models, specs
-from runtime.fuzz.fields import Choices, draw, simpler, told
+from runtime.fuzz import fitting, specs
+from runtime.fuzz.drawn import models
+from runtime.fuzz.fields import Choices, Options, draw, simpler, told
+from runtime.fuzz.fitting import Facts
+from runtime.fuzz.own_model import OwnModel
+from runtime.fuzz.spec_text import CONTINUED, continued_on, spec_of
 
-VERSION = 1
-_OPTIONS = {
-    **{f"model.{name}": v for name, v in models.FIELDS.items()},
-    **{f"spec.{n}": v for n, v in specs.FIELDS.items()},
-}
+VERSION = 2
+_FIX = "give a file that `meshwright fuzz` wrote"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``model`` and ``spec``: an option for each field of ``models.FIELDS`` and ``specs.FIELDS``."""
+    """``model`` and ``spec``: an option for each field of ``models.FIELDS`` and ``specs.FIELDS``.
+
+    ``own``: the user's model, in place of a drawn one; ``model`` is empty then.
+    """
 
     model: Choices
     spec: Choices
+    own: OwnModel | None = None
 
     @classmethod
-    def drawn(cls, seed: int, most_ranks: int) -> Case:
-        """Equal for equal seeds."""
+    def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
+        """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
         random = Random(seed)
-        model = draw(models.FIELDS, random, simplest=random.random())
-        spec = draw(specs.FIELDS, random, simplest=random.random())
-        if random.random() < 0.97:
-            spec["compile"] = False  # takes minutes
-        return cls(model, spec).sensible(most_ranks)
+        model = {} if own is not None else draw(models.FIELDS, random, simplest=random.random())
+        case = cls(model, {}, own)
+        options = case.spec_options
+        spec = draw(options, random, simplest=random.random())
+        for name, chance in specs.RARE.items():
+            if random.random() < chance:
+                spec[name] = options[name][0]
+        axis = random.choice(("tp", "pp", "dp", "cp"))
+        found = replace(case, spec=spec).sensible(most_ranks)
+        if found.world_size > 1 or f"mesh.{axis}" in case.pinned:
+            return found
+        return replace(case, spec=spec | {f"mesh.{axis}": 2}).sensible(most_ranks)
+
+    @property
+    def spec_options(self) -> Options:
+        return specs.FIELDS if self.own is None else self.own.options
+
+    @property
+    def pinned(self) -> Choices:
+        return {} if self.own is None else self.own.pinned
+
+    @property
+    def facts(self) -> Facts:
+        if self.own is not None:
+            return self.own.facts
+        blocks = self.model["layers"]
+        return Facts(blocks * 2 if self.model["kind"] == "encoder_decoder" else blocks, self.model["experts"] != "none")
 
     def sensible(self, most_ranks: int) -> Case:
-        has_experts, blocks = self.model["experts"] != "none", self.model["layers"]
-        num_blocks = blocks * 2 if self.model["kind"] == "encoder_decoder" else blocks
-        spec = specs.sensible(self.spec, most_ranks, has_experts=has_experts, num_blocks=num_blocks)
-        return replace(self, spec=spec)
+        return replace(self, spec=fitting.sensible(self.spec, most_ranks, self.facts, self.pinned))
 
     @property
     def world_size(self) -> int:
-        return specs.world_size(self.spec)
+        return fitting.world_size(self.spec)
 
     def build(self) -> nn.Module:
-        return models.build(self.model)
+        return models.build(self.model) if self.own is None else self.own.build(self.spec["seed"])
 
     def to_spec(self) -> dict[str, Any]:
-        return specs.spec_of(self.spec, models.inputs_of(self.model))
+        base = models.spec_part(self.model) if self.own is None else self.own.base
+        return spec_of(self.spec, self.facts, base)
+
+    def continued(self) -> dict[str, Any] | None:
+        """The spec of the layout that goes on from a save of this one."""
+        axis = self.spec[CONTINUED]
+        return None if axis == "nothing" else continued_on(self.to_spec(), axis)
 
     def simpler(self, most_ranks: int) -> list[Case]:
-        """Every case that differs from this one by one simpler option."""
-        flat = {**{f"model.{n}": v for n, v in self.model.items()}, **{f"spec.{n}": v for n, v in self.spec.items()}}
-        found = [_of_flat(one) for one in simpler(flat, _OPTIONS)]
+        """The model or the spec as simple as can be, then every case that differs by one simpler option."""
+        found = [replace(self, model={name: models.FIELDS[name][0] for name in self.model})]
+        found += [
+            replace(self, spec=self.spec | {n: self.spec_options[n][0] for n in names}) for names in self._groups()
+        ]
+        found += [replace(self, model=model) for model in simpler(self.model, models.FIELDS)]
+        found += [replace(self, spec=spec) for spec in simpler(self.spec, self.spec_options)]
         legal = [one.sensible(most_ranks) for one in found]
         return [one for one in legal if one != self]
 
+    def _groups(self) -> list[list[str]]:
+        """The fields of a spec but for the mesh, section by section and together."""
+        rest = [name for name in self.spec_options if not name.startswith("mesh.")]
+        sections = dict.fromkeys(name.partition(".")[0] for name in rest if "." in name)
+        return [rest, *([name for name in rest if name.startswith(f"{section}.")] for section in sections)]
+
     def __str__(self) -> str:
-        return f"model: {told(self.model, models.FIELDS)}; spec: {told(self.spec, specs.FIELDS)}"
+        model = told(self.model, models.FIELDS) if self.own is None else self.own.reference
+        return f"model: {model}; spec: {told(self.spec, self.spec_options)}"
 
     def save(self, path: Path) -> None:
         """Raises OSError."""
-        write_for_user(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
+        own = None if self.own is None else self.own.to_dict()
+        values = {"version": VERSION, "model": self.model, "spec": self.spec, "own": own}
+        write_for_user(path, json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Case:
         """Raises PlanError for a file that ``save`` did not write."""
-        fix = "give a file that `meshwright fuzz` wrote"
-        values = read_json(path, "case", fix=fix)
-        parts = [values.get(part) if isinstance(values, dict) else None for part in ("model", "spec")]
-        model, spec = (_listed(part, o) for part, o in zip(parts, (models.FIELDS, specs.FIELDS), strict=True))
-        if model is None or spec is None:
-            raise PlanError("this is no case of this version", where=shorten(path), fix=fix)
-        return cls(model, spec)
+        values = read_json(path, "case", fix=_FIX)
+        try:
+            own = None if values["own"] is None else OwnModel(**values["own"])
+            case = cls({} if own is not None else _listed(values["model"], models.FIELDS), {}, own)
+            return replace(case, spec=_listed(values["spec"], case.spec_options))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise PlanError("this is no case of this version", where=shorten(path), fix=_FIX) from None
 
 
-def _listed(values: Any, options: dict[str, tuple[Any, ...]]) -> Choices | None:
-    """The options that were written; None where any is missing or unknown."""
-    if not isinstance(values, dict) or values.keys() != options.keys():
-        return None
+def _listed(values: dict[str, Any], options: Options) -> Choices:
+    """The options that were written. Raises ValueError where any is missing or unknown."""
     found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
-    return found if all(found[name] in options[name] for name in options) else None
-
-
-def _of_flat(flat: Choices) -> Case:
-    parts: dict[str, Choices] = {"model": {}, "spec": {}}
-    for name, value in flat.items():
-        part, _, field = name.partition(".")
-        parts[part][field] = value
-    return Case(parts["model"], parts["spec"])
+    if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
+        raise ValueError
+    return found

@@ -6,6 +6,7 @@ process group and has none of autograd's threads (they do not survive a fork); r
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 120.0
-GRACE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ForkError(RuntimeError):
@@ -44,6 +45,15 @@ class Child:
             os.close(write)
             self._content = bytearray()  # bytes would be copied whole at each piece that comes
             return
+        try:
+            self._serve(write, function, args)
+        finally:
+            os._exit(0)  # whatever came, an interrupt too: the parent's own work is not the child's
+
+    def _serve(self, write: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """In the child. An interrupt of a terminal comes to all processes: the parent alone answers it."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _end_with_parent()
         os.close(self._read)
         gc.freeze()  # a collection would touch, and so copy, every page that parent and child share
         # torch replaces a forked copy of its thread pool at the first use, which two threads must not make at once. A
@@ -51,7 +61,6 @@ class Child:
         torch.set_num_threads(torch.get_num_threads())
         with os.fdopen(write, "wb") as pipe:
             pipe.write(_run(function, args))
-        os._exit(0)
 
     def read_until(self, deadline: float) -> bool:
         """Read what is there; True once the child has sent all. Raises TimeoutError."""
@@ -85,20 +94,29 @@ def in_forks(
 ) -> list[Any]:
     """All calls at once, each in a fork of its own; raises the first error, and ends all children in any case."""
     deadline = time.monotonic() + timeout_seconds
-    children = [Child(function, *args) for function, args in calls]
+    children: list[Child] = []
     late = None
     try:
+        for function, args in calls:
+            children.append(Child(function, *args))
         for child in children:
             child.read_until(deadline)
     except TimeoutError:
         late = ForkError(f"not finished in {timeout_seconds:g} s")
-    ended = [child.end() for child in children]
+    finally:
+        ended = [child.end() for child in children]
     errors = [error for _, error in ended if error is not None]
     # A rank that fails for a reason of its own counts before those that lose their peer by it.
     errors.sort(key=lambda error: "Connection closed by peer" in str(error) or "ended without" in str(error))
     if errors or late:
         raise errors[0] if errors else late  # pyright: ignore[reportGeneralTypeIssues]
     return [result for result, _ in ended]
+
+
+def _end_with_parent() -> None:
+    """Where the system can (Linux): a child of a process that was killed would compute on for nobody."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -1,26 +1,37 @@
-"""Run one case: plan it, run its ranks as forks, and compare them with the model itself in one process."""
+"""Run one case: plan it, run its ranks as forks, and compare them with the model itself in one process.
+
+plan file       the plan, saved and loaded, is the plan
+values          loss, norm, gradients and parameters of three updates, and the mean of the weights (fuzz.rank)
+memory          within the bounds of fuzz.memory
+continued       another layout goes on from a save and makes the third update again
+"""
 
 from __future__ import annotations
 
 import re
+import tempfile
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from passes.lower import check_stages
 from planner import plan
-from planner.errors import PlanError
+from planner.errors import PlanError, Where
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.fuzz import memory
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import ForkError, StoreHost, in_fork
-from runtime.verify.beside import Beside
+from runtime.fuzz.rank import OfRank, go_on, on_rank
 from runtime.verify.comparison import Row
-from runtime.verify.run import in_mode, one_process, random_batch, run_beside
+from runtime.verify.run import in_mode
 
-NUM_STEPS = 3
 CASE_SECONDS = 240.0
 
 
@@ -37,16 +48,25 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``words``: the reason of a refusal, the first wrong tensor, or the error."""
+    """``words``: the reason of a refusal, the first wrong tensor, or the error. ``check``: which one differs."""
 
     verdict: Verdict
     words: str = ""
+    check: str = ""
 
     @property
     def kind(self) -> str:
-        """Equal for outcomes of one cause, as far as words say: numbers and names are left out."""
+        """Equal for outcomes of one cause: the check that differs, else words without their numbers and names."""
         first = self.words.strip().splitlines()[0] if self.words.strip() else ""
+        if self.verdict is Verdict.DIFFERS:
+            return self.check
         return re.sub(r"[\d.,]+(e[+-]?\d+)?|'[^']*'|`[^`]*`", "…", first)
+
+    def is_like(self, other: Outcome) -> bool:
+        """Fails in the same way; of crashes also for the same reason."""
+        is_crash = self.verdict is Verdict.CRASHED
+        alike = (self.verdict, self.check) == (other.verdict, other.check)
+        return alike and (not is_crash or self.kind == other.kind)
 
 
 def run_case(case: Case, host: StoreHost, number: int) -> Outcome:
@@ -64,30 +84,74 @@ def _last_line(error: BaseException) -> str:
 
 def _in_fork(case: Case, host: StoreHost, number: int) -> Outcome:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of plans: what is warned of is compared too
+    host.begin(f"{number:x}")
     try:
         spec = Spec.load(case.to_spec())
         model = in_mode(case.build(), spec)
-        decided = plan(model, spec)
-        check_stages(decided)
+        decided = _planned(model, spec)
+        with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
+            return _compared(case, decided, model, spec, Path(folder), host)
     except PlanError as error:
-        return _refused(error)
-    host.begin(f"{number:x}")
+        return refused(error)
+
+
+def _planned(model: nn.Module, spec: Spec) -> Plan:
+    decided = plan(model, spec)
+    check_stages(decided)
+    return decided
+
+
+def _compared(case: Case, decided: Plan, model: nn.Module, spec: Spec, folder: Path, host: StoreHost) -> Outcome:
+    decided.save(folder / "plan.json")
+    loaded = Plan.load(folder / "plan.json")
+    if loaded != decided or loaded.hash() != decided.hash():
+        return Outcome(Verdict.DIFFERS, "the plan that was saved and loaded is another one", "plan file")
+    other, saves = _other_layout(case, model), folder / "saves"
+    found: list[OfRank] = host.run_ranks(
+        case.world_size, on_rank, decided, model, spec, None if other is None else saves
+    )
+    outcome = _judged(found[0].rows, "values", "")
+    exceeding = [row for rank in found for row in rank.memory if memory.exceeds(row)]
+    if not outcome.verdict.is_failure and exceeding:
+        outcome = Outcome(Verdict.DIFFERS, memory.told(exceeding[0]), "memory")
+    if outcome.verdict.is_failure or other is None:
+        return outcome
+    rows = host.run_ranks(other[0].mesh.world_size, go_on, *other, saves, found[0].made)[0]
+    return _judged(rows, "continued", "continued on another layout: ")
+
+
+def _other_layout(case: Case, model: nn.Module) -> tuple[Plan, Spec] | None:
+    """The layout that goes on from a save; None where the case asks for none, or that one is refused."""
+    values: Any = case.continued()
+    if values is None:
+        return None
+    spec = Spec.load(values)
     try:
-        rows = host.run_ranks(case.world_size, _on_rank, decided, model, spec)[0]
+        return _planned(model, spec), spec
     except PlanError as error:
-        return _refused(error)
+        if refused(error).verdict.is_failure:
+            raise
+        return None
+
+
+def _judged(rows: Sequence[Row], check: str, before: str) -> Outcome:
     wrong = [row for row in rows if not row.passed]
-    return Outcome(Verdict.DIFFERS, f"{len(wrong)} of {len(rows)}: {wrong[0]}") if wrong else Outcome(Verdict.EQUAL)
+    if not wrong:
+        return Outcome(Verdict.EQUAL)
+    named = next((row for row in wrong if row.name), wrong[0])
+    first = f"first: {named}" if named is wrong[0] else f"first: {wrong[0]}; first tensor: {named}"
+    return Outcome(Verdict.DIFFERS, f"{before}{len(wrong)} of {len(rows)} differ; {first}", check)
 
 
-def _refused(error: PlanError) -> Outcome:
-    """A refusal must name a source line or a key of the spec."""
-    if error.where and str(error.where) and error.fix:
+def refused(error: PlanError) -> Outcome:
+    """A refusal must name a source line or a key of the spec, and a fix."""
+    where: Any = error.where
+    is_line = isinstance(where, Where) and bool(where.line or _is_key(where.module))
+    if error.fix and (is_line or _is_key(str(where or ""))):
         return Outcome(Verdict.REFUSED, str(error))
-    return Outcome(Verdict.CRASHED, f"refused without a place: {error}")
+    return Outcome(Verdict.CRASHED, f"refused without a source line or a key of the spec: {error}")
 
 
-def _on_rank(decided: Plan, model: nn.Module, spec: Spec) -> list[Row]:
-    batches = [random_batch(spec, decided, seed) for seed in range(NUM_STEPS)]
-    beside = run_beside(decided, batches, lambda: Beside(one_process(model, spec)))
-    return [] if beside is None else beside.rows
+def _is_key(where: str) -> bool:
+    return where.partition(".")[0].partition(" ")[0] in Spec.model_fields

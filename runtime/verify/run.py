@@ -221,24 +221,30 @@ def run_beside(
     *,
     program: RankProgram | None = None,
     weights: Path | None = None,
+    look: Callable[[Engine], object] | None = None,
 ) -> Beside | None:
     """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update.
 
     ``program``: of this rank in place of the plan's. ``weights``: a directory that the engine reads first.
+    ``look``: called before each step and after the last; graphs are captured when the spec says, not at once.
     """
     rank, beside = int(os.environ.get("RANK", "0")), None
     with Engine(decided, program=program) as engine:
         if weights is not None:
             engine.load_pretrained(weights)
-        if engine.graphs is not None:
+        if engine.graphs is not None and look is None:
             engine.capture_graphs()
         for batch in batches:
+            if look is not None:
+                look(engine)
             made = _step(engine, batch)
             with agreed(engine.groups, rank_0_is_long=True):
                 if rank == 0:
                     beside = beside or make()
                     beside.step(batch, made)
             del made  # before the next is gathered
+        if look is not None:
+            look(engine)
         parameters = engine.gather_parameters()
     if beside is not None:
         beside.compare_parameters(parameters)

@@ -12,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import runtime.fuzz.run
+import runtime.engine
+import runtime.memory.run
+import runtime.optimizer.average
+import runtime.verify.run
+from planner.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.cli import app
-from runtime.fuzz import models, specs
+from runtime.fuzz import specs
 from runtime.fuzz.campaign import Campaign
 from runtime.fuzz.case import Case
+from runtime.fuzz.drawn import models
 from runtime.fuzz.prepare import prepare
-from runtime.fuzz.run import Outcome, Verdict
+from runtime.fuzz.progress import Progress
+from runtime.fuzz.run import Outcome, Verdict, refused
 from runtime.fuzz.shrink import shrunk
 from runtime.verify.mutants import num_collectives, without_collective
 
@@ -64,23 +70,96 @@ def test_drawn_cases_are_equal_or_refused_with_a_place(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = runtime.fuzz.run.run_beside
+    whole = runtime.verify.run.run_beside
 
-    def mutated(decided: Any, batches: Any, make: Any) -> Any:
+    def mutated(decided: Any, *args: Any, **options: Any) -> Any:
         program = without_collective(decided, int(os.environ["RANK"]), 0) if num_collectives(decided) else None
-        return whole(decided, batches, make, program=program)
+        return whole(decided, *args, program=program, **options)
 
     prepare()
-    monkeypatch.setattr(runtime.fuzz.run, "run_beside", mutated)
+    monkeypatch.setattr(runtime.verify.run, "run_beside", mutated)
     campaign = Campaign(0, 2, tmp_path, print)
     case = Case(SIMPLEST.model | {"layers": 1}, SIMPLEST.spec | {"mesh.tp": 2})
     outcome = campaign.outcome_of(case)
     assert outcome.verdict is Verdict.DIFFERS
     assert "step 1" in outcome.words
+    assert "gradient tokens.weight" in outcome.words
     monkeypatch.undo()
     case.save(tmp_path / "case.json")
     again = CliRunner().invoke(app, ["fuzz", "--case", str(tmp_path / "case.json")])
     assert (again.exit_code, again.stdout.splitlines()[0]) == (0, "equal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
+def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2, "continued on": axis})
+    prepare()
+    campaign = Campaign(0, 2, tmp_path, print)
+    assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
+    whole = runtime.engine.Engine.load
+
+    def with_the_next_rate(engine: Any, directory: Any) -> Any:
+        found = whole(engine, directory)
+        engine.step_index = 0
+        return found
+
+    monkeypatch.setattr(runtime.engine.Engine, "load", with_the_next_rate)
+    decayed = Case(case.model, case.spec | {"optimizer.schedule.kind": "linear"})
+    outcome = campaign.outcome_of(decayed)
+    assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "continued")
+
+
+@pytest.mark.slow
+def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.pp": 2})
+    prepare()
+    campaign = Campaign(0, 2, tmp_path, print)
+    assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
+    monkeypatch.setattr(runtime.memory.run, "registered_bytes", lambda engine: 100_000)
+    outcome = campaign.outcome_of(case)
+    assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "memory")
+
+
+@pytest.mark.slow
+def test_a_running_mean_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2, "optimizer.ema": 0.9})
+    prepare()
+    campaign = Campaign(0, 2, tmp_path, print)
+    assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
+    monkeypatch.setattr(runtime.optimizer.average.WeightAverage, "update", lambda self, found_inf: None)
+    assert "mean" in campaign.outcome_of(case).words
+
+
+def test_a_refusal_names_a_line_or_a_key():
+    assert refused(PlanError("x", where=Where("blocks.0", "model.py", 3), fix="y")).verdict is Verdict.REFUSED
+    assert refused(PlanError("x", where="mesh.tp", fix="y")).verdict is Verdict.REFUSED
+    for where in (None, "", Where("blocks.0"), "somewhere"):
+        assert refused(PlanError("x", where=where, fix="y")).verdict is Verdict.CRASHED
+    assert refused(PlanError("x", where="mesh.tp", fix="")).verdict is Verdict.CRASHED
+
+
+def test_an_interrupt_keeps_the_smallest_case_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    campaign, runs = Campaign(0, 4, tmp_path, print), iter(range(100))
+
+    def outcome_of(case: Case) -> Outcome:
+        if next(runs) == 3:
+            raise KeyboardInterrupt
+        return Outcome(Verdict.DIFFERS, "all of it", "values")
+
+    monkeypatch.setattr(campaign, "outcome_of", outcome_of)
+    campaign.run(5, None)
+    assert campaign.rows() == [("1", "differs", "values")]
+    assert Case.load(tmp_path / "fuzz-0.json") == campaign.failures[0].case
+
+
+def test_progress_tells_what_is_left():
+    progress = Progress(4, None)
+    assert [progress.is_over(done) for done in (3, 4)] == [False, True]
+    assert progress.told(2).startswith("2 of 4 done, about ")
+    timed = Progress(None, 100.0)
+    assert not timed.is_over(1000)
+    assert 90 < timed.seconds_left(1) <= 100
 
 
 @pytest.mark.parametrize(
@@ -90,6 +169,8 @@ def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, m
         (["--folder", "/none/such"], "no such directory"),
         (["--case", "/none/such"], "/none/such"),
         (["--case", "{damaged}"], "no case of this version"),
+        (["m.py:build"], "MODEL needs inputs and a batch"),
+        (["m.py:build", "--case", "x.json"], "names its model"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path: Path, options: list[str], words: str):

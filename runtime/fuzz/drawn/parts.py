@@ -56,7 +56,8 @@ class Attention(nn.Module):
         if given["positions"] == "relative":
             self.table = nn.Embedding(2 * given["length"] + 1, self.n)
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor, padded: Tensor | None = None) -> Tensor:
+        """``padded`` [b, s]: keys that no other position looks at."""
         if self.given["qkv"] == "fused" and memory is x:
             q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         elif self.given["qkv"] == "fused":
@@ -68,17 +69,21 @@ class Attention(nn.Module):
             q, k = rotated(q), rotated(k)
         if self.k != self.n:
             k, v = (y.repeat_interleave(self.n // self.k, dim=1) for y in (k, v))
-        made = self._spelled(q, k, v) if self._is_spelled() else self._sdpa(q, k, v)
+        seen = None if padded is None else ~padded[:, None, None] | torch.eye(q.shape[2], dtype=torch.bool)
+        made = self._spelled(q, k, v, seen) if self._is_spelled() else self._sdpa(q, k, v, seen)
         return self.out(made.transpose(1, 2).flatten(2))
 
     def _is_spelled(self) -> bool:
         return self.given["attention"] == "spelled" or self.given["positions"] in ("relative", "alibi")
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         p = self.given["dropout"] if self.training else 0.0
+        if seen is not None:
+            seen = seen & torch.ones_like(seen[0, 0]).tril() if self.causal else seen
+            return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p)
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
 
-    def _spelled(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _spelled(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.d)
         far = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
         if self.given["positions"] == "relative":
@@ -90,6 +95,8 @@ class Attention(nn.Module):
             scores = scores - slopes[:, None, None] * far.abs()
         if self.causal:
             scores = scores.masked_fill(far > 0, float("-inf"))
+        if seen is not None:
+            scores = scores.masked_fill(~seen, float("-inf"))
         return F.dropout(scores.softmax(-1), self.given["dropout"], self.training) @ v
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.fuzz.drawn.parts import MLP, Attention, Experts, norm
 from runtime.fuzz.fields import Choices
-from runtime.fuzz.parts import MLP, Attention, Experts, norm
 
 FIELDS: dict[str, tuple[Any, ...]] = {
     "kind": ("decoder", "encoder", "encoder_decoder", "vision"),
@@ -36,12 +36,14 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "unused": (False, True),
     "convolution": (False, True),
     "dropout": (0.0, 0.1),
-    "loss": ("mean", "ignored", "weighted", "smoothed", "counted", "auxiliary", "squares"),
+    "padding": (False, True),
+    "loss": ("mean", "ignored", "weighted", "masked", "smoothed", "counted", "auxiliary", "squares"),
+    "returns": ("loss", "named"),
 }
 
 
 class Block(nn.Module):
-    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it."""
+    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it. ``padded`` [b, s]: keys that nobody looks at."""
 
     def __init__(self, given: dict[str, Any], *, causal: bool, crosses: bool = False) -> None:
         super().__init__()
@@ -54,13 +56,13 @@ class Block(nn.Module):
         self.convolution = nn.Conv1d(width, width, 3, padding=2, groups=width) if given["convolution"] else None
         self.dropout = nn.Dropout(given["dropout"])
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, padded: Tensor | None = None) -> Tensor:
         if self.convolution is not None:
             x = x + self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         if self.place == "parallel":
             y = self.first(x)
-            return x + self.attention(y, y) + self.dropout(self.mlp(y))
-        x = self._added(x, self.first, lambda y: self.attention(y, y))
+            return x + self.attention(y, y, padded) + self.dropout(self.mlp(y))
+        x = self._added(x, self.first, lambda y: self.attention(y, y, padded))
         if self.cross is not None and self.third is not None and memory is not None:
             cross = self.cross
             x = self._added(x, self.third, lambda y: cross(y, memory))
@@ -105,17 +107,20 @@ class Drawn(nn.Module):
 
     def forward(
         self, labels: Tensor, ids: Tensor | None = None, pixels: Tensor | None = None, weights: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         x = self._embedded(ids) if pixels is None else self._patches(pixels)
-        memory = None
+        memory, padded = None, ids == 0 if ids is not None and self.given["padding"] else None
         if self.given["kind"] == "encoder_decoder":
             memory, x = x, self._embedded(labels.clamp(min=0))
             for block in self.encoder:
-                memory = block(memory)
+                memory = block(memory, None, padded)
+            padded = None
         for block in self.blocks:
             for _ in range(2 if self.given["shared_layer"] else 1):
-                x = block(x, memory)
-        return loss_of(self.given, self.head(self.norm(x)), labels, weights)
+                x = block(x, memory, padded)
+        logits = self.head(self.norm(x))
+        loss = loss_of(self.given, logits, labels, weights)
+        return {"logits": logits, "objective": loss} if self.given["returns"] == "named" else loss
 
     def _patches(self, pixels: Tensor) -> Tensor:
         return self.stem(pixels.to(self.stem.weight.dtype)).flatten(2).transpose(1, 2)
@@ -138,6 +143,9 @@ def loss_of(given: dict[str, Any], logits: Tensor, labels: Tensor, weights: Tens
             each = F.cross_entropy(rows, flat, reduction="none")
             squares = weights.flatten().to(each.dtype).pow(2)  # above zero
             return (each * squares).sum() / squares.sum()
+        case "masked" if weights is not None:
+            kept = (weights.flatten() > 0).to(rows.dtype)
+            return (F.cross_entropy(rows, flat, reduction="none") * kept).sum() / kept.sum().clamp(min=1.0)
         case "counted":
             kept = flat != -100
             return F.cross_entropy(rows, flat, reduction="sum", ignore_index=-100) / kept.sum()
@@ -168,6 +176,12 @@ def inputs_of(given: Choices) -> dict[str, dict[str, Any]]:
         found["pixels"] = {"shape": [3, 2, 2 * length], "dtype": "float32"}
     else:
         found["ids"] = ids
-    if given["loss"] == "weighted":
+    if given["loss"] in ("weighted", "masked"):
         found["weights"] = {"shape": [length], "dtype": "float32"}
     return found
+
+
+def spec_part(given: Choices) -> dict[str, Any]:
+    """What a spec says of the model."""
+    named = {"loss": {"output": "objective"}} if given["returns"] == "named" else {}
+    return {"inputs": inputs_of(given), **named}

@@ -1,0 +1,1 @@
+"""Models that are drawn: plain PyTorch, as a user would write it."""

@@ -1,0 +1,43 @@
+"""The memory that the plan forecasts beside what ranks hold, with the bound of a case.
+
+parameters, gradients, optimizer    1 % or 64 bytes
+activations, logits among them      3 % or 1 KiB: what a single number or a row of statistics takes
+
+Not compared where the plan does not say what is held to the byte: rows of experts follow the routing, graphs keep
+static memory, and compiled pieces keep what the compiler chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.memory.run import measured
+from runtime.report.memory_rows import Compared
+
+SLACK_BYTES = {"activations": 1024}
+SMALLEST_SLACK = 64
+
+
+def held(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]], spec: Spec) -> list[Compared]:
+    """What this rank holds in a step beside its row of the plan."""
+    if not is_forecast(decided, spec):
+        return []
+    return measured(decided, model, batches[:2]).rows
+
+
+def is_forecast(decided: Plan, spec: Spec) -> bool:
+    return spec.cuda_graphs.impl == "none" and not spec.compile and not decided.experts
+
+
+def exceeds(row: Compared) -> bool:
+    """Beyond the share that is allowed, and by more bytes than a small model's odds and ends."""
+    slack = SLACK_BYTES.get(row.category, SMALLEST_SLACK)
+    return not row.passed and abs(row.predicted - row.measured) > slack
+
+
+def told(row: Compared) -> str:
+    return f"rank {row.rank} holds {row.measured} bytes of {row.category}, the plan says {row.predicted}"

@@ -1,0 +1,140 @@
+"""What one rank of a case does: three steps beside one process, with a save and the running mean looked at, and memory.
+
+step 1, 2   compared with one process: loss, norm, every gradient, every parameter after the update
+save        of the whole training state, where another layout goes on from it
+step 3      compared likewise; kept, since that other layout makes it again
+mean        of the weights after each update, against a mean of the parameters that were compared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.audit.tolerance import Tolerance
+from runtime.engine import Engine
+from runtime.fuzz.memory import held
+from runtime.report.memory_rows import Compared
+from runtime.verify import run as verify
+from runtime.verify.beside import Beside, EngineStep
+from runtime.verify.comparison import Row, compare_gradients, compare_parameters, compare_value, noise_of_updates
+
+NUM_STEPS = 3
+HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: among many, some round worse
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The last step of the engine, whole, and what it left. ``precision``: the lowest that the model computes in."""
+
+    step: EngineStep
+    parameters: Mapping[str, Tensor]
+    precision: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """``rows`` and ``made``: of rank 0 alone."""
+
+    rows: list[Row]
+    memory: list[Compared]
+    made: Made | None
+
+
+class Kept(Beside):
+    """Also keeps the engine's last step and its parameters after it."""
+
+    last: EngineStep
+    parameters: Mapping[str, Tensor]
+
+    def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
+        super().step(batch, made)
+        self.last = replace(made, gradients={name: value.clone() for name, value in made.gradients.items()})
+
+    def compare_parameters(self, found: Mapping[str, Tensor]) -> None:
+        super().compare_parameters(found)
+        self.parameters = found
+
+    def _allowed(self, num_updates: int) -> Tolerance:
+        return _loosened(super()._allowed(num_updates))
+
+
+class Look:
+    """Owns the mean of the weights as it should be. ``directory``: where the state is saved before the last step."""
+
+    def __init__(self, spec: Spec, directory: Path | None) -> None:
+        self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0
+        self._mean: dict[str, Tensor] = {}
+        self.rows: list[Row] = []
+
+    def __call__(self, engine: Engine) -> None:
+        if self._directory is not None and engine.step_index == NUM_STEPS - 1:
+            engine.save(self._directory)
+        if self._decay is None:
+            return
+        self._follow(engine.gather_parameters())
+        if engine.step_index == NUM_STEPS:
+            with engine.averaged_weights():
+                self.rows = [_row_of_mean(name, found, self._mean[name]) for name, found in _floats(engine)]
+
+    def _follow(self, parameters: Mapping[str, Tensor]) -> None:
+        share = 1.0 - (self._decay or 0.0)
+        for name, value in parameters.items():
+            now, mean = value.double(), self._mean.get(name)
+            self._mean[name] = now if mean is None else mean + share * (now - mean)
+
+
+def _floats(engine: Engine) -> list[tuple[str, Tensor]]:
+    return [(n, t) for n, t in engine.gather_parameters().items() if t.dtype in (torch.float32, torch.float64)]
+
+
+def _row_of_mean(name: str, found: Tensor, mean: Tensor) -> Row:
+    allowed = 8 * torch.finfo(found.dtype).eps * (1.0 + mean.abs().max().item())
+    return Row("mean", name, (found.double() - mean).abs().max().item(), allowed, NUM_STEPS)
+
+
+def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None) -> OfRank:
+    """Raises PlanError where a rank refuses."""
+    batches = _batches(spec, decided)
+    memory = held(decided, model, batches, spec)
+    look = Look(spec, directory)
+    beside = verify.run_beside(decided, batches, lambda: Kept(verify.one_process(model, spec)), look=look)
+    if not isinstance(beside, Kept):
+        return OfRank([], memory, None)
+    return OfRank([*beside.rows, *look.rows], memory, Made(beside.last, beside.parameters, beside.precision))
+
+
+def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
+    """The last step again, by this rank of another layout, which begins with the save; rank 0 compares."""
+    batch = _batches(spec, decided)[-1]
+    with Engine(decided) as engine:
+        engine.load(directory)
+        loss = engine.forward_backward(batch)
+        gradients = engine.gather_gradients()
+        norm = engine.optimizer_step().grad_norm
+        parameters = engine.gather_parameters()
+        if engine.groups.rank:
+            return []
+    allowed = _loosened(Tolerance.of(made.precision, spec.optimizer.lr, num_updates=NUM_STEPS))
+    rows = [compare_value("loss", loss, made.step.loss, allowed.loss, NUM_STEPS)]
+    rows += compare_gradients(gradients, made.step.gradients, allowed, NUM_STEPS)
+    rows += [compare_value("norm", norm, made.step.norm, allowed.gradient, NUM_STEPS)]
+    o = spec.optimizer
+    scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
+    noise = noise_of_updates(gradients, made.step.gradients, lr=o.lr, eps=o.eps, scale=scale)
+    return rows + compare_parameters(parameters, made.parameters, allowed, (), noise, step=NUM_STEPS)
+
+
+def _batches(spec: Spec, decided: Plan) -> list[dict[str, Tensor]]:
+    return [verify.random_batch(spec, decided, seed) for seed in range(NUM_STEPS)]
+
+
+def _loosened(allowed: Tolerance) -> Tolerance:
+    is_half = torch.finfo(allowed.dtype).bits < 32
+    return replace(allowed, gradient=allowed.gradient * HALF_PRECISION) if is_half else allowed

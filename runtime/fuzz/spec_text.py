@@ -1,0 +1,79 @@
+"""Drawn choices become the values of a spec, and those of the layout that goes on from its save."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from runtime.fuzz.fields import Choices
+from runtime.fuzz.fitting import Facts
+
+CONTINUED = "continued on"
+_NOT_KEYS = ("microbatches", CONTINUED)
+_OVERRIDES = {
+    "none": {},
+    "mlp": {"*.mlp.*": "replicate"},
+    "attention": {"*.attention.*": "replicate"},
+    "head": {"head": "replicate"},
+}
+_RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective", "*.0": "none"}}
+
+
+def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
+    """The spec as a dict for ``Spec.load``. ``base``: what is given, with ``inputs``; it wins where it says a key."""
+    values = {name: value for name, value in chosen.items() if name not in _NOT_KEYS}
+    values["batch.global"] = _global_size(chosen, facts)
+    values["pipeline.split"] = split_of(chosen, facts)
+    values["recompute"] = _RECOMPUTE.get(str(chosen["recompute"]), chosen["recompute"])
+    given = values["tensor_parallel.overrides"]
+    values["tensor_parallel.overrides"] = _OVERRIDES[given] if isinstance(given, str) else given
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = list(value) if isinstance(value, tuple) else value
+    return merged(found, base)
+
+
+def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
+    """The same training on two ranks of ``axis`` (``one``: on one rank), with another state of the optimizer."""
+    found = copy.deepcopy(spec)
+    size = found["batch"]["global"]
+    found["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
+    found["batch"]["micro"] = 1
+    found["pipeline"] = {}
+    found["cuda_graphs"] = {}
+    found["optimizer"] |= {"zero": 1 - found["optimizer"]["zero"], "bucket_size": None}
+    return found
+
+
+def merged(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """``base`` over ``values``, key by key of each section."""
+    found = dict(values)
+    for name, value in base.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = merged(found[name], value) if both and name != "overrides" else value
+    return found
+
+
+def _global_size(chosen: Choices, facts: Facts) -> int:
+    if facts.global_size is not None:
+        return facts.global_size
+    return chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
+
+
+def split_of(chosen: Choices, facts: Facts) -> Any:
+    """uneven: all blocks that are not needed elsewhere on the first stage. ends: embedding and loss count as blocks."""
+    num_stages, kind = chosen["mesh.pp"] * chosen["mesh.vpp"], chosen["pipeline.split"]
+    first = facts.num_blocks - num_stages + 1
+    if num_stages == 1 or kind == "auto" or not isinstance(kind, str) or first < 1:
+        return "auto" if isinstance(kind, str) else kind
+    if kind == "ends":
+        return {"embedding": True, "loss": True}
+    counts = [first] + [1] * (num_stages - 1)
+    if kind == "layout":
+        stages = ["t" * count for count in counts]
+        return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+    return counts

@@ -1,0 +1,37 @@
+"""Cases that ``meshwright fuzz`` found once, as small as they failed, are equal to one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.fuzz.campaign import Campaign
+from runtime.fuzz.case import Case
+from runtime.fuzz.drawn import models
+from runtime.fuzz.prepare import prepare
+from runtime.fuzz.run import Outcome, Verdict
+from runtime.fuzz.specs import FIELDS
+
+FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a bias that regions of graphs share is summed with partial sums": (
+        {"norm_place": "post", "shared_layer": True},
+        {"mesh.tp": 2, "cuda_graphs.impl": "emulate"},
+    ),
+    "positions are trained and the embedding is frozen": ({"frozen": "embedding"}, {"mesh.cp": 2}),
+    "an audit evaluates before the step whose memory is measured": (
+        {},
+        {"mesh.tp": 2, "recompute": "full", "audit.every": 1},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_a_case_that_failed_is_equal(name: str, tmp_path: Path):
+    model, spec = FOUND[name]
+    prepare()
+    simplest = {n: v[0] for n, v in models.FIELDS.items()}, {n: v[0] for n, v in FIELDS.items()}
+    case = Case(simplest[0] | model, simplest[1] | spec)
+    assert Campaign(0, 2, tmp_path, print).outcome_of(case) == Outcome(Verdict.EQUAL)

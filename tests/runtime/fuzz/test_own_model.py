@@ -1,0 +1,89 @@
+"""Cases of the user's own model: what the spec writes stays, all else is drawn; what cannot be begun is one error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.spec.spec import Spec
+from runtime.cli import app
+from runtime.fuzz.case import Case
+from runtime.fuzz.own_model import OwnModel
+from runtime.fuzz.prepare import prepare
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.inner, self.head = nn.Embedding(40, 8), nn.Linear(8, 8), nn.Linear(8, 40)
+
+    def forward(self, ids, labels):
+        x = self.tokens(ids)
+        x = x + torch.tanh(self.inner(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+class Asks(Model):
+    def forward(self, ids, labels):
+        loss = super().forward(ids, labels)
+        return loss * 2 if loss > 3 else loss
+"""
+REST = """
+batch: {global: 6, micro: 1}
+inputs: {ids: {shape: [8], dtype: int64, high: 40}, labels: {like: ids}}
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owned.py").write_text(MODEL)
+    for name, text in {
+        "free": "mesh: {tp: 2, dp: auto}\noptimizer: {lr: 0.5}\n",
+        "pinned": "mesh: {tp: 2, pp: 1, dp: 1, cp: 1}\n",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text + REST)
+    (tmp_path / "large.yaml").write_text("mesh: {tp: 8}\n" + REST)
+    return tmp_path
+
+
+def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
+    own = OwnModel.read("owned.py:Model", Path("free.yaml"), 4)
+    assert (own.num_blocks, own.has_experts, own.facts.global_size) == (0, False, 6)
+    found = [Case.drawn(seed, 4, own) for seed in range(40)]
+    specs = [Spec.load(case.to_spec()) for case in found]
+    assert {(s.mesh.tp, s.optimizer.lr, s.batch.global_size, s.batch.micro) for s in specs} == {(2, 0.5, 6, 1)}
+    assert {s.mesh.dp for s in specs} == {1, 2}
+    assert len({s.precision.parameters for s in specs}) > 1
+    found[3].save(Path("case.json"))
+    assert Case.load(Path("case.json")) == found[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["owned.py:Model", "pinned.yaml"], "no layout is left to draw"),
+        (["owned.py:Model", "large.yaml"], "the spec's mesh has 8 ranks, a case has 4 at most"),
+        (["owned.py:Asks", "free.yaml"], "owned.py:18"),
+        (["owned.py:Model", "none.yaml"], "none.yaml"),
+        (["owned.py:Missing", "free.yaml"], "Missing"),
+    ],
+)
+def test_what_cannot_be_begun_is_one_error(written: Path, arguments: list[str], words: str):
+    result = CliRunner().invoke(app, ["fuzz", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+def test_an_own_model_is_run(written: Path):
+    prepare()
+    result = CliRunner().invoke(app, ["fuzz", "owned.py:Model", "free.yaml", "--cases", "3", "--seed", "1"])
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 done" in result.stderr
+    assert "equal" in result.stdout

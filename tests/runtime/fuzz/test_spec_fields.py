@@ -1,0 +1,60 @@
+"""Every key of the reference spec is drawn, follows from a choice, or is left out with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.spec.spec import Spec
+from runtime.fuzz.case import Case
+from runtime.fuzz.drawn import models
+from runtime.fuzz.fitting import Facts
+from runtime.fuzz.spec_text import CONTINUED, continued_on, split_of
+from runtime.fuzz.specs import EXCLUDED, FIELDS, FOLLOWS
+from tests.test_spec_keys import leaves
+
+NO_KEYS = {"microbatches", CONTINUED}
+
+
+def test_every_key_of_the_spec_is_drawn_or_left_out_with_a_reason():
+    drawn = set(FIELDS) - NO_KEYS
+    assert sorted([*drawn, *FOLLOWS, *EXCLUDED]) == sorted(leaves(Spec))
+    assert all(len(values) > 1 for values in FIELDS.values())
+    assert all(EXCLUDED.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - NO_KEYS - {"mesh.etp", "mesh.order"}))
+def test_an_option_of_a_key_reaches_the_spec(name: str):
+    """etp and order have a test of the mesh alone."""
+    model = {n: values[0] for n, values in models.FIELDS.items()} | {"layers": 4, "experts": "stacked"}
+    spec = {n: values[0] for n, values in FIELDS.items()}
+    needs = {
+        "mesh.ep": {"mesh.tp": 1, "mesh.dp": 2},
+        "optimizer.schedule": {"optimizer.schedule.kind": "cosine"},
+        "pipeline": {"mesh.pp": 2, "microbatches": 4},
+        "pipeline.group_size": {"mesh.pp": 2, "microbatches": 4, "pipeline.schedule": "interleaved_1f1b"},
+        "mesh.vpp": {"mesh.pp": 2, "microbatches": 4},
+        "cuda_graphs": {"cuda_graphs.impl": "emulate"},
+        "audit": {"audit.every": 1},
+        "tensor_parallel": {"tensor_parallel.sequence_parallel": True},
+        "precision.gradients": {"precision.parameters": "float32"},
+    }
+    given = needs.get(name, needs.get(name.rpartition(".")[0], {}))
+    simple = Case(model, spec | given | {name: FIELDS[name][0]}).sensible(8)
+    other = Case(model, spec | given | {name: FIELDS[name][1]}).sensible(8)
+    assert Spec.load(simple.to_spec()) != Spec.load(other.to_spec())
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [("auto", "auto"), ("uneven", [3, 1]), ("ends", {"embedding": True, "loss": True}), ("layout", "Ettt|tL")],
+)
+def test_splits_name_every_block(kind: str, split: object):
+    assert split_of({"mesh.pp": 2, "mesh.vpp": 1, "pipeline.split": kind}, Facts(4, False)) == split
+
+
+@pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
+def test_the_layout_that_goes_on_has_the_same_batch(axis: str):
+    case = Case.drawn(3, 4)
+    spec = Spec.load(continued_on(case.to_spec(), axis))
+    assert spec.batch.global_size == Spec.load(case.to_spec()).batch.global_size
+    assert spec.mesh.to_mesh().world_size <= 2
