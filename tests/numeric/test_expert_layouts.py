@@ -49,10 +49,6 @@ def layer_of(way: Callable[..., Tensor]) -> nn.Module:
     return stacked_experts.Stacks(way) if is_stacked else experts.Layer(way)
 
 
-def name_of(way: Callable[..., Tensor]) -> str:
-    return f"{way.__module__}.{way.__name__}"
-
-
 def batch_of(rows: int, length: int = experts.LENGTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = (rows, length)
@@ -96,14 +92,14 @@ def check(
 def test_a_loop_over_experts_under_every_folding(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
     mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
-    check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10, name=name_of(way))
+    check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10)
 
 
 @pytest.mark.check
@@ -138,7 +134,7 @@ FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
 @pytest.mark.covering(1)
@@ -147,7 +143,7 @@ def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
     mesh = FOLDINGS[folding]
     make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, name=name_of(way))
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
 def test_experts_that_overwrite_what_others_made_are_told():
@@ -173,8 +169,8 @@ def test_one_token_and_all_tokens_to_one_expert(way, length):
             model.get_parameter("layer.gate.bias").copy_(torch.tensor([0.0, 9.0, -9.0, 40.0]))
         return model
 
-    check(make, batch_of(2, length), FOLDINGS["ep2·dp2"], 1e-10, 1e-10, name=name_of(way))
-    check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10, name=name_of(way))
+    check(make, batch_of(2, length), FOLDINGS["ep2·dp2"], 1e-10, 1e-10)
+    check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("way", [stacked_experts.of_pairs, experts.copied], ids=lambda w: w.__name__)
@@ -214,7 +210,7 @@ def test_a_family_with_stacks_of_experts(name, folding):
     batch = hugging_face.batch("mixtral")
     rows = 2 * mesh.get("dp", 1)
     batch = {key: torch.cat([x, x.roll(1, 1), x.roll(2, 1), x.roll(3, 1)])[:rows] for key, x in batch.items()}
-    check(lambda: family(name), batch, mesh, 1e-5, 1e-5, name=name)
+    check(lambda: family(name), batch, mesh, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
@@ -223,4 +219,4 @@ def test_groups_of_experts_of_which_only_the_best_scores_are_read_can_be_recompu
     """Autograd keeps the indices of that top-k, and nothing in the graph has their name."""
     found = hugging_face.batch("mixtral")
     batch = {key: torch.cat([x, x.roll(1, 1)])[: 2 * mesh.get("dp", 1)] for key, x in found.items()}
-    check(lambda: family("deepseek_v3"), batch, mesh, 1e-5, 1e-5, name="deepseek_v3", recompute=kind)
+    check(lambda: family("deepseek_v3"), batch, mesh, 1e-5, 1e-5, recompute=kind)
