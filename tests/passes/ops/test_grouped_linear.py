@@ -20,7 +20,7 @@ from passes.ops.weight_gradients import WeightGradients
 from planner import plan
 from runtime.optimizer.places import add_products, add_whole
 from tests.models import experts, stacked_experts
-from tests.numeric.test_expert_layouts import batch_of, built, layer_of, name_of
+from tests.numeric.test_expert_layouts import batch_of, built, layer_of
 from tests.passes.ops.test_meeting import EXPERTS, WIDTH, met, on_threads
 from tests.tools.simulated_mesh import spec_of
 
@@ -132,7 +132,7 @@ def test_an_expert_without_rows_has_zeros_in_its_part_of_a_fresh_buffer():
     torch.testing.assert_close(main, torch.stack([rows.t() @ grad, torch.zeros(3, 4)]))
 
 
-@pytest.mark.parametrize("way", [experts.stacked, experts.looked_up, *stacked_experts.WAYS], ids=name_of)
+@pytest.mark.parametrize("way", [experts.stacked, experts.looked_up, *stacked_experts.WAYS], ids=lambda w: w.__name__)
 def test_stacks_of_experts_with_axes_of_their_own_know_their_buffer(way: Any):
     model = built(partial(layer_of, way))
     (stage,) = lower(plan(model, spec_of(batch_of(4), {"dp": 2, "ep": 2})), 0).stages
