@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from planner.errors import PlanError, SpecError
-from planner.spec.yaml_nodes import EXPONENT, LARGEST
+from planner.files.json_text import LARGEST
+from planner.spec.yaml_nodes import EXPONENT
 
 AUTO = "auto"
 LARGEST_SIZE = 1 << 40  # elements, steps, ids: more is a slip of the keyboard, and would overflow later on

@@ -1,4 +1,4 @@
-"""The YAML that a spec may be written in: PyYAML's nodes, with fewer types than YAML has, and limits.
+"""The YAML that a spec may be written in: PyYAML's nodes, with fewer types than YAML has, and no aliases.
 
     null   ~ null          bool   true yes on …       int   12 40_000_000       float   1.5 1e-8 .inf
 
@@ -12,20 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from yaml import MappingNode, Node, ScalarNode
-from yaml.composer import Composer, ComposerError
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
+from yaml import AliasEvent, MappingNode, Node, SafeLoader, ScalarNode
+from yaml.composer import ComposerError
 
+from planner.files.json_text import parse_integer
 from planner.files.text import shorten
 
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+", re.ASCII)
-MOST_DEPTH = 32
-LARGEST = 2**63 - 1
 _CORE = "tag:yaml.org,2002:"
-MERGE = f"{_CORE}merge"
 COLLECTIONS = (f"{_CORE}map", f"{_CORE}seq")
 _TRUE = ("yes", "true", "on")
 
@@ -35,10 +29,7 @@ def _bool(text: str) -> bool:
 
 
 def _int(text: str) -> int:
-    digits = text.replace("_", "")
-    if len(digits) > 20 or not -LARGEST <= (value := int(digits)) <= LARGEST:
-        raise ValueError(f"the number {shorten(text, 40)} is too large")
-    return value
+    return parse_integer(text.replace("_", ""))
 
 
 def _float(text: str) -> float:
@@ -64,7 +55,6 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
         _float,
     ),
     f"{_CORE}str": (re.compile("(?s:.*)"), str),
-    MERGE: (re.compile("<<"), str),
 }
 
 
@@ -81,26 +71,13 @@ def scalar(node: ScalarNode) -> Any:
     return value
 
 
-class Nodes(Reader, Scanner, Parser, Composer, BaseResolver):
+class Nodes(SafeLoader):
     """Text to nodes. Raises yaml.YAMLError, and ValueError or OverflowError for numbers inside of YAML's own syntax."""
 
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        BaseResolver.__init__(self)
-        self._depth = 0
-
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        self._depth += 1
-        if self._depth > MOST_DEPTH:
-            mark = self.peek_event().start_mark
-            raise ComposerError(None, None, f"nested more than {MOST_DEPTH} deep", mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
+        if self.check_event(AliasEvent):
+            raise ComposerError(None, None, "an alias: write the value out", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
         """The tag of a node that has none."""
@@ -108,4 +85,4 @@ class Nodes(Reader, Scanner, Parser, Composer, BaseResolver):
             return COLLECTIONS[kind is not MappingNode]
         if not implicit[0]:
             return f"{_CORE}str"
-        return next(tag for tag in (MERGE, *_SCALARS) if _SCALARS[tag][0].fullmatch(value))
+        return next(tag for tag in _SCALARS if _SCALARS[tag][0].fullmatch(value))

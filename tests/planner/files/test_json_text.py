@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import PlanError
-from planner.files import json_text
 from planner.files.json_text import parse_json, read_json
 
 
@@ -13,6 +12,7 @@ def test_plain_values_are_read():
     text = '{"a": [1, -2, 2.5, 1e3, true, null, "é"], "b": {}}'
     assert parse_json(text) == {"a": [1, -2, 2.5, 1e3, True, None, "é"], "b": {}}
     assert parse_json("[" * 64 + "]" * 64)
+    assert parse_json(r'"\ud835\udd4f"') == "\U0001d54f"
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,9 @@ def test_plain_values_are_read():
     [
         ("", "Expecting value"),
         ("[1", "Expecting"),
-        ("[" * 65 + "]" * 65, "nested more than 64 deep"),
-        ("[" * 100_000, "nested more than 64 deep"),
-        ('{"a":' * 100_000, "nested more than 64 deep"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"a":' * 100_000, "nested too deep"),
         ("9" * 400, "the number 9{26}…9{14} is too large"),
         ("9" * 5000, "is too large"),
         ("-9223372036854775809", "is too large"),
@@ -39,13 +39,6 @@ def test_plain_values_are_read():
 def test_what_is_no_plain_value_is_refused_with_the_reason(text, why):
     with pytest.raises(ValueError, match=why):
         parse_json(text)
-
-
-def test_more_values_than_memory_should_hold_are_refused_before_they_are_read(monkeypatch):
-    monkeypatch.setattr(json_text, "MOST_VALUES", 10)
-    assert parse_json("[" + "1," * 8 + "1]")
-    with pytest.raises(ValueError, match="more than 10 values"):
-        parse_json("[" + "1," * 10 + "1]")
 
 
 def test_a_file_that_is_no_json_is_one_plan_error(tmp_path):
