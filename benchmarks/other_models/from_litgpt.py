@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,29 +28,12 @@ def gpt(name: str, **changed: Any) -> nn.Module:
     return LanguageModel(GPT(Config.from_name(name, **{**SIZES, **changed})))
 
 
-def pythia() -> nn.Module:
-    return gpt("pythia-14m")
-
-
-def llama3() -> nn.Module:
-    return gpt("Llama-3.2-1B", n_query_groups=2)
-
-
-def gemma2() -> nn.Module:
-    return gpt("Gemma-2-2b", n_query_groups=2, sliding_window_size=8)
-
-
-def falcon() -> nn.Module:
-    return gpt("falcon-7b", n_query_groups=1)
-
-
-def mixtral() -> nn.Module:
-    return gpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2, moe_intermediate_size=64)
-
-
-def phi2() -> nn.Module:
-    return gpt("phi-2", n_query_groups=4)
-
-
-def olmo2() -> nn.Module:
-    return gpt("OLMo-2-1124-7B", n_query_groups=4)
+pythia = partial(gpt, "pythia-14m")
+llama3 = partial(gpt, "Llama-3.2-1B", n_query_groups=2)
+gemma2 = partial(gpt, "Gemma-2-2b", n_query_groups=2, sliding_window_size=8)
+falcon = partial(gpt, "falcon-7b", n_query_groups=1)
+mixtral = partial(
+    gpt, "Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2, moe_intermediate_size=64
+)
+phi2 = partial(gpt, "phi-2", n_query_groups=4)
+olmo2 = partial(gpt, "OLMo-2-1124-7B", n_query_groups=4)

@@ -6,15 +6,30 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.other_models.heads import LanguageModel
+from benchmarks.other_models.heads import LanguageModel, build
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "num_layers": 2, "num_heads": 4, "embed_dim": 64, "max_seq_len": 32}
 
-
-def llama3() -> nn.Module:
-    from torchtune.models.llama3 import llama3 as build
-
-    return LanguageModel(build(**SIZES, num_kv_heads=2, intermediate_dim=128))
+llama3 = build(LanguageModel, "torchtune.models.llama3:llama3", **SIZES, num_kv_heads=2, intermediate_dim=128)
+gemma = build(LanguageModel, "torchtune.models.gemma:gemma", **SIZES, num_kv_heads=1, head_dim=16, intermediate_dim=128)
+gemma2 = build(
+    LanguageModel,
+    "torchtune.models.gemma2:gemma2",
+    **SIZES,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_dim=128,
+    sliding_window_size=8,
+)
+qwen2 = build(
+    LanguageModel,
+    "torchtune.models.qwen2:qwen2",
+    **SIZES,
+    num_kv_heads=2,
+    intermediate_dim=128,
+    tie_word_embeddings=True,
+)
+mistral = build(LanguageModel, "torchtune.models.mistral:mistral", **SIZES, num_kv_heads=2, intermediate_dim=128)
 
 
 def llama2_lora() -> nn.Module:
@@ -28,27 +43,3 @@ def llama2_lora() -> nn.Module:
         if "lora_b" in name:  # zero at first: then half of the gradients are
             nn.init.normal_(parameter, std=0.02)
     return LanguageModel(net)
-
-
-def gemma() -> nn.Module:
-    from torchtune.models.gemma import gemma as build
-
-    return LanguageModel(build(**SIZES, num_kv_heads=1, head_dim=16, intermediate_dim=128))
-
-
-def gemma2() -> nn.Module:
-    from torchtune.models.gemma2 import gemma2 as build
-
-    return LanguageModel(build(**SIZES, num_kv_heads=2, head_dim=16, intermediate_dim=128, sliding_window_size=8))
-
-
-def qwen2() -> nn.Module:
-    from torchtune.models.qwen2 import qwen2 as build
-
-    return LanguageModel(build(**SIZES, num_kv_heads=2, intermediate_dim=128, tie_word_embeddings=True))
-
-
-def mistral() -> nn.Module:
-    from torchtune.models.mistral import mistral as build
-
-    return LanguageModel(build(**SIZES, num_kv_heads=2, intermediate_dim=128))

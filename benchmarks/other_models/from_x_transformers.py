@@ -13,18 +13,7 @@ from x_transformers import (
     XTransformer,
 )
 
-from benchmarks.other_models.heads import Classifier, LanguageModel
-
-
-class OwnLoss(nn.Module):
-    """The package's own wrapper computes the loss: it predicts each token from those before it."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = AutoregressiveWrapper(net)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.net(input_ids)
+from benchmarks.other_models.heads import Classifier, LanguageModel, OwnLoss
 
 
 def decoder(**kwargs) -> TransformerWrapper:
@@ -39,7 +28,7 @@ def llama_like() -> nn.Module:
 
 
 def alibi() -> nn.Module:
-    return OwnLoss(decoder(alibi_pos_bias=True, alibi_num_heads=2))
+    return OwnLoss(AutoregressiveWrapper(decoder(alibi_pos_bias=True, alibi_num_heads=2)))
 
 
 def relative_bias() -> nn.Module:

@@ -1,12 +1,31 @@
-"""What users write around a model that returns logits or images: a module that computes the loss."""
+"""What users write around a model that returns logits or images: a module that computes the loss.
+
+vit = build(Classifier, "vit_pytorch:ViT", dim=64, depth=2)     # vit() is Classifier(ViT(dim=64, depth=2))
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def build(head: Callable[[nn.Module], nn.Module], where: str, *args: Any, **sizes: Any) -> Callable[[], nn.Module]:
+    """A builder without arguments: ``head`` around what ``where``, package.module:name, makes of the rest. The package
+    is imported when it is called."""
+
+    def builder() -> nn.Module:
+        return head(made(where, *args, **sizes))
+
+    return builder
+
+
+def made(where: str, *args: Any, **sizes: Any) -> Any:
+    module, name = where.split(":")
+    return getattr(import_module(module), name)(*args, **sizes)
 
 
 class LanguageModel(nn.Module):
@@ -44,3 +63,14 @@ class Regression(nn.Module):
     def forward(self, target: Tensor, **inputs: Tensor) -> Tensor:
         predicted = self.net(**inputs)
         return F.mse_loss(predicted if self.output is None else self.output(predicted), target)
+
+
+class OwnLoss(nn.Module):
+    """The network computes the loss itself; ``more`` says how it is asked to."""
+
+    def __init__(self, net: nn.Module, **more: Any) -> None:
+        super().__init__()
+        self.net, self.more = net, more
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.net(input_ids, **self.more)

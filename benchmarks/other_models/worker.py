@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import yaml
 
-import runtime.distributed.launch
 import runtime.verify.run
 from benchmarks.other_models.catalogue import Listed, find
 from planner import PlanError
 from runtime.distributed.launch import RankError
+from runtime.distributed.local_ranks import PRELOADED
 
 RANKS_SECONDS = 500
 # What ranks would import one by one: their server has it from the start.
@@ -43,10 +43,7 @@ def main(builds: list[str]) -> None:
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print is not a row
     sources = {find(build).source for build in builds}
-    runtime.distributed.launch.PRELOADED += [
-        "runtime.verify.run",
-        *(SLOW_IMPORTS[s] for s in sources if s in SLOW_IMPORTS),
-    ]
+    PRELOADED.extend(["runtime.verify.run", *(SLOW_IMPORTS[s] for s in sources if s in SLOW_IMPORTS)])
     for build in builds:
         with tempfile.TemporaryDirectory() as directory:
             spec = Path(directory, "spec.yaml")
