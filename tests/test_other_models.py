@@ -18,9 +18,16 @@ FOLDER = Path(catalogue.__file__).parent
 
 
 def functions_of(file: str) -> set[str]:
-    """Names of the functions in ``file``, read and not imported: its package need not be installed."""
+    """Names of the builders in ``file``, read and not imported: its package need not be installed."""
     tree = ast.parse((FOLDER / f"{file}.py").read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assigned = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return assigned | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_model_is_listed_once_with_a_function_that_builds_it():
