@@ -186,7 +186,7 @@ def test_an_override_that_names_nothing_is_an_error_at_its_line(tmp_path: Path) 
     assert "spec.yaml:5" in str(error.where)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [name for name in jobs.CHANGES if name != "other tokens"])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}], ids=str)
 def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh: dict[str, int], change: str) -> None:
@@ -196,6 +196,7 @@ def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh:
     assert "fix:" in errors[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change", ["a key too few", "too few sequences", "other length", "other dtype", "other tokens"]
 )
@@ -296,6 +297,7 @@ def test_a_command_ends_with_one_message_and_exit_code_2(
 EXPERTS = "tests/models/experts.py"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "more", "words"),

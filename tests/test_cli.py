@@ -341,6 +341,7 @@ def test_verify_of_the_plain_gpt_is_green():
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_verify_turns_red_without_a_collective():
     result = run("verify", GPT, GPT_SPEC, "--remove-collective", 3)

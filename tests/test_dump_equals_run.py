@@ -345,6 +345,7 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_a_layer_costs_two_forward_and_two_backward_all_reduces_and_the_loss_three_scalars_a_token(model):
     made = plan(build(model), spec_of(model, mesh={"tp": 2, "pp": 2}))

@@ -42,7 +42,7 @@ def test_an_unknown_part_is_refused() -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [*PARTS, pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_part_runs_on_a_cpu_and_appends_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str

@@ -32,6 +32,7 @@ def test_many_models_and_a_search_are_decided_alike_under_three_hash_seeds():
         assert {name for name in first if other[name] != first[name]} == set()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_three_models_are_decided_alike_under_two_hash_seeds():
     first, other = (digests(seed, "bert", "mixtral", "slots") for seed in SEEDS[:2])

@@ -81,7 +81,7 @@ def test_a_run_has_as_many_parameters_as_the_paper_tells(name, told):
 
 
 # The smallest and the largest of GPT-2, and the largest BERT: what is between them differs in numbers alone.
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_355m", "gpt2_8.3b", "bert_3.9b"])
 def test_a_run_of_the_paper_is_planned(name):

@@ -171,6 +171,7 @@ def test_every_key_has_a_case():
     assert sorted(cases) == sorted(leaves(Spec))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("key", CHANGES_THE_PLAN)
 def test_another_value_changes_the_plan(key):
     value, needs = CHANGES_THE_PLAN[key]
@@ -230,6 +231,7 @@ def end_of_engine(initial_weights: str) -> str:
     return "runs"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "end"), [("broadcast", "runs"), ("require_equal", "refused at initial_weights")])
 def test_initial_weights_that_differ_are_sent_or_refused(value, end):

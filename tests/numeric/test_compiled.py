@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"), [("gpt", "tp2-pp2-sp"), ("llama", "tp2"), ("bert", "one"), ("gpt2", "dp2")]
@@ -51,6 +51,7 @@ def trained(plan: Plan, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     return {"figures": figures, "gradients": gradients, "counts": counts, "own": own, "told": told, "also": evaluated}
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_in_float32_is_within_its_tolerance_and_runs_every_piece_of_the_plan(lab: Lab) -> None:
     rest = {"precision": {"parameters": "float32"}}
     (eager,) = lab.run(Case("gpt", {}, rest, job=trained))
@@ -67,6 +68,7 @@ def test_a_compiled_step_in_float32_is_within_its_tolerance_and_runs_every_piece
     assert eager["counts"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_of_a_pipeline_run_their_own_pieces(lab: Lab) -> None:
     found = lab.run(Case("gpt", {"pp": 2}, COMPILE, job=trained))
@@ -74,6 +76,7 @@ def test_ranks_of_a_pipeline_run_their_own_pieces(lab: Lab) -> None:
     assert not set(found[0]["own"]) & set(found[1]["own"])
 
 
+@pytest.mark.thorough
 def test_dropout_draws_what_it_draws_without(lab: Lab) -> None:
     (eager,) = lab.run(Case("gpt-dropout", {}, {"train": True}, job=trained))
     (found,) = lab.run(Case("gpt-dropout", {}, COMPILE | {"train": True}, job=trained))
@@ -81,6 +84,7 @@ def test_dropout_draws_what_it_draws_without(lab: Lab) -> None:
     assert found["counts"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_that_are_computed_again_are_compiled(lab: Lab, kind: str) -> None:
     case = Case("llama", {}, COMPILE | {"recompute": kind})
@@ -102,6 +106,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 def test_pieces_of_recomputed_blocks_and_captured_regions_train_as_without(lab: Lab, name: str) -> None:

@@ -14,7 +14,7 @@ SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": T
 LAYOUTS = [{"cp": 2}, {"cp": 3}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2}]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(lab: Lab, case: str) -> None:
     model, mesh, rest = CASES[case]
@@ -50,7 +50,7 @@ def test_a_share_of_the_batch_is_that_of_all_ranks_of_cp(lab: Lab) -> None:
     assert whole[0].norms == pytest.approx(shares[0].norms, rel=1e-12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_with_dropout_what_is_computed_again_draws_the_same(lab: Lab, kind: str) -> None:
     kept, again = (

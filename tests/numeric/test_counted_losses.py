@@ -18,14 +18,14 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_divisor_made_of_shapes_counts_the_global_batch(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
 @pytest.mark.parametrize("kept", [0, 2])
 def test_microbatches_without_a_label_give_what_one_process_gives(lab: Lab, kept: int, layout: dict[str, int]) -> None:

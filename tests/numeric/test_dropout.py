@@ -11,7 +11,7 @@ from tests.tools.laboratory import Case, Lab
 TRAIN = {"train": True}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", ["gpt-dropout", "dropout-inside"])
 def test_masks_do_not_depend_on_stages_or_replicas(lab: Lab, model: str, mesh: dict[str, int]) -> None:
@@ -19,6 +19,7 @@ def test_masks_do_not_depend_on_stages_or_replicas(lab: Lab, model: str, mesh: d
     assert compare(spread, alone).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_masks_outside_parallel_regions_do_not_depend_on_tp(lab: Lab, mesh: dict[str, int]) -> None:
     alone, spread = (lab.run(Case("dropout-outside", m, TRAIN))[0] for m in ({"dp": 1}, mesh))
@@ -34,6 +35,7 @@ def test_masks_are_equal_on_tp_ranks_outside_and_different_inside(lab: Lab) -> N
     assert not any(a.equal(b) for i, a in enumerate(masks) for b in masks[:i])
 
 
+@pytest.mark.thorough
 def test_losses_repeat_with_the_seed_and_change_with_seed_and_step(lab: Lab) -> None:
     still = {"train": True, "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
     first, again, other = (
@@ -45,5 +47,6 @@ def test_losses_repeat_with_the_seed_and_change_with_seed_and_step(lab: Lab) -> 
     assert len(set(first)) == 3
 
 
+@pytest.mark.thorough
 def test_evaluation_mode_captures_no_dropout(lab: Lab) -> None:
     assert lab.check(Case("gpt-dropout", {"tp": 2, "pp": 2})).wrong == []

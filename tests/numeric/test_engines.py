@@ -43,7 +43,7 @@ def test_the_same_run_twice_gives_the_same_bits(lab: Lab, mesh: dict[str, int]) 
     assert all(first.parameters[name].equal(value) for name, value in second.parameters.items())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "precision",
     [

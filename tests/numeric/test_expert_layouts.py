@@ -95,7 +95,7 @@ def test_a_loop_over_experts_under_every_folding(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
     mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
@@ -159,7 +159,7 @@ def test_a_token_that_gets_something_of_what_it_did_not_choose_is_told(way):
         plan(model, spec_of(batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 1"]))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, experts.LENGTH])
 @pytest.mark.parametrize("way", EXTREME, ids=lambda w: w.__name__)
 def test_one_token_and_all_tokens_to_one_expert(way, length):
@@ -202,7 +202,7 @@ def family(name: str | Member) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_with_stacks_of_experts(name, folding):

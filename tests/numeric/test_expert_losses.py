@@ -48,7 +48,7 @@ def made(counting: str) -> nn.Module:
     return Balanced(counting).double()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counting", ["one-hot", "histogram"])
 def test_losses_of_a_router_are_those_of_the_global_batch(counting, layout):
@@ -56,6 +56,7 @@ def test_losses_of_a_router_are_those_of_the_global_batch(counting, layout):
     check(lambda: made(counting), batch_of(2 * mesh["dp"]), mesh, 1e-10, 1e-10)
 
 
+@pytest.mark.thorough
 def test_a_family_with_its_loss():
     with_loss = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     member = Member("MixtralForCausalLM", "MixtralConfig", EXPERTS | with_loss)

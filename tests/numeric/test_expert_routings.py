@@ -194,7 +194,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", FROZEN)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 1", "dp4·etp2·ep2"])
 @WAYS
@@ -216,6 +216,7 @@ def test_grouped_products_of_the_kernel(folding: str, dtype: torch.dtype, loss: 
     check(make, batch, mesh, loss, gradient)
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from([loop, stacks]),
     st.sampled_from(list(FOLDINGS)),

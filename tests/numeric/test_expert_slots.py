@@ -73,13 +73,13 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
         assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_every_spelling_of_slots(way):
     check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("folding", [name for name in FOLDINGS if name != "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", [slots.one_hot, slots.unbound], ids=lambda w: w.__name__)
 def test_slots_under_every_folding(way, folding):
@@ -87,7 +87,7 @@ def test_slots_under_every_folding(way, folding):
     check(way, batch_of(2 * mesh.get("dp", 1)), mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("capacity", [1, 6])
 @pytest.mark.parametrize("way", [slots.switch, slots.scattered, slots.chunks], ids=lambda w: w.__name__)
 def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
@@ -96,6 +96,7 @@ def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
     check(way, batch_of(4), mesh, capacity, favoured=40.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [slots.by_sequence, slots.experts_first], ids=lambda w: w.__name__)
 def test_groups_of_tokens_that_are_as_many_as_slots(way):
     check(way, batch_of(4), FOLDINGS["ep2·dp2"], 2)
@@ -105,7 +106,7 @@ def test_all_tokens_dropped():
     check(slots.written, batch_of(4), FOLDINGS["ep2·dp2"], least=2.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", slots.REFUSED, ids=lambda w: w.__name__)
 def test_what_is_not_computed_slot_by_slot_is_told(way):
     with pytest.raises(PlanError, match=slots.REFUSED[way]) as raised:
@@ -113,6 +114,7 @@ def test_what_is_not_computed_slot_by_slot_is_told(way):
     assert "slots.py" in str(raised.value)
 
 
+@pytest.mark.thorough
 def test_a_plan_tells_slots_and_what_is_sent():
     made = plan(built(slots.one_hot), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
     (row,) = made.experts

@@ -37,12 +37,13 @@ MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  #
 CASES = [("experts", mesh) for mesh in FOLDINGS] + [("mixtral", mesh) for mesh in FOLDINGS[1::2]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "mesh"), CASES, ids=name_of)
 def test_a_folding_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", SLOTS, ids=name_of)
 def test_slots_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
     assert lab.check(Case("slots", mesh)).wrong == []
@@ -55,7 +56,7 @@ def test_a_folding_of_eight_ranks_equals_one_process(lab: Lab, model: str, mesh:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rest",
@@ -72,7 +73,7 @@ def test_settings_equal_one_process(lab: Lab, rest: dict[str, object]) -> None:
     assert lab.check(Case("experts", mesh, rest)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=name_of)
 def test_an_interleaved_pipeline_equals_one_process(lab: Lab, mesh: dict[str, int]) -> None:

@@ -44,26 +44,26 @@ def test_family_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, ALWAYS)).wrong == []
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), FINER, ids=name_of)
 def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", UNUSUAL_GRAPHS)
 def test_unusual_graph_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", SIGNALS)
 def test_series_speech_and_images_equal_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "layout"), zip(LOSSES, cycle(OF_LOSSES), strict=False), ids=name_of)
 def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []

@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_with_norms_of_one_op_equals_one_process(lab: Lab, layout: str) -> None:

@@ -59,7 +59,7 @@ def std(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["normal", "model"])
 def test_six_layouts_begin_as_one_process_does(lab: Lab, method: str) -> None:

@@ -9,7 +9,7 @@ from tests.tools.laboratory import Case, Lab
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "vpp": 2}], ids=str)
 @pytest.mark.parametrize("model", ["gpt", "skips"])
 def test_interleaved_chunks_equal_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:

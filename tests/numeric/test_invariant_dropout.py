@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_with_dropout_are_those_of_one_process(lab: Lab, layout: str) -> None:
     mesh, rest, micro = LAYOUTS[layout]
@@ -53,7 +53,7 @@ def _ran(name: str, mesh: dict[str, int], **more: Any) -> Ran:
     return run_mesh(lambda: build(name).model.train(), batch, mesh, dropout="layout_invariant", **more)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(dropping.MODELS.keys() - {"dropping:integers"}))
 def test_masks_follow_elements_not_ranks(name: str) -> None:
     alone = _ran(name, {})

@@ -38,14 +38,14 @@ def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str)
     assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> None:
     assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": schedule}}, 8, micro)).wrong == []
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_sequences", [2, 3])
 def test_fewer_microbatches_than_stages_equal_one_process(lab: Lab, schedule: str, num_sequences: int) -> None:
@@ -63,7 +63,7 @@ def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "mesh", "split"),
     [
@@ -118,7 +118,7 @@ def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> 
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}]
 )

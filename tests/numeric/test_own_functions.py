@@ -14,7 +14,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", FUNCTIONS)
 def test_own_backward_equals_one_process(lab: Lab, model: str, layout: str) -> None:

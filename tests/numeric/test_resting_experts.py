@@ -72,6 +72,7 @@ def on(host: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
     return host.run_ranks(2 if "etp" in mesh or "ep" in mesh else 4, trained, plan(build(), spec_of(mesh, **rest)))[0]
 
 
+@pytest.mark.thorough
 def test_alone_it_rests_as_in_torch() -> None:
     engine = Engine(plan(build(), spec_of({})))
     losses = [engine.train_step(batch).loss for batch in batches()]
@@ -84,7 +85,7 @@ def test_alone_it_rests_as_in_torch() -> None:
     assert all(".experts.experts." in name for name in counts)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_every_layout_it_rests_as_in_torch(lab: Lab, layout: str) -> None:
@@ -94,6 +95,7 @@ def test_on_every_layout_it_rests_as_in_torch(lab: Lab, layout: str) -> None:
     assert far(found, parameters) < 1e-9
 
 
+@pytest.mark.thorough
 def test_a_save_knows_who_has_rested(tmp_path: Path) -> None:
     first = Engine(plan(build(), spec_of({})))
     for batch in batches()[:3]:

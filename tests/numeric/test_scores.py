@@ -46,7 +46,7 @@ def assert_those_of_the_model(found: Scores, model: str) -> None:
     assert found.is_top[:, 1:].equal((logits.argmax(-1) == labels) & is_scored)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, case: str) -> None:

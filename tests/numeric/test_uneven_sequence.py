@@ -44,12 +44,14 @@ RUNS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", RUNS)
 def test_steps_are_those_of_one_process(lab: Lab, run: str) -> None:
     model, mesh, rest = RUNS[run]
     assert lab.check(Case(f"uneven:{model}", mesh, SEQUENCE_PARALLEL | rest)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),
     [
@@ -68,6 +70,7 @@ def test_steps_with_dropout_are_those_of_one_process(
     assert report.gradient < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compiled_steps_are_those_of_one_process(lab: Lab) -> None:
     case = Case("uneven:decoder of 15", {"tp": 2, "pp": 2}, SEQUENCE_PARALLEL | {"compile": True})
@@ -79,6 +82,7 @@ def _ran(name: str, mesh: dict[str, int], **more: Any) -> Ran:
     return run_mesh(lambda: build(name).model, build(name).batch(4, 0), mesh, **more)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", [*uneven.MODELS, "vit"])
 def test_each_family_gives_the_gradients_of_one_process(name: str, tp: int) -> None:
@@ -157,6 +161,7 @@ def test_scores_of_tokens_that_ranks_share_count_each_label_once() -> None:
     torch.testing.assert_close(found[LOG_PROBABILITY], -each)
 
 
+@pytest.mark.thorough
 def test_the_plan_tells_of_padding(lab: Lab) -> None:
     told = [d.what for d in lab.plan(Case("vit", {"tp": 2}, SEQUENCE_PARALLEL)).diagnostics]
     assert "dim 1 = 5 is padded to 6 over tp: each rank holds 3, and padding takes part in no sum" in told

@@ -25,7 +25,7 @@ CASES = [(model, {"tp": 2, "pp": 2}) for model in FAMILIES]
 CASES += [(model, {"pp": 4}) for model in ("gpt", "gpt2", "t5")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     case = Case(model, layout, rest(), *SIZES)
@@ -33,7 +33,7 @@ def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
@@ -54,18 +54,19 @@ def test_with_what_else_there_is_it_equals_one_process(lab: Lab, mesh: dict[str,
     assert lab.check(Case("gpt", mesh, rest(**more), 16, 1)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["experts", "llama-tied", "skips", "stopped-gradients"])
 def test_experts_and_unusual_graphs_equal_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"tp": 2, "pp": 2}, rest(), *SIZES)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_sequences", [2, 3])
 def test_fewer_microbatches_than_ranks_equal_one_process(lab: Lab, num_sequences: int) -> None:
     assert lab.check(Case("gpt", {"pp": 4}, rest(), num_sequences, 1)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
 def test_it_trains_as_1f1b_to_the_last_digits(lab: Lab, mesh: dict[str, int]) -> None:
     one = lab.run(Case("gpt", mesh, {}, *SIZES))[0]

@@ -37,13 +37,13 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_v_equals_one_process(lab: Lab, name: str) -> None:
     assert lab.check(CASES[name]).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [TWO, {"dp": 2} | TWO, {"tp": 2} | TWO], ids=str)
 def test_it_trains_as_in_a_loop_to_the_last_digits(lab: Lab, mesh: dict[str, int]) -> None:
     loop = lab.run(Case("llama-tied", mesh, {"pipeline": {"schedule": "interleaved_1f1b"}}))[0]

@@ -188,6 +188,7 @@ def _both_ways(graph: fx.Graph) -> tuple[fx.graph._node_list, fx.graph._node_lis
     return graph.nodes, reversed(graph.nodes)  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["llama, one key head", "sureness", "normed queries"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_whole_passes_break_no_check(model, sequence_parallel):

@@ -87,12 +87,14 @@ def test_a_layer_with_norms_of_one_op_launches_fewer_kernels_and_moves_fewer_byt
     assert fused.bytes <= 0.78 * spelled.bytes
 
 
+@pytest.mark.thorough
 def test_a_layer_with_compiled_norms_rotary_and_swiglu_launches_fewer_kernels_and_moves_fewer_bytes():
     spelled, compiled = of_a_layer("spelled"), of_a_layer("compiled")
     assert compiled.kernels <= 80
     assert compiled.bytes <= BAR * spelled.bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["again, compiled", "again, compiled, in graphs"])
 def test_a_layer_that_runs_again_does_so_in_compiled_pieces(case: str):
     spelled, compiled = of_a_layer("again"), of_a_layer(case)

@@ -44,7 +44,7 @@ def test_a_run_without_any_one_collective_differs_from_one_process(
     assert [n for n, mutant in enumerate(mutants) if not mutant.of("loss", "gradient")] == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "summed"),

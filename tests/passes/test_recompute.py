@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "layout", "kind"), CASES, ids=lambda value: value)
 def test_gradients_are_the_same_bits_and_exchanges_those_of_the_plan(name: str, layout: str, kind: str):
     without, found = ran(name, layout, "none"), ran(name, layout, kind)
@@ -219,6 +219,7 @@ def forward(made: Plan, name: str) -> tuple[Tensor, int, nn.Module]:
     return loss, memory.alive_bytes(apart), stage.module
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2-dropout", "llama"])
 def test_what_is_let_go_is_what_the_plan_says_to_the_byte(name: str):
     _, without, _ = forward(planned(name, "none"), name)

@@ -31,6 +31,7 @@ def test_a_mesh_that_is_auto_is_planned_as_the_search_found_it() -> None:
     assert again.hash() == found.hash()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "emulate"])
 def test_graphs_are_planned_for_any_backend_on_any_machine(impl: str) -> None:
     found = plan(build(), {**SPEC, "inputs": INPUTS, "cuda_graphs": {"impl": impl}})

@@ -50,6 +50,7 @@ def texts_or_refusal(model: nn.Module | Captured, spec: dict[str, Any]) -> Any:
         return str(error)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plans_of_one_capture_are_those_of_the_model(name: str):
     entry = build(name)
@@ -59,6 +60,7 @@ def test_plans_of_one_capture_are_those_of_the_model(name: str):
         assert texts_or_refusal(captured, spec_of(entry, **LAYOUTS[layout])) == expected[layout]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", [{"global": 8}, {"global": 8, "micro": 2}])
 def test_a_search_of_a_capture_finds_the_layout_of_the_model(batch: dict[str, int]):
     entry = build("gpt2")
@@ -71,6 +73,7 @@ def test_a_search_of_a_capture_finds_the_layout_of_the_model(batch: dict[str, in
     assert captured.batch_sizes == (2,)
 
 
+@pytest.mark.thorough
 def test_a_capture_of_example_inputs_serves_specs_without_inputs():
     entry = build("gpt2")
     spec = spec_of(entry)
@@ -89,6 +92,7 @@ def gradients_of(entry: Entry, batch: dict[str, Tensor]) -> tuple[float, dict[st
     return loss.item(), {n: p.grad.clone() for n, p in entry.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "experts"])
 def test_two_plans_of_one_capture_train_side_by_side_as_one_process(name: str):
     """Their steps alternate: what the one rewrites, cuts into stages or writes into constants is not the other's."""
@@ -181,6 +185,7 @@ CHANGES: dict[str, Callable[[Small], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_has_changed_since_is_refused_by_name(name: str):
     model = Small()
@@ -252,6 +257,7 @@ def test_a_capture_of_no_model_is_refused():
             capture(wrong, SPEC)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.thorough
 def test_the_function_and_the_room_share_a_name():
     assert planner.capture.export.__name__ == "planner.capture.export"  # pyright: ignore
     code = "import planner; from planner import capture; assert planner.capture is capture; "

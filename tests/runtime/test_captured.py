@@ -55,6 +55,7 @@ def train_on(mesh: dict, *args) -> dict:
     return launch(train, ranks, mesh, *args, timeout_seconds=120)[0] if ranks > 1 else train(mesh, *args)
 
 
+@pytest.mark.thorough
 def test_the_full_model_does_not_outlive_the_copying_of_shards():
     model = build()
     reference = weakref.ref(model)
@@ -83,6 +84,7 @@ def test_evaluation_is_without_dropout():
     assert report == pytest.approx(truth, rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dropout_draws_the_same_masks_for_every_dp_and_pp_but_not_for_another_seed():
     alone, again = train_on({}, 0.3), train_on({}, 0.3)
@@ -95,6 +97,7 @@ def test_dropout_draws_the_same_masks_for_every_dp_and_pp_but_not_for_another_se
     assert alone["evaluated"] == pytest.approx(train_on({}, 0.0)["evaluated"], rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fresh_weights_of_a_meta_model_do_not_depend_on_the_layout():
     alone, cut = train_on({}, 0.0, "meta"), train_on({"tp": 2, "pp": 2}, 0.0, "meta")
@@ -104,6 +107,7 @@ def test_fresh_weights_of_a_meta_model_do_not_depend_on_the_layout():
     torch.testing.assert_close(alone["after"], cut["after"], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bfloat16_with_float32_gradients_follows_one_rank():
     low = {"precision": {"parameters": "bfloat16"}}
@@ -112,6 +116,7 @@ def test_bfloat16_with_float32_gradients_follows_one_rank():
     assert [r.loss for r in cut["reports"]] == pytest.approx([r.loss for r in alone["reports"]], rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_a_loss_scale_that_overflows_skips_the_update_and_halves():
     sections = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
     engine = Engine(plan(build(), spec({}, **sections)))

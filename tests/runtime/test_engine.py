@@ -87,7 +87,7 @@ def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
     assert caught.value.fix == "plan the model again"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

@@ -68,7 +68,7 @@ def sights_of_a_step(model: str, precision: str, clip: float | None = 1.0) -> li
     return watch.sights
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_with_dropout_and_clip_stops_the_host_nowhere(model: str, precision: str) -> None:

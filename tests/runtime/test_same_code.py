@@ -123,6 +123,7 @@ def test_ranks_that_hash_strings_by_other_seeds_agree():
     assert float(told[0]) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_another_version_of_transformers_is_refused_in_one_line(tmp_path: Path):
     """Its metadata stands first on the path, as that of another environment would."""

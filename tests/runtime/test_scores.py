@@ -216,6 +216,7 @@ def test_what_is_exchanged_is_what_the_rows_say(layout):
     assert len(rows) == (0 if layout == "a head that is not cut" else 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [torch.distributed.ReduceOp.MAX, None], ids=["maximum", "sums"])
 @torch.no_grad()
 def test_without_an_exchange_the_scores_are_wrong(monkeypatch, lost):

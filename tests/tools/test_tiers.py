@@ -54,6 +54,7 @@ def run(folder: Path, *options: str) -> tuple[list[str], str]:
     return passed, ran.stdout + ran.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_tier_runs_what_its_marks_say(tmp_path: Path, tier: str) -> None:
     (tmp_path / "test_marked.py").write_text(FILE.replace("EXAMPLES", {"all": "200", "test": "60"}.get(tier, "0")))

@@ -50,7 +50,7 @@ def check(spelling: Spelling, mesh: dict[str, int], **more: Any) -> None:
     assert {n for n, g in expected.items() if g.any()} <= set(ran.gradients)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spelling", EQUAL, ids=name_of)
 def test_over_two_ranks_it_equals_one_process(spelling):
     check(spelling, {"cp": 2})
@@ -63,13 +63,13 @@ def test_over_more_ranks_and_beside_tp_too(attention, mesh, more):
     check(Spelling(attention), mesh, **more)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in ("differences", "deviation")])
 def test_losses_are_those_of_the_whole_batch_beside_dp(loss):
     check(Spelling(loss=loss), {"cp": 2, "dp": 2})
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spelling", REFUSED, ids=name_of)
 def test_what_reads_the_whole_sequence_is_refused_with_its_op_and_line(spelling):
     with pytest.raises(PlanError, match=REFUSED[spelling]) as caught:

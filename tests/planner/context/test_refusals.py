@@ -31,6 +31,7 @@ def test_what_reads_the_sequence_as_a_whole_is_named_with_its_line(op: str) -> N
     assert "mesh.cp: 1" in error.fix
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("length", "cp", "nearest", "sizes"),
     [(16, 3, "12 or 18", "{1, 2, 4, 8}"), (10, 2, "8 or 12", "{1, 5}"), (3, 2, "4", "{1}"), (7, 1000, "2000", "{1}")],

@@ -47,7 +47,7 @@ def told(made: Any) -> StageMemory:
     return stage_memory(trace_stage(made.decisions, made.shards, 0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bloom"])
 def test_predicted_peaks_are_those_of_the_storages_that_live(family: str) -> None:
     model, batch = hugging_face.build(family), hugging_face.batch(family)
@@ -55,6 +55,7 @@ def test_predicted_peaks_are_those_of_the_storages_that_live(family: str) -> Non
     check(told(made), lived(made, model, batch))
 
 
+@pytest.mark.thorough
 def test_peaks_with_dropout() -> None:
     entry = FAMILIES["gpt2-dropout"]()
     batch = entry.batch(2, 0)

@@ -10,6 +10,7 @@ from benchmarks.paper import first_paper, second_paper, table_of
 FAR = {"weak scaling, tp 2 with dp 64": 0.12}
 
 
+@pytest.mark.thorough
 def test_one_cluster_file_gives_the_scaling_of_the_first_paper() -> None:
     rows = first_paper()
     assert abs(rows[0].relative) < 0.05, rows[0]

@@ -41,6 +41,7 @@ def test_a_linear_takes_one_product_forward_and_one_for_each_gradient_that_is_as
     assert planned == Planned(flops, 0.0, 0.0)
 
 
+@pytest.mark.thorough
 def test_what_is_computed_again_does_not_count_and_a_cluster_names_the_peak():
     from examples.gpt import GPT
 

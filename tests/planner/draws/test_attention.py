@@ -18,6 +18,7 @@ def evaluates(program: RankProgram) -> None:
     program.random.training = False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_dropout_it_is_the_fused_op(way: str):
     name = f"dropping:{way}"
@@ -31,6 +32,7 @@ def test_without_dropout_it_is_the_fused_op(way: str):
         torch.testing.assert_close(ran.gradients[parameter], value.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_attention_that_draws_is_left(way: str):
     entry = build(f"dropping:{way}")

@@ -57,7 +57,7 @@ def test_a_loss_over_classes_leaves_the_head_cut(name):
 EXCHANGES = {"stacked weights": 2, "sliced": 2, "summed": 6, "modules with biases": 5}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_heads_in_a_loop_go_to_ranks(name):
     made = assert_equals_one_process(lambda: Layered(LOOPS[name]), batch(48), 2)

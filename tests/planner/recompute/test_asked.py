@@ -20,6 +20,7 @@ def kinds(asked: Any) -> dict[str, str]:
     return {row.block: row.kind for row in plan(build(), {**SPEC, "recompute": asked}).recompute}
 
 
+@pytest.mark.thorough
 def test_the_last_glob_that_names_a_block_decides_and_others_keep_all():
     blocks = list(kinds("full"))
     assert len(blocks) > 1

@@ -61,7 +61,7 @@ def called(made: object) -> str:
     return getattr(made, "__name__", str(made))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [ONE, SPREAD], ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, selected_rows.index_add, experts.masks], ids=called)
 def test_the_router_ends_with_choices_and_the_rest_before_the_experts(name, mesh):
@@ -140,6 +140,7 @@ def test_experts_on_other_ranks_are_in_no_graph(name, scope):
     assert ".py:" in str(error.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [("moe",), ("mlp",), (), ("moe_router", "moe_preprocess")])
 def test_slots_on_other_ranks_are_of_a_fixed_number(scope):
     decided = made(experts.slots, SPREAD, *scope)

@@ -26,7 +26,7 @@ def planned(name: str, scope: list[str], *, impl: str = "emulate", microbatches:
     return plan(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_bytes_are_those_of_the_regions_for_each_slot_and_all_stand_in_the_memory_table(name, layout):
@@ -53,6 +53,7 @@ def test_the_slot_of_each_microbatch_is_the_one_that_the_run_takes():
         assert len(set(row.slots)) == row.num_slots
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [LAYOUTS[0], {"mesh": {"pp": 2}}, INTERLEAVED])
 def test_only_replays_grow_with_the_microbatches(layout):
     rows = [planned("gpt2", ["attn"], microbatches=n, **layout).graph_slots for n in (16, 64, 256)]
@@ -62,6 +63,7 @@ def test_only_replays_grow_with_the_microbatches(layout):
             assert (row.num_graphs, row.num_slots, row.bytes) == (few.num_graphs, few.num_slots, few.bytes)
 
 
+@pytest.mark.thorough
 def test_transformer_engine_captures_for_each_microbatch_and_shares_inputs_by_signature():
     layers, counts = 4, []
     for microbatches in (16, 64):
@@ -79,6 +81,7 @@ def test_transformer_engine_captures_for_each_microbatch_and_shares_inputs_by_si
     assert [row.num_graphs for row in alone.graph_slots] == [2 * layers]
 
 
+@pytest.mark.thorough
 def test_a_region_whose_outputs_carry_no_gradient_has_no_backward():
     entry = families.build("gpt2")
     for name, parameter in entry.model.named_parameters():
@@ -90,7 +93,7 @@ def test_a_region_whose_outputs_carry_no_gradient_has_no_backward():
     assert [(row.num_graphs, row.num_replays) for row in made.graph_slots] == [(5, 20)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [LAYOUTS[0], INTERLEAVED, {"mesh": {"pp": 4}}])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_a_whole_iteration_is_one_graph_over_all_that_the_rank_reads_of_the_batch(name, layout):

@@ -63,7 +63,7 @@ def test_what_can_wait_is_what_products_of_the_stages_add(mesh):
     assert decided(made)[CAN_WAIT]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [None, ["attn"], ["mlp"], []], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "frozen"])
 def test_in_graphs_nothing_waits(name, scope):

@@ -13,6 +13,7 @@ from tests.tools.captured import capture
 pytest.importorskip("transformers")
 
 
+@pytest.mark.thorough
 def test_the_command_reads_configs(tmp_path, capsys):
     paths = {path.name: path for path in write_configs(tmp_path)}
     assert main([f"hf:{paths[name]}" for name in ("gpt2", "vit", "bert_classes")]) == 0

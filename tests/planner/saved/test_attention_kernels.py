@@ -65,6 +65,7 @@ def _said(made: Plan) -> set[str]:
     return {row.what for row in made.diagnostics if row.what.startswith("attention with dropout is counted")}
 
 
+@pytest.mark.sampled(1)
 def test_a_plan_counts_dropout_in_attention_by_the_device_of_its_cluster_and_says_so() -> None:
     alone, cpu, gpu = _plan(None), _plan("cpu-local"), _plan("dgx-h100")
     of_cpu = "attention with dropout is counted with the kernel of a CPU, which keeps its scores and shares"

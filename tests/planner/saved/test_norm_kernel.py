@@ -29,6 +29,7 @@ def remarks(made: Plan) -> list[str]:
     return [row.what for row in made.diagnostics if "RMS norms are spelled out" in row.what]
 
 
+@pytest.mark.thorough
 def test_the_remark_stands_on_gpus_alone_and_goes_with_the_norms():
     (remark,) = remarks(planned(cluster="h200"))
     assert remark.startswith("5 RMS norms are spelled out, in 35 ops")

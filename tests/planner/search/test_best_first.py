@@ -102,7 +102,7 @@ class Enumerated:
         return sorted((c for c in found if c.fullest.total <= self.memory), key=lambda c: c.order)[:top]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):

@@ -22,6 +22,7 @@ KINDS = ("none", "selective", "full")
 CUTS = [Cut(), Cut(2, etp=2), Cut(4, True, etp=4), Cut(2, cp=2, etp=2), Cut(2, ep=2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "times"), [("gpt2", (1, 4, 1)), ("gemma2", ())])
 def test_a_row_of_equal_blocks_is_shortened_to_three_unless_every_other_has_a_mask_of_its_own(name: str, times):
     program = captured(name).program
@@ -31,7 +32,7 @@ def test_a_row_of_equal_blocks_is_shortened_to_three_unless_every_other_has_a_ma
     assert len(folded.source) == 6
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
 def test_the_work_of_a_folded_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(name)

@@ -21,6 +21,7 @@ def warnings(impl: str, **sections: Any) -> list[Diagnostic]:
     return [row for row in plan(entry.model, spec).diagnostics if row.where == "cuda_graphs.impl"]
 
 
+@pytest.mark.thorough
 def test_half_precision_under_transformer_engine_is_warned_of():
     (row,) = warnings("transformer_engine", **HALF)
     assert row.level == "warning"
@@ -28,6 +29,7 @@ def test_half_precision_under_transformer_engine_is_warned_of():
     assert "impl: local" in row.fix
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("impl", "sections"),
     [

@@ -90,6 +90,7 @@ def test_ops_without_a_rule_are_named_with_line_and_share():
     assert all(d.level == "warning" and "of the estimated work" in d.what for d in told)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_the_four_families_use_no_op_without_a_rule(model):
     assert ops_without_rule(planned(model, mesh={"tp": 2}).decisions.program) == ()  # type: ignore[attr-defined]
@@ -119,6 +120,7 @@ def test_the_summary_counts_what_is_cut():
     assert cut.num_parameters == sum(p.numel() for p in build("gpt").parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [("gpt", {"tp": 2, "pp": 2, "dp": 2}), ("fused, one key head", {"tp": 2}), ("inner 33", {"tp": 2, "pp": 2})],

@@ -66,6 +66,7 @@ def test_a_file_is_exchanged_whole(tmp_path: Path):
         check_writable(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_this_machine_is_measured_and_its_file_is_read_again(tmp_path):

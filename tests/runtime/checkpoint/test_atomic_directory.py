@@ -129,6 +129,7 @@ replace(Path(sys.argv[1]), "a", "c", stale="b")' "$2" && cd "$2" && ls -A && cat
 """
 
 
+@pytest.mark.thorough
 def test_a_mount_point_is_written_file_by_file(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "bound").mkdir()
@@ -173,6 +174,7 @@ def loaded(directory: Path) -> set[float] | None:
         return None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("new", SETS)
 @pytest.mark.parametrize("old", SETS)
 def test_a_crash_between_two_files_leaves_the_old_the_new_or_nothing_that_loads(tmp_path, monkeypatch, old, new):

@@ -121,6 +121,7 @@ def test_what_reaches_no_loss_and_buffers_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in held.items() if name in wanted)
 
 
+@pytest.mark.thorough
 def test_listing_loads_no_model_code(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
     code = (

@@ -214,6 +214,7 @@ def refuse(directory: Path) -> tuple[str, float, int]:
     return str(errors[0]), seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manifest_that_would_take_memory_or_time_is_refused(tmp_path: Path, way: str) -> None:

@@ -50,6 +50,7 @@ def assert_nothing_hinders(run: Path) -> None:
         assert {path.name for path in run.iterdir()} <= {*saves, "latest", ".lock"}
 
 
+@pytest.mark.thorough
 def test_a_kill_of_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     operations = in_fork(count, tmp_path / "dry", 1)
     for number in range(1, operations + 1, 2):

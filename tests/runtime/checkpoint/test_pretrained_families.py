@@ -22,6 +22,7 @@ from tests.tools.laboratory import session_lab
 pytest.importorskip("transformers")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt_neox", "bert"])
 def test_a_family_goes_in_and_out_and_transformers_loads_it(family, tmp_path):
     model = ranks.save_random(family, tmp_path / "in")

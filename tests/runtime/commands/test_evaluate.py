@@ -81,6 +81,7 @@ def test_the_original_tokens_may_be_told(files: Path) -> None:
     assert found["perplexity"] == pytest.approx(found["perplexity_of_tokens"])
 
 
+@pytest.mark.thorough
 def test_cloze_accuracy_is_that_of_the_definition(files: Path) -> None:
     found = json.loads(ran(files, "--data", f"{files}/passages", "--cloze", "--format", "json").stdout)
     assert (found["num_passages"], found["num_cut"]) == (3, 1)
@@ -125,6 +126,7 @@ def test_the_running_mean_of_a_save_is_scored(files: Path) -> None:
     assert last != pytest.approx(truth, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     given = [f"{files}/model.py:build", f"{files}/spec.yaml", "--data", f"{files}/text.txt"]
     assert CliRunner().invoke(app, ["train", *given, "--steps", "1", "--save", f"{files}/run"]).exit_code == 0
@@ -133,7 +135,7 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     assert "holds no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "what"),
     [

@@ -35,6 +35,7 @@ def ways_of(engine: Engine) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recomputed_block_runs_its_pieces_again_as_the_functions_that_they_were(kind: str):
     """Dropout stands between them: its masks are those of the forward, or gradients would differ."""
@@ -62,6 +63,7 @@ def held() -> int:
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_block_lets_go_of_as_much_as_one_that_runs_op_by_op(kind: str, monkeypatch: pytest.MonkeyPatch):
     kept: dict[bool, list[int]] = {}
@@ -79,6 +81,7 @@ def test_a_compiled_block_lets_go_of_as_much_as_one_that_runs_op_by_op(kind: str
     assert kept[True][0] <= kept[False][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scope", [["attn"], ["mlp"], [], ["full_iteration"]], ids=str)
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_pieces_in_graphs_train_alike_and_were_compiled_before_the_capture(scope: list[str], kind: str):

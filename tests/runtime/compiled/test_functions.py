@@ -40,6 +40,7 @@ def stepped(program: RankProgram) -> tuple[Tensor, list[Any]]:
     return loss.detach(), found
 
 
+@pytest.mark.thorough
 def test_equal_pieces_share_a_function_and_give_what_ops_give():
     program = program_of()
     loss, gradients = stepped(program)

@@ -59,6 +59,7 @@ def test_on_this_machine_the_error_names_the_line_of_the_spec(tmp_path):
     assert "spec.yaml:3" in str(error.value)
 
 
+@pytest.mark.sampled(1)
 @NO_GPU
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 @pytest.mark.parametrize("command", [["verify"], ["train", "--data", "stdlib"]])

@@ -11,7 +11,7 @@ from tests.models import families
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, spec_of, train
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "falcon-new", "twice", "frozen", "relative-bias"]
 )
@@ -24,7 +24,7 @@ def test_regions_give_what_they_give_eagerly(name):
             assert figures(engine) == planned(engine, steps=3)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatches", [16, 256])
 def test_the_number_of_graphs_does_not_follow_the_number_of_microbatches(microbatches):
     """The plan says so of any number; that a run counts what the plan says is seen of 16."""
@@ -58,6 +58,7 @@ def test_the_first_steps_and_evaluations_run_eagerly(scope):
     assert replays == [0, 0, 1 if "full_iteration" in scope else 2 * 4 * 4]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_evaluations_see_the_weights_of_graphed_steps_and_change_nothing(scope):
     losses = []
@@ -69,6 +70,7 @@ def test_evaluations_see_the_weights_of_graphed_steps_and_change_nothing(scope):
     assert losses[:6] == losses[6:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_weights_that_are_loaded_later_are_seen(scope, tmp_path):
     other = families.build("gpt2").model
@@ -86,6 +88,7 @@ def test_weights_that_are_loaded_later_are_seen(scope, tmp_path):
     assert runs[0][0][0][0][0] != runs[0][1][0][0][0]  # the loss of other weights
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_graphs_are_captured_anew_on_demand(scope):
     with (made := engine_of("gpt2-dropout", None))[0] as engine:

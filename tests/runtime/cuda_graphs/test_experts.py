@@ -47,7 +47,7 @@ def trained(way: experts.Way, shared: bool, scope: list[str] | None, **sections:
     return found
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
 def test_parts_of_experts_give_what_they_give_eagerly(way, shared):
@@ -83,7 +83,7 @@ def test_experts_on_other_ranks_with_graphs_give_what_they_give_without(lab: Lab
         assert differ(eager, on_ranks(lab, "experts", scope, mesh=mesh)) == [[]] * 4, scope
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [{"dp": 2, "ep": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES)], ids=str
 )

@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "scopes"), [(name, *case) for name, cases in CASES.items() for case in cases]
@@ -107,6 +107,7 @@ def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
         return train_on(engine, batches[:STEPS])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_parameters_are_waited_for_before_a_replay_reads_them(lab: Lab):
     eager, graphed, in_one, without_hooks = (late(lab, *given)[0] for given in LATE)

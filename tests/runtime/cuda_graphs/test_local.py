@@ -16,7 +16,7 @@ from tests.tools.recorded_graphs import cuda_graphs_of_a_cpu
 GRAPH = torch.cuda.graph
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_its_calls_of_torch_cuda_give_what_eager_steps_give(scope):
     with (made := engine_of("gpt2-dropout", None))[0] as engine:

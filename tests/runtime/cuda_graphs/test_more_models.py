@@ -15,6 +15,7 @@ from tests.tools.graphed_runs import SCOPES, differences, engine_of, spec_of, tr
 WIDTH = 16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["einsum", "t5-gated"])
 def test_regions_that_leave_something_outside_give_what_they_give_eagerly(name):
     with (made := engine_of(name, None))[0] as engine:
@@ -64,6 +65,7 @@ def entry_of_blocks() -> families.Entry:
     return families.Entry(model, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.thorough
 def test_norms_that_autograd_sees_as_several_steps_add_their_gradients_in_the_same_order():
     runs = []
     for scope in (None, *SCOPES):

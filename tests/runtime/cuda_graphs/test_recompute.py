@@ -13,6 +13,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_regions_whose_blocks_are_computed_again_give_what_they_give_eagerly_without(case: str):
     name, kind = case.split(", ")
@@ -33,6 +34,7 @@ def test_several_microbatches_in_flight_draw_again_what_each_drew():
         assert differences(eager, train(engine, made[1])) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_replays_name_the_same_numbers_again_in_their_backward(kind: str, schedule: str):

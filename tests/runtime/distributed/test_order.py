@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_members_call_the_same_and_none_waits_in_a_circle(name):

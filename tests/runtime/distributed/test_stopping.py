@@ -119,7 +119,7 @@ def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> N
         time.sleep(0.1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("to_all", [False, True], ids=["alone", "and of all its processes"])
 def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path, to_all: bool):

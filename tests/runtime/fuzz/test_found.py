@@ -27,6 +27,7 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_a_case_that_failed_is_equal(name: str, tmp_path: Path):

@@ -90,6 +90,7 @@ def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, m
     assert (again.exit_code, again.stdout.splitlines()[0]) == (0, "equal")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
 def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -110,6 +111,7 @@ def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypat
     assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "continued")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.pp": 2})
@@ -121,6 +123,7 @@ def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest
     assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "memory")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_running_mean_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2, "optimizer.ema": 0.9})

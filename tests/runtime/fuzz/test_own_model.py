@@ -63,6 +63,7 @@ def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
     assert Case.load(Path("case.json")) == found[3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -80,6 +81,7 @@ def test_what_cannot_be_begun_is_one_error(written: Path, arguments: list[str], 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_own_model_is_run(written: Path):
     prepare()

@@ -47,6 +47,7 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
     assert "AS PREDICTED" in str(report)
 
 
+@pytest.mark.thorough
 def test_an_audit_is_no_part_of_the_step_that_is_measured(tmp_path: Path) -> None:
     report = compare_memory(*written(tmp_path, "tp: 1", "audit: {every: 1}\n", dropout=0.0))
     assert report.passed, str(report)
@@ -58,7 +59,7 @@ MESSAGES = 16384  # bytes of two between stages, of four where tp cuts them
 WAITING = "pipeline: {schedule: zero_bubble}\n"  # what a backward puts aside for its W is held too
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "more"),

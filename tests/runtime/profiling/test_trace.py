@@ -134,6 +134,7 @@ def test_spans_that_overlap_are_seen():
         check_nesting((*inside, {"ts": 4.0, "dur": 2.0}))
 
 
+@pytest.mark.thorough
 def test_the_plan_has_seconds_where_a_cluster_is_named_and_else_units_that_are_scaled(tmp_path):
     files = written(tmp_path, {"pp": 2})
     decided = plan(load_model(files[0]), files[1])
@@ -189,6 +190,7 @@ def run_by_another_clock(job: Job) -> None:
     run_rank(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_four_ranks_with_clocks_of_their_own_are_traced_by_one(tmp_path):
     chunks = {"schedule": "interleaved_1f1b"}

@@ -81,6 +81,7 @@ def run(tmp_path: Path) -> Any:
 DIVERGES = {"lr": "30.0", "min_lr": "30.0"}  # the first update is already too large
 
 
+@pytest.mark.thorough
 def test_the_best_save_stays_and_patience_ends_the_run(run, tmp_path, capfd):
     saves = tmp_path / "run"
     rows = run(**DIVERGES, validate_every=1, keep_best=True, patience=3, save=str(saves)).rows

@@ -165,6 +165,7 @@ def test_a_tokenizer_cuts_the_text_of_a_run(tmp_path: Path) -> None:
     assert len(rows(job)) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("changes", "words", "where"),
     [

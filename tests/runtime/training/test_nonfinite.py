@@ -113,7 +113,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": [], "warmup_steps": 1}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "faults", "rest"),
     [
@@ -228,7 +228,7 @@ def skipping(decided: Any, batches: list[dict[str, Tensor]], scale: float) -> li
         return [scales, ""]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("precision", "scales", "text"),
     [

@@ -64,6 +64,7 @@ def _reset_peak() -> int:
     return peak_bytes(torch.device("cpu"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_rank_of_dp_holds_what_the_plan_says_and_one_parameter_more(tmp_path: Path):
@@ -77,7 +78,6 @@ def test_a_rank_of_dp_holds_what_the_plan_says_and_one_parameter_more(tmp_path: 
         assert whole < decided.memory[0].total + 2 * largest + 64 * MIB, (whole / MIB, decided.memory[0].total / MIB)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_the_ranks_begin_with_the_values_of_the_model_built_whole(tmp_path: Path, mesh: dict[str, int]):
@@ -95,6 +95,7 @@ def resumed_without_a_draw(job: Job) -> list[float]:
     return [row.loss for row in run_rank(job).rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_resume_draws_nothing(tmp_path: Path):
     job = job_in(tmp_path, SMALL, {"dp": 2}, save=str(tmp_path / "saves"), save_every=1)

@@ -114,6 +114,7 @@ def test_ranks_that_are_killed_are_started_again_and_lose_nothing(tmp_path: Path
     assert run(job_in(tmp_path), blows, max_restarts=2) == unbroken
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_by_itself_from_its_newest_good_save(tmp_path: Path, unbroken: list[float]) -> None:
     job = job_in(tmp_path)
     run(replace(job, num_steps=7))
@@ -138,7 +139,7 @@ def test_a_run_goes_on_in_other_layouts(tmp_path: Path) -> None:
     assert found == pytest.approx(run(alone, num_ranks=1), rel=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["train_step", "save"])
 def test_a_run_that_is_told_to_end_finishes_its_step_and_saves(
     tmp_path: Path, unbroken: list[float], method: str
@@ -152,6 +153,7 @@ def test_a_run_that_is_told_to_end_finishes_its_step_and_saves(
     assert run(replace(job, resume=AUTO)) == unbroken
 
 
+@pytest.mark.thorough
 def test_only_so_many_saves_stay(tmp_path: Path) -> None:
     run(job_in(tmp_path, keep=2))
     assert [save.name for save in saves_in(tmp_path / "saves")] == ["step-00000009", "step-00000012"]

@@ -115,6 +115,7 @@ def test_what_a_failed_rank_shows_below_its_error_is_not_its_reason():
     assert _last_error(text) == "StepError: rank 1, step 0: boom"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["blocks.0.mlp.down.weight", "norm.bias"])
 def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
     report = verify(*files("tp: 1"), freeze_parameter=name)

@@ -69,6 +69,7 @@ def own_seed_each() -> list[dict[str, Any]]:
     return [train(build(seed=rank), spec_of(mesh=mesh)) for mesh in LAYOUTS]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_without_a_common_seed_equal_one_process_with_the_weights_of_rank_0():
     for found in launch(own_seed_each, 4, timeout_seconds=200)[0]:
@@ -118,6 +119,7 @@ def errors_of_engines(pairs: tuple[tuple[int, int], ...]) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent():
     found = launch(errors_of_engines, 2, ((1, 2), (1, 1)), timeout_seconds=200)

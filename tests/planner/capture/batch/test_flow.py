@@ -134,7 +134,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", BODIES)
 def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Callable[[], nn.Module]) -> None:
     model = Model(body())

@@ -71,6 +71,7 @@ def runs_of(mask: Mask, length: int) -> tuple[Runs | None, Tensor]:
     return MaskRows(constants).of(attention.args[3]), value
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("length", [3, 16])
 @pytest.mark.parametrize("mask", KNOWN.values(), ids=KNOWN)
 def test_runs_are_what_the_mask_allows(mask, length):

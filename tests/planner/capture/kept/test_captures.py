@@ -94,6 +94,7 @@ def first(processes: Processes) -> tuple[str, str]:
     return answer.plan
 
 
+@pytest.mark.thorough
 def test_the_second_process_exports_nothing_and_makes_the_same_plan(processes: Processes, first: tuple[str, str]):
     again = processes.plan(files=FILES)
     assert again.is_read
@@ -105,7 +106,7 @@ def test_keys_that_no_capture_reads_do_not_count(processes: Processes, first: tu
     assert processes.plan(files=FILES, spec=spec).is_read
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_captured_anew(processes: Processes, first: tuple[str, str], name: str):
     answer = processes.plan(**{"files": FILES, **CHANGES[name]})
@@ -113,7 +114,7 @@ def test_a_change_is_captured_anew(processes: Processes, first: tuple[str, str],
     assert answer.is_kept, answer.told
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", UNCERTAIN)
 def test_a_model_whose_capture_may_depend_on_more_is_captured_each_time(
     processes: Processes, first: tuple[str, str], name: str
@@ -198,6 +199,7 @@ def test_a_disk_that_takes_nothing_is_told_and_planning_goes_on(tmp_path: Path):
     assert "captures are not kept" in processes.end()
 
 
+@pytest.mark.thorough
 def test_two_processes_at_once_capture_once(tmp_path: Path):
     both = Processes(tmp_path, SPEC), Processes(tmp_path, SPEC)
     for name, text in FILES.items():

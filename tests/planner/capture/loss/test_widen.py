@@ -84,7 +84,7 @@ def truth(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple
     return value.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()  # pyright: ignore
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("micro", [16, 64])
@@ -115,6 +115,7 @@ def test_bfloat16_counts_every_token():
         assert engine.evaluate({"x": torch.ones(2, length)}) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_no_scalar_of_the_share_is_of_half_precision(loss):
     made = planned(loss, "bfloat16")

@@ -252,7 +252,7 @@ REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, syst
            plain_counter]  # fmt: skip
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("middle", REFUSED, ids=lambda f: f.__name__)
 def test_what_changes_from_call_to_call_is_refused_with_a_line(middle: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(PlanError) as error:

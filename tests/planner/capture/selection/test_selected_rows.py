@@ -59,7 +59,7 @@ def check(model: Net, program: Program, given: dict[str, Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
     model, program = made(way), program_of(way)
@@ -126,7 +126,7 @@ def _is_large(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(value, Tensor) and value.numel() > 12 * 24
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [*MIXING, *ASKING], ids=lambda way: way.__name__)
 def test_what_mixes_selected_rows_is_refused_at_its_line(way: Way) -> None:
     with pytest.raises(PlanError) as caught:

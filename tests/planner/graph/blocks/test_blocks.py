@@ -37,6 +37,7 @@ def test_encoder_and_decoder_lists_are_both_found() -> None:
     assert kinds(blocks) == [0, 1, 1, 2, 3, 3], "the first layer of each side also makes the position bias"
 
 
+@pytest.mark.thorough
 def test_a_list_in_which_every_layer_differs_is_still_a_list() -> None:
     assert paths(find_blocks(hugging_face("t5", 2))) == [
         "encoder.block.0",

@@ -34,7 +34,7 @@ def program_of(name: str) -> Program:
     return program
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -92,7 +92,7 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(name: str) -> None:
         check_equals_whole(program, stages_of(program, pp))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_planned_over_two_stages_of_two_ranks(name: str) -> None:
     spec = {

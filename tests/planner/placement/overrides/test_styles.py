@@ -71,7 +71,7 @@ POSSIBLE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", POSSIBLE)
 def test_an_override_is_planned_and_equal_or_refused_with_what_it_can_be(pattern):
     for style in STYLES:

@@ -142,6 +142,7 @@ def peak_of_a_report(log: Path, format: str) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["table", "json", "html"])
 def test_memory_of_a_report_hardly_grows_with_the_steps(tmp_path, format):
     """At most 24 bytes a step, for medians; a step is some 200 bytes of text."""
