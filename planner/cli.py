@@ -65,7 +65,7 @@ def _file_errors() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        fix = "name another file or directory, or mend this one"
+        fix = "use another file or directory, or repair this one"
         raise PlanError(reason(error), where=shorten(error.filename), fix=fix) from error
 
 
@@ -118,7 +118,9 @@ def options(
 
 MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write here, not to stdout.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
+]
 
 
 def _leave_cache(context: typer.Context, asked: bool) -> None:
@@ -132,10 +134,13 @@ def _leave_cache(context: typer.Context, asked: bool) -> None:
 NoCache = Annotated[
     bool,
     typer.Option(
-        "--no-cache", callback=_leave_cache, expose_value=False, help="Capture the model anew, and keep nothing."
+        "--no-cache",
+        callback=_leave_cache,
+        expose_value=False,
+        help="Capture the model without the cache: read nothing from it, write nothing to it.",
     ),
 ]
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML file: mesh, batch, inputs and the rest.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with mesh, batch, inputs and options.")]
 
 
 class PlanFormat(StrEnum):
@@ -215,20 +220,22 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
 def search_command(
     model: Model,
     spec: SpecFile,
-    devices: Annotated[int | None, typer.Option(min=1, help="How many; in place of the spec's `devices`.")] = None,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to print.")] = 5,
-    format: Annotated[SearchFormat, typer.Option(help="How to print them.")] = SearchFormat.table,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices; default: `devices` of the spec.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts to print.")] = 5,
+    format: Annotated[SearchFormat, typer.Option(help="Output format.")] = SearchFormat.table,
     output: Output = None,
     best: Annotated[
         Path | None,
         typer.Option(
             metavar="SPEC.yaml",
-            help="Write the spec of the fastest one here. -o FILE.yaml without it and without --format does the same.",
+            help="Write a spec with the fastest layout to this file. `-o FILE.yaml` without --format does the same.",
         ),
     ] = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Rank the layouts of what the spec leaves to `auto`, fastest first, and say why the others lose."""
+    """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model
     from planner.search.progress import shown_progress
@@ -263,23 +270,21 @@ def _names_a_spec(output: Path | None, format: SearchFormat) -> bool:
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
 def groups_command(
     world_size: Annotated[int, typer.Option(help="Number of processes.")],
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[
-        int | None, typer.Option(help="Tensor parallel size inside an expert; as --tp if not given.")
-    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
+    etp: Annotated[int | None, typer.Option(help="Tensor-parallel size inside an expert; default: --tp.")] = None,
     order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
-    format: Annotated[Format, typer.Option(help="How to print the groups.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
 ) -> None:
-    """Print which ranks talk to each other over each axis, for the dense layers and for the experts."""
+    """Print the process groups of each mesh axis, for dense layers and for experts."""
     from planner.mesh import Mesh, all_groups
 
     if world_size > MOST_PRINTED_RANKS:
         raise PlanError(
-            f"groups of {shorten(world_size, 40)} ranks are more than anyone reads",
+            f"too many ranks to print: {shorten(world_size, 40)}",
             where="--world-size",
             fix=f"give {MOST_PRINTED_RANKS} or less",
         )
@@ -311,15 +316,15 @@ def _ranks(ranks: list[int]) -> str:
 
 @app.command("schedule", epilog="Example: meshwright schedule --pp 4 --microbatches 8 --kind 1f1b")
 def schedule_command(
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")],
-    microbatches: Annotated[int, typer.Option(help="Microbatches of one step of one dp rank.")],
-    vpp: Annotated[int, typer.Option(help="Chunks of each rank (virtual stages).")] = 1,
-    group_size: Annotated[int | None, typer.Option(help="Microbatches of a group; as --pp if not given.")] = None,
-    kind: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; by --vpp if not given.")] = None,
-    format: Annotated[ScheduleFormat, typer.Option(help="How to print the schedule.")] = ScheduleFormat.table,
+    pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")],
+    microbatches: Annotated[int, typer.Option(help="Microbatches per step of one dp rank.")],
+    vpp: Annotated[int, typer.Option(help="Chunks per rank (virtual stages).")] = 1,
+    group_size: Annotated[int | None, typer.Option(help="Microbatches per group; default: --pp.")] = None,
+    kind: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; default: depends on --vpp.")] = None,
+    format: Annotated[ScheduleFormat, typer.Option(help="Output format.")] = ScheduleFormat.table,
     output: Output = None,
 ) -> None:
-    """Print in which order each pipeline rank runs its forwards and backwards, and how much of the time is bubble."""
+    """Print the order of forwards and backwards on each pipeline rank, and the bubble."""
     from planner.pipeline.schedule import build_schedule
     from planner.pipeline.simulate import simulate
     from planner.report.schedule import schedule_text, schedule_to_dict
@@ -337,10 +342,10 @@ def schedule_command(
 
 @app.command("schema", epilog="Example: meshwright schema -o spec.schema.json")
 def schema_command(
-    cluster: Annotated[bool, typer.Option("--cluster", help="Of a cluster file, not of a spec.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Schema of cluster files instead of specs.")] = False,
     output: Output = None,
 ) -> None:
-    """Print the JSON schema of a spec or a cluster file, for an editor to complete, explain and check.
+    """Print the JSON schema of specs or cluster files, for completion and checks in an editor.
 
     Editors with the YAML language server read it where the spec's first line names it:
     [bold]# yaml-language-server: $schema=spec.schema.json[/]
@@ -364,4 +369,4 @@ def write_text(text: str | Iterable[str], path: Path | None = None, option: str 
     try:
         write_for_user(path, text)
     except OSError as error:
-        raise PlanError(f"cannot write {path}: {error.strerror}", where=option, fix="name a writable file") from error
+        raise PlanError(f"cannot write {path}: {error.strerror}", where=option, fix="give a writable file") from error

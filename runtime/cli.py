@@ -28,18 +28,17 @@ class MemoryFormat(StrEnum):
 def plan_command(
     model: Model,
     spec: SpecFile,
-    format: Annotated[PlanFormat, typer.Option(help="How to print the plan.")] = PlanFormat.table,
+    format: Annotated[PlanFormat, typer.Option(help="Output format.")] = PlanFormat.table,
     output: Output = None,
-    full: Annotated[bool, typer.Option("--full", help="A row for every block, also where they repeat.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print a row for every block, including repeated ones.")] = False,
     passes: Annotated[
-        bool, typer.Option("--passes", help="Print, in place of the plan, what each pass changes in a rank's graphs.")
+        bool,
+        typer.Option("--passes", help="Print the changes of each pass in the graphs of one rank, instead of the plan."),
     ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", help="The rank whose passes are printed; 0 if not given.")
-    ] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", help="Rank for --passes; default: 0.")] = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Decide a layout: every parameter's cut, every collective, the stages, the schedule and the memory."""
+    """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
     from planner import plan
     from planner.capture.model.reference import load_model
     from planner.spec.spec import Spec
@@ -59,7 +58,11 @@ def plan_command(
 def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
     """An option that would have no effect is an error."""
     if rank is not None and not passes:
-        raise PlanError("--rank says whose passes are printed", where="--rank", fix="add --passes, or leave out --rank")
+        raise PlanError(
+            "--rank selects a rank for --passes, which is not given",
+            where="--rank",
+            fix="add --passes, or leave out --rank",
+        )
     if passes and format is not PlanFormat.table:
         raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
 
@@ -68,17 +71,18 @@ def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
 def verify_command(
     model: Model,
     spec: SpecFile,
-    steps: Annotated[int, typer.Option(min=1, help="Number of updates, each of them compared.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Number of updates to run and compare.")] = 1,
     tolerance: Annotated[
-        float | None, typer.Option(help="Relative, for loss and gradients; by the model's precision if not given.")
+        float | None,
+        typer.Option(help="Relative tolerance of loss and gradients; default: from the model's precision."),
     ] = None,
     remove_collective: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Leave out the N-th collective, to see the check turn red.")
+        int | None, typer.Option(min=0, metavar="N", help="Remove the N-th collective, to see the check fail.")
     ] = None,
     output: Output = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Run the plan and one process side by side; compare all gradients and parameters too. Exit 1 if they differ.
+    """Train with the plan and in one process, and compare losses, gradients and parameters. Exit 1 if they differ.
 
     Starts the local processes itself.
     """
@@ -94,7 +98,7 @@ def verify_command(
 def memory_command(
     model: Model,
     spec: SpecFile,
-    format: Annotated[MemoryFormat, typer.Option(help="How to print it.")] = MemoryFormat.table,
+    format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
     no_cache: NoCache = False,
 ) -> None:

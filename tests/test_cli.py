@@ -128,7 +128,7 @@ def test_help_shows_an_example(command):
         (["schedule", "--pp", 2, "--microbatches", 4, "--kind", "zigzag"], ["unknown schedule `zigzag`"]),
         (["search", GPT, GPT_SPEC], ["no axis of the mesh is auto", "fix: write mesh: auto"]),
         (["plan", GPT, "no_such.yaml"], ["no_such.yaml"]),
-        (["plan", GPT, GPT_SPEC, "--rank", 1], ["--rank says whose passes", "fix: add --passes"]),
+        (["plan", GPT, GPT_SPEC, "--rank", 1], ["--rank selects a rank for --passes", "fix: add --passes"]),
         (["plan", GPT, GPT_SPEC, "--passes", "--format", "json"], ["--passes prints text, not json", "fix:"]),
         (["plan", "no_such_file.py:build", GPT_SPEC], ["no file no_such_file.py"]),
         (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),

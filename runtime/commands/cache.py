@@ -14,16 +14,18 @@ EPILOG = "Examples: meshwright cache · meshwright cache --clear"
 
 
 def cache_command(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
-    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.table,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all cached captures.")] = False,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
 ) -> None:
-    """Print where captures of models are kept, how many there are, and their size; remove them if asked."""
+    """Print the directory, the number and the size of cached captures, or remove them."""
     from planner.capture.kept.store import kept_in, place_of
 
     place = place_of()
     if place is None:
-        raise PlanError(f"{CACHE}=0: no captures are kept", where=CACHE, fix="unset it, or name a directory")
+        raise PlanError(
+            f"{CACHE}=0: the cache of captures is off", where=CACHE, fix="unset {CACHE}, or set it to a directory"
+        )
     try:
         found = kept_in(place)
         num_bytes = sum(path.stat().st_size for path in found)
@@ -31,7 +33,9 @@ def cache_command(
             path.unlink(missing_ok=True)
     except OSError as error:
         raise PlanError(
-            f"cannot use {error.filename}: {error.strerror}", where=CACHE, fix="name a directory of your own"
+            f"cannot use {error.filename}: {error.strerror}",
+            where=CACHE,
+            fix="set {CACHE} to a directory that you can write to",
         ) from error
     if format is Format.json:
         text = json.dumps({"place": str(place), "captures": len(found), "bytes": num_bytes, "removed": clear})

@@ -14,14 +14,18 @@ EPILOG = "Example: meshwright calibrate -o this-machine.yaml --nproc 4"
 
 def calibrate_command(
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="CLUSTER.yaml", help="Write here, not to stdout.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="CLUSTER.yaml", help="Write to this file instead of stdout."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks that measure at once; if not given, the GPUs, or the cores of the CPU.")
+        int | None,
+        typer.Option(
+            help="Number of ranks that measure at the same time; default: the number of GPUs, or of CPU cores."
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 12.0,
+    seconds: Annotated[float, typer.Option(help="Approximate duration of the measurement.")] = 12.0,
 ) -> None:
-    """Measure what this machine's devices and links do, and write it as a cluster file.
+    """Measure the devices and links of this machine, and write a cluster file.
 
     Products, attention, memory and collectives, on local processes that it starts itself, all at the same time.
     """

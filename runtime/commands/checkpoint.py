@@ -22,24 +22,28 @@ EPILOG = (
 
 
 def checkpoint_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of saves, or one save.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of saves, or a single save.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="HF_DIR", help="Write the weights of DIR, or of its last save, as Hugging Face has them."),
+        typer.Option(metavar="HF_DIR", help="Export the weights of DIR, or of its last save, in Hugging Face format."),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="With --export: the running mean of the weights (optimizer.ema of the spec).")
+        bool, typer.Option("--ema", help="With --export: export the running mean of the weights (optimizer.ema).")
     ] = False,
 ) -> None:
-    """List the saves of a directory, verify them, export one. Needs no launch. Exit 1 where a save is damaged."""
+    """List the saves in a directory, verify them, or export one. Runs in one process. Exit 1 if a save is damaged."""
     from runtime.checkpoint.export import export as export_save
     from runtime.checkpoint.manifest import MANIFEST
     from runtime.checkpoint.saves import LATEST, latest_in, resolve, saves_in
     from runtime.checkpoint.saves import verify as verify_save
 
     if ema and export is None:
-        raise PlanError("--ema says which weights are exported", where="--ema", fix="add --export DIR, or leave it out")
+        raise PlanError(
+            "--ema selects the weights for --export, which is not given",
+            where="--ema",
+            fix="add --export HF_DIR, or remove --ema",
+        )
     if export is not None:
         save = resolve(directory)
         export_save(save, verify_save(save), export, averaged=ema)
@@ -48,7 +52,9 @@ def checkpoint_command(
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
     if not saves:
-        raise PlanError("there is no save in this directory", where=str(directory), fix="name what engine.save wrote")
+        raise PlanError(
+            "this directory has no saves", where=str(directory), fix="give a directory that engine.save has written"
+        )
     problem = ""
     try:
         last = None if is_one else latest_in(directory)

@@ -45,7 +45,7 @@ def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]
     if kinds[0] != kinds[1]:
         plan, spec = (first, second) if kinds[0] else (second, first)
         raise PlanError(
-            f"{shorten(plan)} is a saved plan, {shorten(spec)} is none",
+            f"{shorten(plan)} is a saved plan, but {shorten(spec)} is not",
             where=shorten(spec),
             fix="give two saved plans, as `meshwright plan MODEL SPEC --format json -o FILE` writes them; or two specs",
         )
@@ -56,7 +56,11 @@ def _loaded(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
     from planner.frozen_plan import Plan
 
     if model is not None:
-        raise PlanError("two saved plans need no model", where="--model", fix="leave out --model, or give two specs")
+        raise PlanError(
+            "--model is only for specs: these are two saved plans",
+            where="--model",
+            fix="remove --model, or give two specs",
+        )
     return Plan.load(first), Plan.load(second)
 
 
@@ -67,9 +71,10 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
 
     if model is None:
         raise PlanError(
-            f"{shorten(first)} and {shorten(second)} are no saved plans",
+            f"{shorten(first)} and {shorten(second)} are not saved plans",
             where=shorten(first),
-            fix="add --model MODEL if they are specs; else save plans by `meshwright plan MODEL SPEC --format json`",
+            fix="add --model MODEL if they are specs; otherwise save plans with `meshwright plan MODEL SPEC "
+            "--format json`",
         )
     specs = Spec.load(first), Spec.load(second)  # both are checked before anything takes long
     return plan(load_model(model), specs[0]), plan(load_model(model), specs[1])
@@ -88,17 +93,17 @@ def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) ->
 
 
 def diff_command(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A saved plan (JSON); or, with --model, a spec.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="Saved plan (JSON), or a spec if --model is given.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Second file, of the same kind.")],
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Plan this model by both specs, and compare the plans.")
+        str | None, typer.Option(metavar="MODEL", help="Plan this model with both specs, and compare the plans.")
     ] = None,
-    format: Annotated[Format, typer.Option(help="How to print the differences.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where they differ, else with 0.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Tell two plans apart: what B has otherwise than A in cuts, collectives, stages, memory and time."""
+    """Compare two plans: differences in sharding, collectives, stages, memory and time."""
     text, differ = diff_text(first, second, model, as_json=format is Format.json)
     write_text(text, output)
     if exit_code and differ:

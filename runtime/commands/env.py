@@ -13,10 +13,10 @@ EPILOG = "Example: meshwright env --format json > env.json"
 
 
 def env_command(
-    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
 ) -> None:
-    """Print versions, devices, compilers and settings, for a bug report: no name of a machine, no path."""
+    """Print versions, devices, compilers and settings for a bug report, without host names and paths."""
     from runtime.environment import environment
 
     parts = environment()

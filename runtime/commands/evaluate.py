@@ -22,48 +22,61 @@ def evaluate_command(
     data: Annotated[
         str,
         typer.Option(
-            metavar="PATH|stdlib", help="A token file; or a text file or directory, read as bytes; or stdlib."
+            metavar="PATH|stdlib", help="Token file; or text file or directory; or stdlib (Python's own source)."
         ),
     ],
     perplexity: Annotated[
-        bool, typer.Option("--perplexity", help="Over sliding windows; so it is if nothing is asked for.")
+        bool, typer.Option("--perplexity", help="Perplexity over sliding windows (the default).")
     ] = False,
-    cloze: Annotated[bool, typer.Option("--cloze", help="Of each document the last word, every token of it.")] = False,
+    cloze: Annotated[
+        bool, typer.Option("--cloze", help="Cloze accuracy: predict all tokens of the last word of each document.")
+    ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizer.json that cuts the text; if not given, bytes.")
+        str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
     ] = None,
     load: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Weights: a save of train, or a directory of saves; any layout.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Load weights from a save of `train`, or a directory of saves, of any layout."
+        ),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="With --load: the running mean of the weights (optimizer.ema of the spec).")
+        bool, typer.Option("--ema", help="With --load: evaluate the running mean of the weights (optimizer.ema).")
     ] = False,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens from one window to the next; 32, or a window, if not given."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens between the starts of windows; default: 32, or less for short windows.",
+        ),
     ] = None,
     original_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="What perplexity is normalised by; the text's words if not given."),
+        typer.Option(
+            min=1, metavar="N", help="Number of tokens that normalizes perplexity; default: the number of words."
+        ),
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None,
-    format: Annotated[Format, typer.Option(help="How to print what was found.")] = Format.table,
+    nproc: Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Measure how well a model tells a text: perplexity, or cloze accuracy. Under any layout, without gradients.
+    """Evaluate a language model on held-out text: perplexity or cloze accuracy. Works with every layout.
 
     Starts the local processes itself; under torchrun it is one of them.
     """
     from runtime.evaluation.run import Evaluation, evaluate
 
     if perplexity and cloze:
-        raise PlanError("--perplexity and --cloze are two measures", where="--cloze", fix="ask for one of them")
+        raise PlanError("--perplexity and --cloze cannot be combined", where="--cloze", fix="remove one of them")
     for option, value in (("--stride", stride), ("--original-tokens", original_tokens)):
         if value is not None and cloze:
-            raise PlanError(f"{option} is of perplexity", where=option, fix=f"leave out {option} or --cloze")
+            raise PlanError(f"{option} applies to perplexity only", where=option, fix=f"remove {option} or --cloze")
     if ema and load is None:
-        raise PlanError("--ema says which weights of a save are scored", where="--ema", fix="add --load DIR")
+        raise PlanError(
+            "--ema selects the weights of a save, but --load is not given", where="--ema", fix="add --load DIR"
+        )
     asked = Evaluation(model, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
     found = evaluate(asked, nproc)
     if found is None:

@@ -20,22 +20,21 @@ FAILED = 1
 
 
 def fuzz_command(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; without it models are drawn too.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; default: random models.")] = None,
     spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="With MODEL: the keys that it writes stay, others are drawn.")
+        Path | None,
+        typer.Argument(metavar="SPEC", help="With MODEL: a spec with the keys to keep; all others are drawn."),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, help="Number of cases; 20 without --minutes.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Time after which no case is begun.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first case; the next case has the next seed.")] = 0,
-    nproc: Annotated[int, typer.Option(help="Most ranks of a case.")] = 4,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Start no new case after this time.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first case; each further case adds 1.")] = 0,
+    nproc: Annotated[int, typer.Option(help="Maximum number of ranks in a case.")] = 4,
     case: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Run the case of this file again, in place of drawn ones.")
+        Path | None, typer.Option(metavar="FILE", help="Rerun the case in this file instead of drawing cases.")
     ] = None,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where files of failing cases are written.")] = Path(),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the files of failing cases.")] = Path(),
 ) -> None:
-    """Draw models and specs at random, and compare each plan with one process: loss, gradients and three updates.
+    """Draw random models and specs, and compare each plan with one process: loss, gradients and three updates.
 
     Also the plan's file, its memory, and a save that another layout goes on from. Runs on CPUs alone. A failing case is
     made as small as it still fails and written as a file. Exit 1 on a failure.
@@ -67,11 +66,15 @@ def fuzz_command(
 
 def _check(nproc: int, folder: Path, model: str | None, case: Path | None) -> None:
     if nproc < 2:
-        raise PlanError("a case of one rank shares nothing out", where="--nproc", fix="give 2 or more")
+        raise PlanError("a case needs at least 2 ranks", where="--nproc", fix="give 2 or more")
     if not folder.is_dir():
-        raise PlanError("there is no such directory", where="--folder", fix="make it, or name another")
+        raise PlanError("directory not found", where="--folder", fix="create it, or give another one")
     if model is not None and case is not None:
-        raise PlanError("the file of a case names its model", where="--case", fix="leave MODEL and SPEC out")
+        raise PlanError(
+            "--case cannot be combined with MODEL: the file of a case contains its model",
+            where="--case",
+            fix="remove MODEL and SPEC",
+        )
 
 
 def _run_again(campaign: Campaign, given: Case) -> None:

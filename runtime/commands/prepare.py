@@ -23,21 +23,26 @@ EPILOG = (
 
 def prepare_command(
     texts: Annotated[
-        list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib: Python's own source.")
+        list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib (Python's own source).")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The token file to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Token file to write.")],
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizer.json of `tokenizers`; if not given, bytes.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A tokenizer.json of the library `tokenizers`; default: bytes are the tokens."
+        ),
     ] = None,
-    split_documents: Annotated[Split, typer.Option(help="What ends a document.")] = Split.file,
+    split_documents: Annotated[Split, typer.Option(help="End of a document.")] = Split.file,
     field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With json: the field of each line's object; text if not given.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --split-documents json: the field that holds the text; default: text."),
     ] = None,
     end_token: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="What closes a document, if the tokenizer does not tell.")
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token that ends a document, if the tokenizer does not define one."),
     ] = None,
 ) -> None:
-    """Cut texts into tokens, once, for many runs: a file that is read in place, however large."""
+    """Tokenize texts once, into a file that training memory-maps."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -61,11 +66,13 @@ def prepare_command(
 def _check_options(tokenizer: str | None, split: Split, field: str | None, end_token: str | None) -> None:
     """An option that would have no effect is an error."""
     if field is not None and split is not Split.json:
-        fix = "add --split-documents json, or leave out --field"
-        raise PlanError("--field names a field of JSON", where="--field", fix=fix)
+        fix = "add --split-documents json, or remove --field"
+        raise PlanError("--field applies only to JSON", where="--field", fix=fix)
     if end_token is not None and tokenizer is None:
-        fix = "leave it out, or add --tokenizer"
-        raise PlanError("text as bytes closes a document by the byte 0", where="--end-token", fix=fix)
+        fix = "remove --end-token, or add --tokenizer"
+        raise PlanError(
+            "--end-token needs a tokenizer: without one, the byte 0 ends a document", where="--end-token", fix=fix
+        )
 
 
 def summary(header: Header, output: Path) -> str:

@@ -22,12 +22,14 @@ class ReportFormat(StrEnum):
 def report_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN…", help="Logs of train (--log FILE.jsonl), or directories that hold them."),
+        typer.Argument(metavar="RUN…", help="Logs of `train` (--log FILE.jsonl), or directories that contain them."),
     ],
-    format: Annotated[ReportFormat, typer.Option(help="How to show them; html is one page.")] = ReportFormat.table,
+    format: Annotated[
+        ReportFormat, typer.Option(help="Output format; html is one self-contained page.")
+    ] = ReportFormat.table,
     output: Output = None,
 ) -> None:
-    """Set runs side by side: losses, norms, rates, tokens a second, memory and bubble over steps.
+    """Compare runs over steps: losses, norms, rates, tokens per second, memory and bubble.
 
     A trace that lies beside a log (trace.json, or NAME.json beside NAME.jsonl) gives the times of actions, measured
     beside planned.

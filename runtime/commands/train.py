@@ -34,7 +34,7 @@ def train_command(
     showing: Showing,
     saving: Saving,
 ) -> None:
-    """Train on a text. Starts the local processes itself; under torchrun it is one of them."""
+    """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
     from runtime.train import largest_difference, train
 
     if running.secret_file is not None:
@@ -42,7 +42,7 @@ def train_command(
     job = job_of(model, spec, running, reading, checking, showing, saving)
     trained = train(job, running.nproc, show_plan if running.show_plan else None, running.max_restarts)
     if job.compare and (rows := trained.rows):
-        write_text(f"largest difference to one process over {len(rows)} steps: {largest_difference(rows):.2e}")
+        write_text(f"largest difference from one process over {len(rows)} steps: {largest_difference(rows):.2e}")
     _end(trained)
 
 

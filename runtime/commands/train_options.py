@@ -25,28 +25,31 @@ class Reading:
         list[str] | None,
         typer.Option(
             metavar="PATH|stdlib",
-            help="A token file, or a text file or directory; stdlib: Python's own source. PATH=SHARE, several times: "
-            "a mixture. If not given, the spec's data.mixture.",
+            help="Token file, text file or directory, or stdlib (Python's own source). Repeat as PATH=SHARE for a "
+            "mixture. Default: data.mixture of the spec.",
         ),
     ] = None
     tokenizer: Annotated[
-        Text, typer.Option(metavar="FILE", help="A tokenizer.json that cuts a text; if not given, its bytes.")
+        Text, typer.Option(metavar="FILE", help="A tokenizer.json for text; default: bytes are the tokens.")
     ] = None
 
 
 @dataclass(frozen=True)
 class Running:
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 100
-    nproc: Annotated[Number, typer.Option(help="Local processes to start; the mesh's size if not given.")] = None
+    nproc: Annotated[Number, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Start the ranks again, at most N times, when one fails.")
+        int, typer.Option(min=0, metavar="N", help="Restart after a failure of a rank, at most N times.")
     ] = 0
     timeout: Annotated[
         float,
-        typer.Option(min=1, max=MOST_SECONDS, metavar="SECONDS", help="How long a rank waits for the others."),
+        typer.Option(min=1, max=MOST_SECONDS, metavar="SECONDS", help="Timeout for communication between ranks."),
     ] = 600.0
     secret_file: Annotated[
-        File, typer.Option(metavar="FILE", help="A secret that all hosts share, to sign what ranks write in the store.")
+        File,
+        typer.Option(
+            metavar="FILE", help="File with a secret that all hosts share; it signs the entries of ranks in the store."
+        ),
     ] = None
     no_cache: NoCache = False
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
@@ -54,21 +57,22 @@ class Running:
 
 @dataclass(frozen=True)
 class Checking:
-    compare: Annotated[bool, typer.Option("--compare", help="Train in one process beside, and print both losses.")] = (
+    compare: Annotated[bool, typer.Option("--compare", help="Also train in one process, and print both losses.")] = (
         False
     )
     audit: Annotated[
         Number,
-        typer.Option(
-            min=1, metavar="N", help="Each N steps, compare one microbatch with the model itself in eager mode."
-        ),
+        typer.Option(min=1, metavar="N", help="Every N steps, compare one microbatch with the model in eager mode."),
     ] = None
     validate_every: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="Each N updates, the loss of what the spec holds out.")
+        Number,
+        typer.Option(
+            min=1, metavar="N", help="Compute the validation loss every N updates (data.validation of the spec)."
+        ),
     ] = None
 
     patience: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="End after N validations without a smaller loss.")
+        Number, typer.Option(min=1, metavar="N", help="Stop after N validations without a lower loss.")
     ] = None
 
 
@@ -80,46 +84,47 @@ class Showing:
             "--log",
             "--log-file",
             metavar="FILE.jsonl",
-            help="Write every step here as JSON. Under torchrun: --log-file.",
+            help="Write a JSON row per step to this file. Under torchrun: --log-file.",
         ),
     ] = None
     tensorboard: Annotated[
-        File, typer.Option(metavar="DIR", help="Write every step here for TensorBoard (extra tensorboard).")
+        File, typer.Option(metavar="DIR", help="Write TensorBoard events to this directory (extra tensorboard).")
     ] = None
     wandb: Annotated[
-        Text, typer.Option(metavar="PROJECT", help="Log every step to this project of Weights & Biases (pip wandb).")
+        Text, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project (pip install wandb).")
     ] = None
     callback: Annotated[
-        Text, typer.Option(metavar="FILE.py:FUNCTION", help="Call it on rank 0 with the row of each step.")
+        Text, typer.Option(metavar="FILE.py:FUNCTION", help="Call this function on rank 0 with the row of each step.")
     ] = None
-    plot: Annotated[File, typer.Option(metavar="FILE.png|svg", help="At the end, draw the loss here (extra plot).")] = (
+    plot: Annotated[
+        File, typer.Option(metavar="FILE.png|svg", help="At the end, plot the loss to this file (extra plot).")
+    ] = None
+    profile: Annotated[
+        Text, typer.Option(metavar="STEPS", help="Profile 3 steps after the first (3), or steps 10 to 13 (10:13).")
+    ] = None
+    profile_to: Annotated[File, typer.Option(metavar="FILE.json", help="File for the trace; default: trace.json.")] = (
         None
     )
-    profile: Annotated[
-        Text, typer.Option(metavar="STEPS", help="Trace 3 steps after the first (3), or steps 10 to 13 (10:13).")
-    ] = None
-    profile_to: Annotated[
-        File, typer.Option(metavar="FILE.json", help="Where the trace goes; trace.json if not given.")
-    ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line for a step: files and errors alone.")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no line per step, only errors; files are written.")
+    ] = False
 
 
 @dataclass(frozen=True)
 class Saving:
     save: Annotated[
-        Text, typer.Option(metavar="DIR", help="Save the state of the training here, at the end at least.")
+        Text, typer.Option(metavar="DIR", help="Directory for saves of the training state; at least one at the end.")
     ] = None
     save_every: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="Save after every N updates; to checkpoints/ if no --save.")
+        Number, typer.Option(min=1, metavar="N", help="Save every N updates; default directory: checkpoints/.")
     ] = None
-    keep: Annotated[
-        Number, typer.Option(min=1, metavar="K", help="Let only the K newest saves stay; all if not given.")
-    ] = None
+    keep: Annotated[Number, typer.Option(min=1, metavar="K", help="Keep only the K newest saves; default: all.")] = None
     keep_best: Annotated[
-        bool, typer.Option("--keep-best", help="Keep the save with the least validation loss in DIR/best.")
+        bool, typer.Option("--keep-best", help="Keep the save with the lowest validation loss in DIR/best.")
     ] = False
     resume: Annotated[
-        Text, typer.Option(metavar="auto|DIR", help="Go on from a save; auto: the newest good one of --save, if any.")
+        Text,
+        typer.Option(metavar="auto|DIR", help="Resume from a save; auto: the newest intact one in --save, if any."),
     ] = None
 
 

@@ -70,13 +70,13 @@ def test_bad_input_is_one_message_and_exit_code_2(saved: tuple[Path, Path], tmp_
     torn.write_text(saved[0].read_text()[:1000])
     text.write_text("no plan")
     cases = [
-        ((saved[0], GPT_SPEC), ["gpt.yaml is none", "one.json is a saved plan", "fix: give two saved plans"]),
-        ((GPT_SPEC, saved[0], "--model", GPT), ["gpt.yaml is none", "fix:"]),
-        ((GPT_SPEC, GPT_SPEC), ["are no saved plans", "fix: add --model MODEL"]),
-        ((*saved, "--model", GPT), ["two saved plans need no model", "--model", "fix:"]),
+        ((saved[0], GPT_SPEC), ["gpt.yaml is not", "one.json is a saved plan", "fix: give two saved plans"]),
+        ((GPT_SPEC, saved[0], "--model", GPT), ["gpt.yaml is not", "fix:"]),
+        ((GPT_SPEC, GPT_SPEC), ["are not saved plans", "fix: add --model MODEL"]),
+        ((*saved, "--model", GPT), ["these are two saved plans", "--model", "fix:"]),
         ((saved[0], newer), ["the plan has version 2, this program reads version 1", "newer.json"]),
         ((saved[0], torn), ["the plan is damaged or cut short", "torn.json", "fix: save the plan again"]),
-        ((text, text), ["are no saved plans", "fix:"]),
+        ((text, text), ["are not saved plans", "fix:"]),
         ((text, text, "--model", GPT), ["SpecError"]),
         ((saved[0], tmp_path / "none.json"), ["there is no plan or spec file", "none.json"]),
         ((saved[0], "/dev/full"), ["is a device, not a regular file"]),

@@ -140,8 +140,8 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     ("options", "what"),
     [
         (["--data", "{files}/text.txt", "--stride", "17"], "a window predicts 16 tokens, a stride of 17"),
-        (["--data", "{files}/text.txt", "--cloze", "--stride", "4"], "--stride is of perplexity"),
-        (["--data", "{files}/text.txt", "--cloze", "--perplexity"], "--perplexity and --cloze are two measures"),
+        (["--data", "{files}/text.txt", "--cloze", "--stride", "4"], "--stride applies to perplexity only"),
+        (["--data", "{files}/text.txt", "--cloze", "--perplexity"], "--perplexity and --cloze cannot be combined"),
         (["--data", "{files}/none.txt"], "no file or directory"),
         (["--data", "{files}/space.txt"], "holds no words to normalise by"),
         (["--data", "{files}/one.txt", "--cloze"], "holds no passage whose last word could be asked for"),

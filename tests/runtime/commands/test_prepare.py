@@ -77,8 +77,8 @@ def test_many_texts_make_one_file(text: Path, tmp_path: Path) -> None:
         (["zeros", "-o", "out"], "zeros holds the byte 0, which text does not hold"),
         (["tokens", "-o", "out"], "tokens holds tokens already"),
         (["text.txt", "-o", "out", "--split-documents", "json"], "a line of JSON cannot be read"),
-        (["text.txt", "-o", "out", "--field", "body"], "--field names a field of JSON"),
-        (["text.txt", "-o", "out", "--end-token", "x"], "text as bytes closes a document by the byte 0"),
+        (["text.txt", "-o", "out", "--field", "body"], "--field applies only to JSON"),
+        (["text.txt", "-o", "out", "--end-token", "x"], "without one, the byte 0 ends a document"),
         (["text.txt", "-o", "out", "--tokenizer", "tokenizer.json", "--end-token", "none"], "has no token 'none'"),
     ],
 )

@@ -168,12 +168,12 @@ def test_progress_tells_what_is_left():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--nproc", "1"], "a case of one rank"),
-        (["--folder", "/none/such"], "no such directory"),
+        (["--nproc", "1"], "at least 2 ranks"),
+        (["--folder", "/none/such"], "directory not found"),
         (["--case", "/none/such"], "/none/such"),
         (["--case", "{damaged}"], "no case of this version"),
         (["m.py:build"], "MODEL needs inputs and a batch"),
-        (["m.py:build", "--case", "x.json"], "names its model"),
+        (["m.py:build", "--case", "x.json"], "cannot be combined with MODEL"),
     ],
 )
 def test_bad_input_is_one_error(tmp_path: Path, options: list[str], words: str):
