@@ -284,7 +284,7 @@ def groups_command(
 
     if world_size > MOST_PRINTED_RANKS:
         raise PlanError(
-            f"too many ranks to print: {shorten(world_size, 40)}",
+            f"the groups of {shorten(world_size, 40)} ranks are too many to print",
             where="--world-size",
             fix=f"give {MOST_PRINTED_RANKS} or less",
         )

@@ -23,7 +23,7 @@ def read_cluster(path: str) -> Cluster:
     value, locations = read_yaml(found, "cluster")
     if not isinstance(value, dict):
         raise SpecError(
-            "the cluster file is no mapping", where=Where(file=str(found), line=1), fix="write `key: value` pairs"
+            "the cluster file is not a mapping", where=Where(file=str(found), line=1), fix="write `key: value` pairs"
         )
     try:
         return Cluster.model_validate(value).located(locations)

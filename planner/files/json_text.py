@@ -42,9 +42,9 @@ def parse_json(text: str) -> Any:
         if _HALF_A_CHARACTER.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("a string holds half a character (a lone surrogate)") from None
+        raise ValueError("a string contains a lone surrogate (half a character)") from None
     return value
 
 

@@ -9,7 +9,9 @@ from planner.spec.fields import Positive, Section, Size, key
 
 class AuditSpec(Section):
     every: Size | None = key(
-        None, "in each N-th step, one microbatch runs through the model itself and its loss is compared; null: never"
+        None, "every N-th step, the loss of one microbatch is compared with the model itself; null: never"
     )
     on_difference: Literal["stop", "warn"] = key("stop", "stop | warn")
-    tolerance: Positive | None = key(None, "relative; null: by the lowest precision that the model computes in")
+    tolerance: Positive | None = key(
+        None, "relative; null: depends on the lowest precision in the computation of the model"
+    )

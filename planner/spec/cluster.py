@@ -39,7 +39,7 @@ def find_cluster(given: str | None, at: Where) -> str | None:
     value, _ = read_yaml(path, "cluster")
     if not isinstance(value, dict):
         raise SpecError(
-            "the cluster file is no mapping", where=Where(file=str(path), line=1), fix="write `key: value` pairs"
+            "the cluster file is not a mapping", where=Where(file=str(path), line=1), fix="write `key: value` pairs"
         )
     return given if found is None else str(found)
 
@@ -69,5 +69,5 @@ def no_cluster(given: str, looked: Iterable[str], at: Where | str) -> SpecError:
     return SpecError(
         f"cluster: there is no file {shorten(given)} (looked in {' and '.join(looked)})",
         where=at,
-        fix=f"{hint}name a YAML file that describes the machines, or one that is shipped: {', '.join(names)}",
+        fix=f"{hint}name a YAML file that describes the machines, or a shipped one: {', '.join(names)}",
     )

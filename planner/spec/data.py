@@ -22,20 +22,20 @@ _LONGEST_NGRAM = 64
 
 
 class MaskSpec(Section):
-    share: Fraction = key(0.15, "of the tokens, what masked asks for")
-    ngram: Annotated[Size, Field(le=_LONGEST_NGRAM)] = key(3, "whole words that are masked together, at most")
+    share: Fraction = key(0.15, "share of tokens that the model predicts")
+    ngram: Annotated[Size, Field(le=_LONGEST_NGRAM)] = key(
+        3, "maximum number of consecutive whole words that are masked together"
+    )
 
 
 class DataSpec(Section):
     objective: Literal["next_token", "masked"] = key("next_token", "next_token | masked")
-    packing: Flag = key(
-        True, "of next_token: sequences run on over the ends of documents; false: each is of one, padded"
-    )
-    validation: Fraction = key(0.0, "share of the text, at its end, that is not trained on but validated by")
+    packing: Flag = key(True, "for next_token: sequences may span documents; false: one document each, padded")
+    validation: Fraction = key(0.0, "share of the text, at its end, held out for validation")
     mixture: Annotated[dict[Name, Positive], Field(max_length=MOST_INPUTS)] = key(
-        {}, "texts with the share of each, where the command line has no --data: {a.tokens: 0.7, b.tokens: 0.3}"
+        {}, "texts with their shares, used without --data: {a.tokens: 0.7, b.tokens: 0.3}"
     )
     inputs: Annotated[dict[Name, Annotated[Role, Word]], Field(max_length=MOST_INPUTS)] = key(
-        {}, f"what inputs are whose names do not say it: {' | '.join(ROLES)}"
+        {}, f"roles of inputs that their names do not imply: {' | '.join(ROLES)}"
     )
-    mask: MaskSpec = key(MaskSpec(), "what masked hides")
+    mask: MaskSpec = key(MaskSpec(), "masking, for objective: masked")

@@ -30,11 +30,11 @@ def _chain(given: dict[str, InputSpec], name: str) -> list[str]:
 def _chain_errors(given: dict[str, InputSpec], name: str) -> Iterator[PlanError]:
     at, like = f"inputs.{name}.like", given[name].like
     if like is not None and like not in given:
-        fix = f"name another input; there are: {', '.join(given)}"
+        fix = f"name one of the inputs: {', '.join(given)}"
         yield SpecError(f"{at} names no input: '{like}'", where=at, fix=fix)
     elif name == given[_chain(given, name)[-1]].like:
         fix = "give one of them a shape and a dtype"
-        yield SpecError(f"{at}: the inputs are like each other in a circle", where=at, fix=fix)
+        yield SpecError(f"{at}: the inputs refer to each other in a circle", where=at, fix=fix)
 
 
 def _filled(given: dict[str, InputSpec], name: str) -> InputSpec:

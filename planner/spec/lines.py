@@ -34,7 +34,7 @@ def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
     except yaml.YAMLError as error:
         raise _syntax_error(error, path, text) from None
     except RecursionError:
-        words, fix = "invalid YAML: it is nested too deep", "remove brackets or indentation: a spec has few levels"
+        words, fix = "invalid YAML: nested too deeply", "remove brackets or indentation: a spec has few levels"
         raise SpecError(words, where=Where(file=str(path)), fix=fix) from None
     except (ValueError, OverflowError) as error:  # a number of YAML's own: of a version, of a character
         raise SpecError(f"invalid YAML: {error}", where=Where(file=str(path)), fix="remove the escape") from None
@@ -70,7 +70,7 @@ class _NodeReader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in COLLECTIONS:
-            raise self._error(node, f"the tag {shorten(node.tag, 100)} has no meaning here", "remove the tag")
+            raise self._error(node, f"the tag {shorten(node.tag, 100)} is not supported", "remove the tag")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         return [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
@@ -80,10 +80,10 @@ class _NodeReader:
         lines: dict[Any, int] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._error(key_node, "a key must be a plain word", "write `key: value`")
+                raise self._error(key_node, "a key must be a single word", "write `key: value`")
             key = self._scalar(key_node)
             if key in lines:
-                what, fix = f"the key '{shorten(key)}' is given twice", f"keep one; the first is on line {lines[key]}"
+                what, fix = f"the key '{shorten(key)}' is given twice", f"remove one; the first is on line {lines[key]}"
                 self.errors.append(self._error(key_node, what, fix))
             lines.setdefault(key, key_node.start_mark.line + 1)
             child = join(path, key)
@@ -95,7 +95,7 @@ class _NodeReader:
         try:
             return scalar(node)
         except ValueError as error:
-            raise self._error(node, str(error), "write a value that a spec has, without a tag") from None
+            raise self._error(node, str(error), "write a plain value, without a tag") from None
 
     def _error(self, node: yaml.Node, what: str, fix: str) -> SpecError:
         return SpecError(what, where=self._where(node), fix=fix)

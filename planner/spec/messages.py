@@ -22,7 +22,7 @@ _TYPES = {
     "integer": ("a whole number", "write a whole number of {allowed}"),
     "number": ("a number", "write a number {allowed}, without quotes"),
     "boolean": ("true or false", "write true or false, without quotes"),
-    "string": ("a string", "write a word, in quotes where YAML would read it as something else"),
+    "string": ("a string", "write a word, in quotes if YAML would read it as another type"),
     "array": ("a list", "write a list: [a, b]"),
     "object": ("a mapping", "write `key: value` pairs, or remove the key"),
 }

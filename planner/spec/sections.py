@@ -44,18 +44,20 @@ STYLES: tuple[str, ...] = get_args(Style)
 def needs_auto_mesh(path: str, example: Any) -> PlanError:
     """A key is left to the search, but no axis is: nothing searches."""
     fix = f"write a value, such as {example}, or mesh: auto"
-    return SpecError(f"{path} is auto, but no axis of the mesh is: nothing is searched", where=path, fix=fix)
+    return SpecError(
+        f"{path} is auto, but no axis of the mesh is auto, so that nothing is searched", where=path, fix=fix
+    )
 
 
 class MeshSpec(Section):
-    tp: Size | Auto = key(1, "tensor parallel: ranks that share each layer")
-    pp: Size | Auto = key(1, "pipeline parallel: ranks that share the sequence of layers")
-    dp: Size | Auto = key(1, "data parallel: replicas that share the batch")
-    vpp: Size | Auto = key(1, "chunks of each pipeline rank, for interleaved_1f1b; 2 for zero_bubble_v")
-    cp: Size | Auto = key(1, "context parallel: ranks that share each sequence")
-    ep: Size | Auto = key(1, "expert parallel")
-    etp: Size | Auto | None = key(None, "tensor parallel inside each expert; null: tp", validate_default=True)
-    order: Name = key(DEFAULT_ORDER, "the leftmost axis joins neighbouring ranks; auto, beside an axis that is auto")
+    tp: Size | Auto = key(1, "tensor parallel: ranks that shard each layer")
+    pp: Size | Auto = key(1, "pipeline parallel: ranks that divide the sequence of layers")
+    dp: Size | Auto = key(1, "data parallel: replicas that divide the batch")
+    vpp: Size | Auto = key(1, "chunks per pipeline rank, for interleaved_1f1b; 2 for zero_bubble_v")
+    cp: Size | Auto = key(1, "context parallel: ranks that divide each sequence")
+    ep: Size | Auto = key(1, "expert parallel: ranks that divide the experts")
+    etp: Size | Auto | None = key(None, "tensor-parallel size inside each expert; null: tp", validate_default=True)
+    order: Name = key(DEFAULT_ORDER, "the leftmost axis joins adjacent ranks; may be auto if an axis is auto")
 
     @model_validator(mode="before")
     @classmethod
@@ -93,8 +95,8 @@ class MeshSpec(Section):
 
 
 class BatchSpec(Section):
-    global_size: Size = required("sequences of one step over all replicas; divisible by micro · dp", 16, alias="global")
-    micro: Size | Auto = required("sequences of one microbatch of one replica; auto, beside an axis that is auto", 2)
+    global_size: Size = required("sequences per step over all replicas; divisible by micro · dp", 16, alias="global")
+    micro: Size | Auto = required("sequences per microbatch of one replica; may be auto if an axis is auto", 2)
 
 
 class InputSpec(Section):
@@ -104,13 +106,17 @@ class InputSpec(Section):
         (), "without the batch dim; required, unless like another input"
     )
     dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
-    high: Size | None = key(None, "integers are drawn below it")
-    like: Name | None = key(None, "another input, from which this one takes what it does not say")
+    high: Size | None = key(None, "integers of the input are smaller than this")
+    like: Name | None = key(None, "another input, which gives the keys that are missing here")
 
 
 class TensorParallelSpec(Section):
-    sequence_parallel: Flag | Auto = key(False, "cut the sequence too, between the parallel regions")
-    regather: Flag = key(True, "with sequence_parallel: gather what linears read again in the backward, do not keep it")
+    sequence_parallel: Flag | Auto = key(
+        False, "shard activations along the sequence between the tensor-parallel regions"
+    )
+    regather: Flag = key(
+        True, "with sequence_parallel: gather inputs of linears again in the backward instead of saving them"
+    )
     overrides: Annotated[dict[Name, Annotated[Style, Word]], Field(max_length=MOST_NAMES)] = key(
         {},
         "glob over dotted names of parameters or modules: column | row | vocab | expert | replicate; the last glob "
@@ -145,7 +151,7 @@ def _words(row: Any, index: int) -> list[str]:
         raise SpecError(f"{at} is {describe_value(row)}, not a list", where=at, fix=fix)
     for i, word in enumerate(row):
         if not isinstance(word, str) or word not in WORDS:
-            raise SpecError(f"{at}.{i} is {describe_value(word)}, which is no layer", where=f"{at}.{i}", fix=fix)
+            raise SpecError(f"{at}.{i} is {describe_value(word)}, not a layer", where=f"{at}.{i}", fix=fix)
     return list(row)
 
 
@@ -163,7 +169,7 @@ Split = Annotated[
                 {
                     "additionalProperties": False,
                     **EvenSplit.model_json_schema(),
-                    "description": "evenly, but for these",
+                    "description": "evenly, except for these",
                 },
             ]
         }
@@ -175,52 +181,52 @@ class PipelineSpec(Section):
     schedule: Literal[(*KINDS, AUTO)] = key("1f1b", " | ".join((*KINDS, AUTO)))  # pyright: ignore[reportInvalidTypeForm]
     split: Split = key(
         AUTO,
-        "or the number of blocks of each stage: [6, 6]; of each chunk of each pp rank: [[3, 3], [2, 4]]; a layout of "
-        "embedding, blocks and loss: Et*5|t*7L; or evenly but for {first: 5}, {last: 5}, {embedding: true, loss: true}",
+        "blocks of each stage: [6, 6]; of each chunk of each pp rank: [[3, 3], [2, 4]]; a layout of embedding, "
+        "blocks and loss: Et*5|t*7L; or evenly except for {first: 5}, {last: 5}, {embedding: true, loss: true}",
     )
-    group_size: Size | None = key(None, "microbatches of an interleaved group; null: pp")
+    group_size: Size | None = key(None, "microbatches per interleaved group; null: pp")
 
     def problems(self) -> Iterator[PlanError]:
         split = self.split
         if isinstance(split, EvenSplit) and (split.embedding or split.loss) and (split.first or split.last):
-            what = "pipeline.split: embedding and loss count as blocks only where first and last are not given"
-            yield SpecError(what, where="pipeline.split", fix="keep the one or the other")
+            what = "pipeline.split: embedding and loss count as blocks only if first and last are not given"
+            yield SpecError(what, where="pipeline.split", fix="remove either of the two")
 
 
 class LearningRateSpec(Section):
     kind: Literal["constant", "cosine", "linear"] = key("constant", "constant | cosine | linear, after the warm-up")
-    warmup: Count = key(0, "steps from 0 up to lr")
-    steps: Size | None = key(None, "where the decay ends; cosine and linear need it")
-    min_lr: NotNegative = key(0.0, "the rate at that end")
+    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
+    steps: Size | None = key(None, "last step of the decay; required for cosine and linear")
+    min_lr: NotNegative = key(0.0, "learning rate after the decay")
 
     def problems(self) -> Iterator[PlanError]:
         at = "optimizer.schedule"
         if self.kind != "constant" and self.steps is None:
-            what = f"{at}.steps is missing: a {self.kind} decay has an end"
+            what = f"{at}.steps is missing: a {self.kind} decay needs its last step"
             yield SpecError(what, where=at, fix="add `steps: 10000`")
         if self.steps is not None and self.warmup > self.steps:
             what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
-            yield SpecError(what, where=f"{at}.warmup", fix="warm up for fewer steps")
+            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
 
 
 class OptimizerSpec(Section):
-    name: Literal["adamw"] = key("adamw", "the only one that there is")
-    lr: NotNegative = key(1.5e-4, "the learning rate after the warm-up")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay of the running means of the gradient and of its square")
-    eps: Positive = key(1.0e-8, "added to the root of the mean square")
-    weight_decay: NotNegative = key(0.01, "decoupled from the gradient")
+    name: Literal["adamw"] = key("adamw", "the only supported optimizer")
+    lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
+    eps: Positive = key(1.0e-8, "added to the denominator of the update")
+    weight_decay: NotNegative = key(0.01, "decoupled, as in AdamW")
     zero: Annotated[Literal[0, 1], Word] = key(
-        1, "1: each replica keeps its share of the optimizer's state; 0: all of it"
+        1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
     )
-    clip_grad_norm: Positive | None = key(1.0, "of all parameters together; null: no clipping")
+    clip_grad_norm: Positive | None = key(1.0, "maximum global gradient norm; null: no clipping")
     alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(
-        "nccl", "nccl: padded for the network; none: parameters lie end to end"
+        "nccl", "nccl: buckets padded for the network; none: no padding"
     )
-    bucket_size: Size | None = key(None, "elements of one gradient exchange; null: max(40 million, 1 million · dp)")
+    bucket_size: Size | None = key(None, "elements per gradient bucket; null: max(40 million, 1 million · dp)")
     ema: Fraction | None = key(
-        None, "decay of a running mean of the weights, kept beside them and saved with them; null: none"
+        None, "decay of an exponential moving average of the weights, saved with them; null: none"
     )
-    schedule: LearningRateSpec = key(LearningRateSpec(), "the learning rate of each step")
+    schedule: LearningRateSpec = key(LearningRateSpec(), "learning-rate schedule")
 
     def problems(self) -> Iterator[PlanError]:
         if self.schedule.min_lr > self.lr:
@@ -230,17 +236,15 @@ class OptimizerSpec(Section):
 
 
 class PrecisionSpec(Section):
-    parameters: Float | None = key(None, "float32 | bfloat16 | float16 | float64; null: as the model has them")
-    gradients: Float | None = key(
-        None, "of the buffers that add them up; null: float32 (float64 where the parameter is)"
-    )
+    parameters: Float | None = key(None, "float32 | bfloat16 | float16 | float64; null: the model's own dtypes")
+    gradients: Float | None = key(None, "dtype of gradient buffers; null: float32 (float64 for float64 parameters)")
     loss_scale: Annotated[Literal["none", "dynamic"] | Positive, NullIsNone] = key(
         "none",
-        "none | a number that the loss is multiplied by, and gradients divided by | dynamic: from 32768, halved where "
-        "gradients overflow, doubled after 2000 good steps",
+        "none | a constant factor on the loss, divided out of the gradients | dynamic: starts at 32768, halved "
+        "on overflow, doubled after 2000 good steps",
     )
     nonfinite: Literal["stop", "skip"] | None = key(
-        None, "a step that is not finite: stop | skip; null: skip with a dynamic loss scale, else stop"
+        None, "on NaN or Inf in loss or gradients: stop | skip; null: skip with a dynamic loss scale, otherwise stop"
     )
 
 
@@ -264,7 +268,7 @@ class CudaGraphsSpec(Section):
         BeforeValidator(_one_or_more),
         WithJsonSchema({"anyOf": [{"type": "array", "items": _SCOPE, "maxItems": _MOST_PARTS}, _SCOPE]}),
     ] = key((), f"{', '.join(_PARTS)}; []: the whole layer; {FULL_ITERATION}: one graph of all microbatches")
-    warmup_steps: Count = key(3, "real steps before the capture, 1 or more")
+    warmup_steps: Count = key(3, "eager steps before the capture, at least 1")
 
     def problems(self) -> Iterator[PlanError]:
         at = "cuda_graphs.scope"
@@ -273,20 +277,20 @@ class CudaGraphsSpec(Section):
         if "moe" in self.scope and "moe_router" in self.scope:
             yield SpecError(f"{at}: moe already contains moe_router", where=at, fix="keep one of them")
         if FULL_ITERATION in self.scope and len(self.scope) > 1:
-            fix = f"write scope: [{FULL_ITERATION}], or leave it out"
+            fix = f"write scope: [{FULL_ITERATION}], or remove {FULL_ITERATION}"
             yield SpecError(f"{at}: {FULL_ITERATION} already contains every part of every block", where=at, fix=fix)
         if FULL_ITERATION in self.scope and self.impl == "transformer_engine":
             what = f"{at}: transformer_engine captures parts of blocks, not a {FULL_ITERATION}"
             yield SpecError(what, where=at, fix="set impl: local or emulate, or another scope")
         if self.impl != "none" and not self.warmup_steps:
             at = "cuda_graphs.warmup_steps"
-            what = f"{at} is 0: kernels are loaded and workspaces made in real steps, never while a graph is captured"
+            what = f"{at} is 0: kernels and workspaces must be set up in eager steps before a graph is captured"
             yield SpecError(what, where=at, fix="set it to 1 or more")
 
 
 class InitializationSpec(Section):
     method: Literal["normal", "model"] = key(
-        "normal", "normal: as below | model: by its own reset_parameters and _init_weights"
+        "normal", "normal: as below | model: the model's reset_parameters and _init_weights"
     )
-    std: NotNegative = key(0.02, "of the normal distribution of every matrix")
-    residual_scale: Flag = key(True, "divide the weights before the residual by sqrt(2 · blocks)")
+    std: NotNegative = key(0.02, "standard deviation of every matrix")
+    residual_scale: Flag = key(True, "divide weights of residual projections by sqrt(2 · blocks)")

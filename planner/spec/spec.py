@@ -97,47 +97,42 @@ class Spec(Section):
     """The whole spec. Frozen; equal specs compare equal wherever they were read from."""
 
     mesh: MeshSpec = required(
-        "sizes of the axes; `auto` leaves one (or `mesh: auto` all) to the search",
+        "axis sizes; `auto` leaves one axis to the search, `mesh: auto` all of them",
         {"tp": 2, "pp": 2},
         json_schema_extra=_or_auto,
     )
-    batch: BatchSpec = required("sequences of a step", {"global": 16, "micro": 2})
+    batch: BatchSpec = required("batch sizes, in sequences", {"global": 16, "micro": 2})
     inputs: Annotated[dict[Name, InputSpec], Field(max_length=MOST_INPUTS), AfterValidator(resolve_like)] = key(
-        {}, "the model's keyword arguments, without the batch dim", examples=[_INPUTS]
+        {}, "keyword arguments of the model, without the batch dim", examples=[_INPUTS]
     )
-    loss: Loss = key(AUTO, "or {output: NAME} of the model's output that is the loss")
-    tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "how each layer is cut")
-    pipeline: PipelineSpec = key(PipelineSpec(), "how the layers are dealt out, and in which order they run")
-    optimizer: OptimizerSpec = key(OptimizerSpec(), "how gradients become updates")
-    precision: PrecisionSpec = key(PrecisionSpec(), "dtypes")
-    cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "what CUDA graphs capture")
+    loss: Loss = key(AUTO, "auto, or {output: NAME} with the name of the output that is the loss")
+    tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "sharding inside a layer")
+    pipeline: PipelineSpec = key(PipelineSpec(), "stages and their schedule")
+    optimizer: OptimizerSpec = key(OptimizerSpec(), "optimizer and its state")
+    precision: PrecisionSpec = key(PrecisionSpec(), "dtypes and loss scale")
+    cuda_graphs: CudaGraphsSpec = key(CudaGraphsSpec(), "capture of CUDA graphs")
     recompute: Recompute = key(
         "none",
-        "none | full | selective | auto, or {glob over names of blocks: kind}; the last glob that names a block "
-        "decides",
+        "none | full | selective | auto, or {glob over names of blocks: kind}; the last matching glob decides",
     )
-    compile: Flag = key(
-        False, "runs of ops between products and collectives become compiled functions (torch.compile's Inductor)"
-    )
+    compile: Flag = key(False, "compile runs of ops between matrix products and collectives (torch.compile's Inductor)")
     fuse_norms: Flag = key(
-        False, "RMS norms that the model spells out become aten.rms_norm: on a GPU one kernel, which rounds otherwise"
+        False, "fuse spelled-out RMS norms to aten.rms_norm: one kernel on a GPU, with different rounding"
     )
     dropout: Literal["fast", "layout_invariant"] = key(
-        "fast", "fast | layout_invariant: the same masks for every layout, slower"
+        "fast", "fast | layout_invariant: equal masks under every layout, slower"
     )
     initial_weights: Literal["broadcast", "require_equal"] = key(
-        "broadcast", "where ranks begin with different ones: rank 0's count; require_equal refuses"
+        "broadcast", "broadcast: all ranks take those of rank 0 | require_equal: refuse different ones"
     )
-    seed: Seed = key(1234, "of dropout, fresh weights and batches")
-    audit: AuditSpec = key(AuditSpec(), "the run beside the model itself, in one process")
-    data: DataSpec = key(DataSpec(), "how a text becomes sequences")
+    seed: Seed = key(1234, "seed of dropout, fresh weights and batches")
+    audit: AuditSpec = key(AuditSpec(), "comparison of a run with the model itself in one process")
+    data: DataSpec = key(DataSpec(), "sequences from a text")
     cluster: Name | None = key(
-        None, "a YAML file that describes the machines; relative to here, or to this file's folder"
+        None, "YAML file that describes the machines; relative to the working directory or to this file"
     )
-    devices: Size | None = key(
-        None, "how many the search lays out, with an axis that is auto; null: all of the cluster"
-    )
-    initialization: InitializationSpec = key(InitializationSpec(), "of a model on the meta device without weights")
+    devices: Size | None = key(None, "number of devices for the search; null: all of the cluster")
+    initialization: InitializationSpec = key(InitializationSpec(), "initialization of models on the meta device")
     _locations: dict[str, Where] = PrivateAttr(default_factory=dict)
 
     @staticmethod
@@ -203,7 +198,9 @@ class Spec(Section):
         dp, micro = self.mesh.dp, self.batch.micro
         if not isinstance(dp, int) or not isinstance(micro, int):
             at = "batch.micro" if isinstance(dp, int) else "mesh.dp"
-            raise self.error(at, f"{at} is auto: the number of microbatches is not known yet", f"choose {at}")
+            raise self.error(
+                at, f"{at} is auto: the number of microbatches is not known before the search", f"choose {at}"
+            )
         return self.batch.global_size // (micro * dp)
 
     def with_devices(self, devices: int) -> Spec:
@@ -287,7 +284,7 @@ def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
     kinds = {spec.recompute} if isinstance(spec.recompute, str) else set(spec.recompute.values())
     if kinds - {"none"} and spec.cuda_graphs.impl == "transformer_engine":
         yield SpecError(
-            "recompute: graphs of transformer_engine cannot draw a forward's random numbers again in the backward",
+            "recompute: graphs of transformer_engine cannot replay a forward's random numbers in the backward",
             where="recompute",
             fix="set cuda_graphs.impl: local or emulate, or recompute: none",
         )

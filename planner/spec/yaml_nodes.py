@@ -59,15 +59,15 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 
 
 def scalar(node: ScalarNode) -> Any:
-    """The value of a scalar. Raises ValueError where its tag says what it is not, or has no meaning here."""
+    """The value of a scalar. Raises ValueError where its tag says what it is not, or is not supported."""
     pattern, make = _SCALARS.get(node.tag, (None, str))
     if pattern is None:
-        raise ValueError(f"the tag {shorten(node.tag, 100)} has no meaning here")
+        raise ValueError(f"the tag {shorten(node.tag, 100)} is not supported")
     if not pattern.fullmatch(node.value):
-        raise ValueError(f"`{shorten(node.value, 40)}` is no {node.tag.removeprefix(_CORE)}, as its tag says")
+        raise ValueError(f"`{shorten(node.value, 40)}` is not of the type of its tag, {node.tag.removeprefix(_CORE)}")
     value = make(node.value)
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError("a string holds half a character (a lone surrogate)")
+        raise ValueError("a string contains a lone surrogate (half a character)")
     return value
 
 
@@ -76,7 +76,7 @@ class Nodes(SafeLoader):
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(AliasEvent):
-            raise ComposerError(None, None, "an alias: write the value out", self.peek_event().start_mark)
+            raise ComposerError(None, None, "aliases are not supported: write the value in full", self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:

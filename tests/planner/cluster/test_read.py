@@ -168,7 +168,7 @@ def test_no_links_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "3\n"])
 def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text):
-    assert "the cluster file is no mapping" in error(tmp_path, text)
+    assert "the cluster file is not a mapping" in error(tmp_path, text)
 
 
 def test_a_path_that_is_not_there_names_the_nearest_shipped_cluster():

@@ -20,9 +20,9 @@ def test_plain_values_are_read():
     [
         ("", "Expecting value"),
         ("[1", "Expecting"),
-        ("[" * 100_000 + "]" * 100_000, "nested too deep"),
-        ("[" * 100_000, "nested too deep"),
-        ('{"a":' * 100_000, "nested too deep"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
         ("9" * 400, "the number 9{26}…9{14} is too large"),
         ("9" * 5000, "is too large"),
         ("-9223372036854775809", "is too large"),

@@ -129,10 +129,13 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"cuda_graphs": {"scope": "atn"}}, "cuda_graphs.scope must be a list or attn or mlp .* not the string 'atn'"),
         ({"cuda_graphs": {"scope": ["full_iteration", "mlp"]}}, "full_iteration already contains every part"),
         ({"cuda_graphs": {"scope": "full_iteration", "impl": "transformer_engine"}}, "captures parts of blocks"),
-        ({"cuda_graphs": {"impl": "local", "warmup_steps": 0}}, "cuda_graphs.warmup_steps is 0: kernels are loaded"),
+        (
+            {"cuda_graphs": {"impl": "local", "warmup_steps": 0}},
+            "cuda_graphs.warmup_steps is 0: kernels and workspaces",
+        ),
         ({"inputs": {"x": {"shape": [0], "dtype": "int64"}}}, "inputs.x.shape.0 is 0"),
         ({"inputs": {"x": {"shape": [4]}}}, "inputs.x.dtype is missing"),
-        ({"inputs": {"x": {"like": "x"}}}, "like each other in a circle"),
+        ({"inputs": {"x": {"like": "x"}}}, "refer to each other in a circle"),
         ({"inputs": {"x": {"shape": [4], "dtype": "float32", "high": 3}}}, "inputs.x.high is for integers"),
         ({"mesh": {"order": "tp-dp-xp"}}, "unknown axis"),
         ({"mesh": {"pp": 2, "order": "tp-dp"}}, "pp"),
@@ -176,7 +179,7 @@ clusters: none.yaml
 optimizer.lr must be a number, not the string 'high'
   at:  spec.yaml:1
   fix: write a number at least 0, without quotes
-optimizer.schedule.steps is missing: a cosine decay has an end
+optimizer.schedule.steps is missing: a cosine decay needs its last step
   at:  spec.yaml:1
   fix: add `steps: 10000`
 mesh.tp is 0, it must be at least 1
@@ -313,7 +316,7 @@ def test_like_must_name_an_input(tmp_path):
         """\
 inputs.labels.like names no input: 'input_ids'
   at:  spec.yaml:5
-  fix: name another input; there are: ids, labels""",
+  fix: name one of the inputs: ids, labels""",
     )
 
 
@@ -323,7 +326,7 @@ def test_a_key_given_twice_names_both_lines(tmp_path):
         """\
 the key 'seed' is given twice
   at:  spec.yaml:4
-  fix: keep one; the first is on line 3""",
+  fix: remove one; the first is on line 3""",
     )
 
 
@@ -334,13 +337,13 @@ def test_all_keys_given_twice_come_at_once(tmp_path):
 3 errors in the spec
 the key 'lr' is given twice
   at:  spec.yaml:4
-  fix: keep one; the first is on line 4
+  fix: remove one; the first is on line 4
 the key 'seed' is given twice
   at:  spec.yaml:5
-  fix: keep one; the first is on line 3
+  fix: remove one; the first is on line 3
 the key 'seed' is given twice
   at:  spec.yaml:6
-  fix: keep one; the first is on line 3""",
+  fix: remove one; the first is on line 3""",
     )
 
 
@@ -373,8 +376,8 @@ def exploding(innermost: str, around: str) -> str:
     [
         ("a: 1\nb: \x01\n", "special characters", 2),
         ("mesh: &m {tp: *m}\n", "an alias: write the value out", 1),
-        ("mesh: {? [a] : b}\n", "a key must be a plain word", 1),
-        ("mesh: !!python/object:os.system {}\n", "the tag .* has no meaning here", 1),
+        ("mesh: {? [a] : b}\n", "a key must be a single word", 1),
+        ("mesh: !!python/object:os.system {}\n", "the tag .* is not supported", 1),
         ("mesh: {tp: 2}\n---\nbatch: 3\n", "expected a single document", 2),
         ("- mesh\n", "the spec must be a mapping", 1),
         ("mesh: {tp: 2}\nseed: " + "9" * 400 + "\n", "the number 9+…9+ is too large", 2),
@@ -382,14 +385,14 @@ def exploding(innermost: str, around: str) -> str:
         ("optimizer: {lr: 1e999}\n", "the number 1e999 is too large", 1),
         ("mesh: 2024-13-45\n", "mesh must be a mapping or auto, not the string '2024-13-45'", 1),
         ("mesh: {tp: 012}\n", "mesh.tp must be a whole number or auto, not the string '012'", 1),
-        ("mesh: {tp: !!int foo}\n", "`foo` is no int, as its tag says", 1),
-        ("mesh: {tp: !!bool foo}\n", "`foo` is no bool, as its tag says", 1),
-        ("mesh: {tp: !!timestamp 2024-01-01}\n", "the tag .* has no meaning here", 1),
-        ("mesh: !!binary =\n", "the tag .* has no meaning here", 1),
-        ("mesh: " + "[" * 900 + "\n", "invalid YAML: it is nested too deep", None),
-        ("mesh:\n" + "- " * 900 + "1\n", "invalid YAML: it is nested too deep", None),
+        ("mesh: {tp: !!int foo}\n", "`foo` is not of the type of its tag, int", 1),
+        ("mesh: {tp: !!bool foo}\n", "`foo` is not of the type of its tag, bool", 1),
+        ("mesh: {tp: !!timestamp 2024-01-01}\n", "the tag .* is not supported", 1),
+        ("mesh: !!binary =\n", "the tag .* is not supported", 1),
+        ("mesh: " + "[" * 900 + "\n", "invalid YAML: nested too deeply", None),
+        ("mesh:\n" + "- " * 900 + "1\n", "invalid YAML: nested too deeply", None),
         ("mesh: " + "[" * 100 + "]" * 100 + "\n", "mesh must be a mapping or auto, not the list", 1),
-        ('loss: "\\ud800"\n', "half a character", 1),
+        ('loss: "\\ud800"\n', "lone surrogate", 1),
         ('loss: "\\UFFFFFFFF"\n', "invalid YAML: .*too large", None),
         ("%YAML 1." + "9" * 5000 + "\n---\nmesh: 1\n", "invalid YAML: Exceeds the limit", None),
         ("mesh: {tp: 2}\nbatch: &b {global: 2, micro: 1}\ninputs: {a: {<<: *b}}\n", "an alias: write the value out", 3),

@@ -185,7 +185,7 @@ def test_a_key_tells_its_type_range_default_and_meaning():
         "type": "number",
         "exclusiveMinimum": 0,
         "default": 1e-8,
-        "description": "added to the root of the mean square",
+        "description": "added to the denominator of the update",
     }
     assert optimizer["betas"]["prefixItems"] == [{"type": "number", "minimum": 0, "exclusiveMaximum": 1}] * 2
     assert optimizer["alignment"]["enum"] == ["nccl", "none"]

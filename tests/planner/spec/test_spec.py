@@ -91,7 +91,7 @@ def test_a_cluster_file_that_is_not_there_is_an_error_at_its_line(tmp_path):
     assert message[0].startswith("cluster: there is no file no-such-file.yaml (looked in . and ")
     assert message[1:] == [
         "  at:  spec.yaml:3",
-        "  fix: name a YAML file that describes the machines, or one that is shipped: "
+        "  fix: name a YAML file that describes the machines, or a shipped one: "
         "cpu-local, dgx-2h, dgx-a100, dgx-h100, h200",
     ]
     with pytest.raises(SpecError, match=r"there is no file no-such-file\.yaml"):
