@@ -274,8 +274,8 @@ def _mesh(spec: Spec) -> Mesh:
     mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule))
     if mesh.cp > 1 and mesh.has_expert_axes:
         raise PlanError(
-            f"cp = {mesh.cp} with ep = {mesh.ep}, etp = {mesh.etp}: experts over axes of their own are not cut over cp",
+            f"cp = {mesh.cp} with ep = {mesh.ep}, etp = {mesh.etp}: experts with ep or etp cannot be sharded over cp",
             where="mesh.cp",
-            fix="set cp: 1; or set ep: 1 and leave etp out",
+            fix="set cp: 1; or set ep: 1 and remove etp",
         )
     return mesh

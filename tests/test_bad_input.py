@@ -111,10 +111,10 @@ def test_a_bad_spec_is_one_error_at_its_line(
 @pytest.mark.parametrize(
     ("split", "what", "pointer", "fix"),
     [
-        ("Et*3|xL", "pipeline.split: `x` is no layer, at character 6", 5, "write E (embedding), t (a block) and L"),
-        ("Et*3|ttL", "pipeline.split has 5 blocks (t), but the model has 4, at character 7", 6, "write 4 t in all"),
+        ("Et*3|xL", "pipeline.split: `x` is not a layer, at character 6", 5, "write E (embedding), t (a block) and L"),
+        ("Et*3|ttL", "pipeline.split has 5 blocks (t), but the model has 4, at character 7", 6, "write 4 t in total"),
         ("Et*3|tt|L", "pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 1 = 2, at character 8", 7, "write 1 `|`"),
-        ("Et*3|m", "pipeline.split: multi-token prediction (m) is not found", 5, "leave m out"),
+        ("Et*3|m", "pipeline.split: multi-token prediction (m) is not supported", 5, "remove m"),
     ],
 )
 def test_a_bad_layout_is_one_error_at_its_line_that_points_at_the_character(

@@ -24,7 +24,7 @@ KEY = "pipeline.split"
 WORDS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # the same letters, written out
 LETTERS = "".join(WORDS.values())
 PATTERN = rf"^[{LETTERS}|()*,0-9]+$"  # of every layout, and of more; for an editor
-_HELP = "write E (embedding), t (a block) and L (loss), `|` between stages, `*n` after what is repeated: Et*3|t*4|tL"
+_HELP = "write E (embedding), t (a block) and L (loss), `|` between stages, `*n` after a repeated part: Et*3|t*4|tL"
 _MOST_DEPTH = 100  # brackets in brackets
 _MOST = 100_000  # layers and bars: beyond it is a slip in a number, not a model
 
@@ -66,7 +66,7 @@ class Layout:
             too_many = len(blocks) > num_blocks
             at = blocks[num_blocks].at if too_many else marks[-1].at
             what = f"{KEY} has {len(blocks)} blocks (t), but the model has {num_blocks}"
-            raise complaint(self.text, at, what, f"write {num_blocks} t in all; t*4 stands for four")
+            raise complaint(self.text, at, what, f"write {num_blocks} t in total; t*4 stands for four")
 
 
 def parse_layout(text: str) -> Layout:
@@ -89,8 +89,8 @@ def read_layout(text: str) -> Layout:
     marks = [mark for stage in layout.stages for mark in stage]
     for mark in marks:
         if mark.letter == "m":
-            what = f"{KEY}: multi-token prediction (m) is not found in models: they have a loss (L) alone"
-            raise complaint(text, mark.at, what, "leave m out; what a model adds to its loss belongs to L")
+            what = f"{KEY}: multi-token prediction (m) is not supported: models have only a loss (L)"
+            raise complaint(text, mark.at, what, "remove m; terms that a model adds to its loss belong to L")
     for letter, word, place in (("E", "embedding", 0), ("L", "loss", -1)):
         found = [mark for mark in marks if mark.letter == letter]
         order = "first" if place == 0 else "last"
@@ -102,8 +102,8 @@ def read_layout(text: str) -> Layout:
             raise complaint(text, at, what, f"write {letter} {'before' if place == 0 else 'after'} all other layers")
         if not layout.stages[place]:
             at = layout.ends[0] if place == 0 else layout.ends[-1]
-            what = f"{KEY}: the {order} stage holds nothing, but the {word} ({letter}) runs there"
-            raise complaint(text, at, what, f"remove the {order} bar, or put {letter} {order} of all")
+            what = f"{KEY}: the {order} stage is empty, but the {word} ({letter}) runs there"
+            raise complaint(text, at, what, f"remove the {order} bar, or put {letter} {order}")
     return layout
 
 
@@ -135,7 +135,10 @@ class _Reader:
     def all(self) -> list[Mark]:
         marks = self.parts()
         if self.at < len(self.text):
-            raise self.error("this bracket closes none", "remove it, or open it before what is repeated: (tt|)*3")
+            raise self.error(
+                "this closing bracket has no opening one",
+                "remove it, or add the opening one before the repeated part: (tt|)*3",
+            )
         return marks
 
     def parts(self, opened: int | None = None) -> list[Mark]:
@@ -146,7 +149,9 @@ class _Reader:
             if len(marks) > _MOST:
                 raise self.error(f"more than {_MOST} layers and bars", "check the numbers after *", self.at - 1)
         if opened is not None and self.at == len(self.text):
-            raise self.error("this bracket is never closed", "close it and say how often: (tt|)*3", opened)
+            raise self.error(
+                "this bracket is never closed", "close it and write the number of repetitions: (tt|)*3", opened
+            )
         return marks
 
     def part(self) -> list[Mark]:
@@ -156,17 +161,17 @@ class _Reader:
             return []
         if letter == "(":
             if self.depth == _MOST_DEPTH:
-                raise self.error(f"more than {_MOST_DEPTH} brackets in brackets", "write it flat", start)
+                raise self.error(f"brackets are nested more than {_MOST_DEPTH} deep", "write it without nesting", start)
             self.depth += 1
             marks = self.parts(start)
             self.depth -= 1
             self.at += 1
             if self.text[self.at : self.at + 1] != "*":
-                raise self.error("a bracket says how often after it", "write (…)*n", self.at - 1)
+                raise self.error("a number of repetitions must follow the bracket", "write (…)*n", self.at - 1)
         elif letter in LETTERS or letter == "|":
             marks = [Mark(letter, start)]
         else:
-            raise self.error(f"`{letter}` is no layer", _HELP, start)
+            raise self.error(f"`{letter}` is not a layer", _HELP, start)
         return self.repeated(marks)
 
     def repeated(self, marks: list[Mark]) -> list[Mark]:
@@ -175,7 +180,7 @@ class _Reader:
             return marks
         found = re.compile("[0-9]+").match(self.text, self.at + 1)
         if not found or not int(found[0][:9]):
-            raise self.error("`*` is followed by how often", "write a number of 1 or more: t*3")
+            raise self.error("a number of repetitions must follow `*`", "write a number of 1 or more: t*3")
         times = int(found[0][:9])
         if times * len(marks) > _MOST:
             raise self.error(f"more than {_MOST} layers and bars", "write a smaller number", found.start())

@@ -26,7 +26,7 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold =
     try:
         steps = simulate(Schedule(kind, *sizes, tuple(orders), fold)).steps
     except PlanError as error:  # what failed may be the schedule itself
-        return f"{action} of pp rank {rank}; no step has a place, as {error.what}"
+        return f"{action} of pp rank {rank}; the schedule has no steps: {error.what}"
     at = next(i for i, row in enumerate(steps) if row[rank] == action)
     first, first_rank = _around(at, len(steps), MOST_STEPS), _around(rank, len(orders), MOST_RANKS)
     shown = tuple(row[first_rank : first_rank + MOST_RANKS] for row in steps[first : first + MOST_STEPS])

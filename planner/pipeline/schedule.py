@@ -54,7 +54,7 @@ class SchedulePlan:
             complete = forwards == backwards and len(order) == (2 + self.has_weights) * len(forwards)
             require(complete, f"pp rank {rank} does not run each forward and its backward once")
             require(
-                weights == (backwards if self.has_weights else set()), f"pp rank {rank} misses a W of its backwards"
+                weights == (backwards if self.has_weights else set()), f"pp rank {rank} lacks a W for its backwards"
             )
             early = too_early(tuple(Action(*action) for action in order))
             require(early is None, f"pp rank {rank} runs {early} before its backward")
@@ -91,7 +91,7 @@ class Schedule:
         if len(self.orders) != self.pp:
             raise PlanError(
                 f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks",
-                fix="give one list for each",
+                fix="give one list per rank",
             )
         cells = [(m, c) for m in range(self.num_microbatches) for c in range(self.vpp)]
         kinds = "F" if self.kind == FORWARD_ONLY else "FBW" if self.has_weights else "FB"
@@ -227,7 +227,7 @@ def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size:
         )
     if vpp > 1 and not KINDS[kind].runs_chunks:
         fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
-        raise PlanError(f"{kind} runs one chunk a rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
+        raise PlanError(f"{kind} runs one chunk per rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
     KINDS[kind].check(pp, num_microbatches, vpp, group_size)
 
 
@@ -240,8 +240,8 @@ def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int
         )
     if num_microbatches < pp:
         raise PlanError(
-            f"interleaved_1f1b over pp = {pp} ranks needs at least {pp} microbatches, since a rank begins its next "
-            f"chunk when a group has passed all ranks, but there are {num_microbatches}",
+            f"interleaved_1f1b over pp = {pp} ranks needs at least {pp} microbatches, because a rank starts its "
+            f"next chunk after a group has passed all ranks, but there are {num_microbatches}",
             where="batch.global",
             fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use 1f1b "
             "with vpp: 1, which runs any number",
@@ -252,7 +252,7 @@ def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int
 def _check_zero_bubble(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
     if pp == 1:
         raise PlanError(
-            "zero_bubble fills the time for which ranks of a pipeline wait, but with pp = 1 no rank waits",
+            "zero_bubble fills idle time of pipeline ranks, but with pp = 1 no rank idles",
             where="pipeline.schedule",
             fix="use 1f1b, or set mesh.pp to 2 or more",
         )
@@ -277,7 +277,8 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
     """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
     if group_size < pp:
         raise PlanError(
-            f"interleaved_1f1b: group size {group_size} is smaller than pp = {pp}, so a chunk's inputs come too late",
+            f"interleaved_1f1b: group size {group_size} is smaller than pp = {pp}, and the inputs of a chunk "
+            "would arrive too late",
             where="pipeline.group_size",
             fix=f"set group_size to {pp} or more",
         )
@@ -351,8 +352,8 @@ def _before_its_backward(rank: int, order: Order, early: Action) -> PlanError:
     backward = early._replace(kind="B")
     at = order.index(early)
     return PlanError(
-        f"schedule: pp rank {rank} runs {early} before {backward}, from which it takes what to do: "
+        f"schedule: pp rank {rank} runs {early} before {backward}, on which it depends: "
         f"{format_order(order[max(0, at - 2) : at + 1])}",
         where="pipeline.schedule",
-        fix=f"put {early} behind {backward} in the list of rank {rank}",
+        fix=f"put {early} after {backward} in the list of rank {rank}",
     )

@@ -81,5 +81,5 @@ def _parse_action(word: str) -> Action:
     match = _ACTION.fullmatch(word)
     if not match:
         fix = "write F, B or W, the microbatch, a dot, the chunk: F3.0"
-        raise PlanError(f"schedule text: `{word}` is no action", fix=fix)
+        raise PlanError(f"schedule text: `{word}` is not an action", fix=fix)
     return Action(match[1], int(match[2]), int(match[3]))

@@ -150,7 +150,7 @@ def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_
         f"schedule {schedule.kind} (pp = {schedule.pp}, vpp = {schedule.vpp}, {schedule.num_microbatches} "
         f"microbatches) deadlocks at step {len(steps)}\n{grid}\n" + "\n".join(waits),
         where="pipeline.schedule",
-        fix="put the awaited actions before those that wait for them in the lists of their ranks",
+        fix="in the lists of their ranks, move the awaited actions before the waiting ones",
     )
 
 

@@ -29,11 +29,11 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
         layout = read_layout(split)
         if len(layout.stages) != pp * vpp:
             at = layout.ends[min(len(layout.stages), pp * vpp) - 1]
-            fix = f"write {pp * vpp - 1} `|`: each ends a stage"
+            fix = f"write {pp * vpp - 1} `|`: each one ends a stage"
             yield complaint(split, at, f"{KEY} has {len(layout.stages)} stages, {stages}", fix)
     elif _is_rows(split):
         if len(split) != pp or any(not isinstance(row, Sequence) or len(row) != vpp for row in split):
-            what = f"{KEY} {_plain(split)} is not a list for each of {pp} ranks of a number for each of {vpp} chunks"
+            what = f"{KEY} {_plain(split)} is not a list of {pp} lists (ranks) of {vpp} numbers (chunks)"
             yield PlanError(what, where=KEY, fix=f"give {pp} lists of {vpp} numbers of blocks each, or write auto")
     elif isinstance(split, Sequence) and split != AUTO and len(split) != pp * vpp:
         fix = f"list {pp * vpp} numbers of blocks, or write auto"
@@ -75,14 +75,14 @@ def even_split(
     """Of each pp rank, the blocks of each of its chunks. Raises PlanError where something would be left over."""
     if embedding or loss:
         if first is not None or last is not None:
-            raise _problem("embedding and loss count as blocks only where first and last are not given", "keep one")
+            raise _problem("embedding and loss count as blocks only if first and last are not given", "keep one")
         return _with_ends(num_blocks, pp, vpp, fold, embedding, loss)
     fixed = [n for n in (first, last) if n is not None]
     ranks, blocks = pp - len(fixed), num_blocks - sum(fixed)
     between = f"{blocks} blocks of {num_blocks}" if fixed else f"{num_blocks} blocks"
     if ranks < 0 or blocks < 0 or (blocks % ranks if ranks else blocks):
         what = f"{between} are left for {ranks} ranks" if fixed else f"{between} do not divide by {pp} pipeline ranks"
-        raise _problem(what, "write auto, or a layout that says how many each stage has")
+        raise _problem(what, "write auto, or a layout with the number of blocks of each stage")
     sizes = [blocks // ranks if ranks else 0] * pp
     if first is not None:
         sizes[0] = first

@@ -152,7 +152,7 @@ def _check_ends(program: Program, stage: dict[fx.Node, int], layout: Layout) -> 
         alone = not layout.sizes[home]
         if alone and (home not in stage.values() or (letter == "L" and stage[program.node(program.loss)] != home)):
             at = next(mark.at for mark in layout.stages[home] if mark.letter == letter)
-            what = f"pipeline.split: {letter} stands alone, but the model computes nothing {place}"
+            what = f"pipeline.split: a stage has only {letter}, but the model computes nothing {place}"
             raise complaint(layout.text, at, what, "give that stage a block (t)")
 
 
@@ -182,9 +182,9 @@ def _assignment(
 def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str | None) -> None:
     if pp * vpp > max(num_blocks, 1):
         stages = f"pp {pp} · vpp {vpp} = {pp * vpp} stages" if vpp > 1 else f"pp {pp} stages"
-        fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: there is nothing to cut between"
+        fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: the model has no blocks to divide"
         raise PlanError(
-            f"pipeline: {stages}, but the model has only {num_blocks} blocks to cut between",
+            f"pipeline: {stages}, but the model has only {num_blocks} blocks",
             where=where or "mesh.pp",
             fix=fix,
         )

@@ -20,7 +20,7 @@ def compiled_section(plan: Tables, *, full: bool) -> Section:
         return row.ops, row.function, row.reason
 
     folds = unfolded(plan.compiled, name) if full else fold(plan.compiled, name, same)
-    columns = ("where", TIMES, "ops", "function", "reason why not")
+    columns = ("where", TIMES, "ops", "function", "why not compiled")
     return Section("Compiled", columns, tuple(map(_cells, folds)), _note(plan), frozenset({TIMES, "function"}))
 
 
@@ -33,7 +33,7 @@ def _note(plan: Tables) -> str:
     pieces = [row for row in plan.compiled if not row.reason]
     functions = len({row.function for row in pieces})
     return (
-        f"{len(pieces)} pieces share {functions} compiled functions; between them products with weights, attention and "
-        "collectives run as they are. The memory of activations is planned as if all ran op by op: a compiled piece "
-        "keeps as much or less"
+        f"{len(pieces)} pieces share {functions} compiled functions; products with weights, attention and "
+        "collectives between them are not compiled. Activation memory is planned for eager ops, an upper bound "
+        "for compiled pieces"
     )

@@ -58,7 +58,7 @@ class Coverage:
         ]
         lines += [f"input-only   {op}  ({count} times)" for op, count in sorted(self.input_only.items())]
         return "\n".join(
-            [*lines, "every op with a gradient has a rule" if not self.missing else "ops without a rule are left"]
+            [*lines, "every op with a gradient has a rule" if not self.missing else "some ops have no rule"]
         )
 
 
@@ -110,10 +110,12 @@ def captured(model: nn.Module, spec: Spec | None = None) -> Program:
 def main(arguments: list[str] | None = None) -> int:
     """The command: prints one list for all models together."""
     parser = argparse.ArgumentParser(
-        prog="python -m planner.report.coverage", description="Ops of models without a rule."
+        prog="python -m planner.report.coverage", description="Ops in models that have no rule."
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `meshwright plan`, such as hf:config.json")
-    parser.add_argument("--spec", help="a YAML file with the inputs of the models")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="models, named as for `meshwright plan`: hf:config.json"
+    )
+    parser.add_argument("--spec", help="YAML file with the inputs of the models")
     given = parser.parse_args(arguments)
     spec = Spec.load(given.spec) if given.spec else None
     coverage, failed = Coverage(), False

@@ -32,7 +32,7 @@ def remarks_section(plan: Tables, full: bool, each: bool = False) -> Section:
     found = [d for d in plan.diagnostics if d.level == "info"]
     folds = _folds(found, full)
     rows = [_row(kind) for kind in ([[f] for f in folds] if full or each else _kinds(folds))]
-    note = "" if full or each or len(rows) == len(folds) else "those of one kind are joined; --full prints each"
+    note = "" if full or each or len(rows) == len(folds) else "remarks of one kind are merged; --full prints each one"
     columns = ("where", TIMES, "what")
     title = f"Remarks ({len(found)})"
     return Section(title, columns, tuple(rows), note, right=frozenset({TIMES}), opened=False)
@@ -65,4 +65,4 @@ def _row(kind: list[Fold]) -> tuple[str, ...]:
     if len(kind) == 1:
         return first.name, str(count), first.rows[0].what
     said = {item.rows[0].what for item in kind}
-    return f"{first.name}, and others", str(count), said.pop() if len(said) == 1 else _kind(first)
+    return f"{first.name}, and more", str(count), said.pop() if len(said) == 1 else _kind(first)

@@ -25,8 +25,8 @@ def experts_section(plan: Tables, *, full: bool) -> Section:
 
     folds = unfolded(plan.experts, name) if full else fold(plan.experts, name, same)
     rows = tuple(cells for item in folds for cells in _cells(item))
-    columns = ("block", TIMES, "experts", "for a token", "tokens meet them", "ep rank", "has", "on ranks", "sent")
-    right = frozenset({TIMES, "experts", "for a token", "ep rank", "sent"})
+    columns = ("block", TIMES, "experts", "per token", "dispatch", "ep rank", "has", "on ranks", "sent")
+    right = frozenset({TIMES, "experts", "per token", "ep rank", "sent"})
     return Section("Experts", columns, rows, _groups(plan.mesh) if rows else "", right)
 
 
@@ -50,11 +50,11 @@ def _cells(item: Fold) -> list[tuple[str, ...]]:
 def _groups(mesh: Mesh) -> str:
     """The groups of the first stage, of axes that have more than one rank."""
     if not mesh.has_expert_axes:
-        return "cut as all other matrices; `mesh.ep` gives them ranks of their own"
+        return "experts are sharded like other matrices; `mesh.ep` would distribute them over ranks"
     lines = [
-        "sent: bytes of the rows of one microbatch that a rank sends to experts, and gets back",
-        "grouped products add the gradients of their weights expert by expert to the buffer; where one call multiplies "
-        "all experts (bfloat16, from Hopper on), one call makes that gradient too, and it is added whole",
+        "sent: bytes of rows that a rank dispatches for one microbatch; the combine returns as many",
+        "grouped products add weight gradients to the buffer expert by expert; if one kernel multiplies all "
+        "experts (bfloat16 on Hopper or later), one kernel also computes their gradient, which is added at once",
     ]
     for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
         if mesh.size(axis) > 1:

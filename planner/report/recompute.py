@@ -1,4 +1,4 @@
-"""The section of what blocks let go and compute again."""
+"""The section of what blocks freed and compute again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def recompute_section(plan: Tables, *, full: bool) -> Section:
         return row.kind, row.ops, row.bytes, row.flops, row.moved
 
     folds = unfolded(plan.recompute, name) if full else fold(plan.recompute, name, same)
-    columns = ("where", TIMES, "kind", "ops", "let go", "FLOPs", "bytes moved")
-    right = frozenset({TIMES, "let go", "FLOPs", "bytes moved"})
+    columns = ("where", TIMES, "kind", "ops", "freed", "FLOPs", "bytes moved")
+    right = frozenset({TIMES, "freed", "FLOPs", "bytes moved"})
     return Section("Recompute", columns, tuple(map(_cells, folds)), _note(plan), right)
 
 
@@ -36,6 +36,6 @@ def _note(plan: Tables) -> str:
         mine = [row for row in plan.recompute if row.stage == stage]
         given, flops, moved = (sum(getattr(row, key) for row in mine) for key in ("bytes", "flops", "moved"))
         lines.append(
-            f"stage {stage}: {given:,} bytes let go, {flops:,} FLOPs and {moved:,} bytes moved to have them back"
+            f"stage {stage}: {given:,} bytes freed, {flops:,} FLOPs and {moved:,} bytes moved to have them back"
         )
-    return "\n".join(["of one microbatch on one rank", *lines])
+    return "\n".join(["per microbatch on one rank", *lines])

@@ -45,12 +45,12 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
     warmups = " ".join(str(schedule.num_warmup(rank)) for rank in range(schedule.pp))
     slots = " ".join(str(num_static_input_slots(order)) for order in schedule.orders)
     graphs = " ".join(str(num_graph_slots(order)) for order in schedule.orders)
-    weights = ", W the gradients of its weights" if schedule.has_weights else ""
+    weights = ", W its weight gradients" if schedule.has_weights else ""
     waiting = " ".join(map(str, simulation.peak_waiting))
     return "\n".join(
         [
             f"{schedule.kind}: pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches",
-            f"F3.1 is the forward of microbatch 3 on chunk 1, B its backward{weights}; a dot is a rank that waits",
+            f"F3.1: forward of microbatch 3 on chunk 1, B its backward{weights}; a dot: the rank waits",
             "",
             simulation.grid(),
             "",
@@ -59,6 +59,6 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
             f"peak in flight       {peaks}   (by pp rank)",
             *([f"most waiting for W   {waiting}   (by pp rank)"] if schedule.has_weights else []),
             f"static input slots   {slots}   (by pp rank; chunks share them: impl transformer_engine)",
-            f"slots of graphs      {graphs}   (by pp rank; graphs of a chunk keep their own: impl local)",
+            f"slots of graphs      {graphs}   (by pp rank; each chunk has its own graphs: impl local)",
         ]
     )

@@ -51,7 +51,7 @@ def _header(plan: Tables) -> Section:
     folded = "; stages run down the pp ranks and back" if mesh.fold == V else ""
     lines = [
         f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}{folded}",
-        f"batch     {batch.get('global', '?')} sequences a step, {batch.get('micro', '?')} a microbatch",
+        f"batch     {batch.get('global', '?')} sequences per step, {batch.get('micro', '?')} per microbatch",
         f"schedule  {schedule.kind}, {schedule.num_microbatches} microbatches{bubble}",
     ]
     return Section("Plan", note="\n".join(lines))
@@ -110,7 +110,7 @@ def _collectives(plan: Tables, full: bool) -> Section:
     folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, same)
     rows = tuple(_collective_cells(item) for item in folds)
     columns = ("where", TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
-    note = "" if rows else "none: no rank needs another"
+    note = "" if rows else "none: ranks do not communicate"
     return Section(f"Collectives ({len(plan.collectives)})", columns, rows, note, frozenset({TIMES, "bytes", "count"}))
 
 
@@ -144,9 +144,12 @@ def _schedule(plan: Tables) -> Section:
         (*map(str, row), format_order(order, plan.mesh.vpp))
         for row, order in zip(numbers, schedule.orders, strict=True)
     )
-    chunk = ", F3.1 that on chunk 1" if plan.mesh.vpp > 1 else ""
-    weights = ", W the gradients of its weights" if schedule.peak_waiting else ""
-    note = f"F3 is the forward of microbatch 3{chunk}, B its backward{weights}; [F3 B0]..[F7 B4] counts both up by one"
+    chunk = ", F3.1 on chunk 1" if plan.mesh.vpp > 1 else ""
+    weights = ", W its weight gradients" if schedule.peak_waiting else ""
+    note = (
+        f"F3: forward of microbatch 3{chunk}, B its backward{weights}; [F3 B0]..[F7 B4]: a run in which both "
+        "numbers count up"
+    )
     return Section("Schedule", (*columns, "order"), rows, note, frozenset(columns))
 
 
@@ -194,8 +197,8 @@ def _regions(plan: Tables, full: bool) -> Section:
 
     folds = unfolded(plan.graph_regions, name) if full else fold(plan.graph_regions, name, same)
     rows = tuple(_region_cells(item) for item in folds)
-    columns = ("block", TIMES, "scope", "captured", "inputs", "outputs", "bytes of a slot", "reason")
-    return Section("Graph regions", columns, rows, right=frozenset({TIMES, "bytes of a slot"}))
+    columns = ("block", TIMES, "scope", "captured", "inputs", "outputs", "slot bytes", "reason")
+    return Section("Graph regions", columns, rows, right=frozenset({TIMES, "slot bytes"}))
 
 
 def _region_cells(item: Fold) -> tuple[str, ...]:
@@ -225,8 +228,8 @@ def _graphs(plan: Tables, full: bool) -> Section:
         "gradients",
         "messages",
     )
-    note = "replays a step; bytes of all slots; the slot of microbatch 0, 1, …, where (0 1).. goes on in turn"
-    return Section("Graphs", (*columns, "slot of each microbatch"), tuple(rows), note, frozenset(columns))
+    note = "replays per step; bytes of all slots; slots of microbatches 0, 1, …: (0 1).. repeats in turn"
+    return Section("Graphs", (*columns, "slots of microbatches"), tuple(rows), note, frozenset(columns))
 
 
 def format_slots(slots: Sequence[int]) -> str:
@@ -243,9 +246,9 @@ def _optimizer(plan: Tables) -> Section:
         dtypes = f"{b.dtype} / {b.gradient_dtype}"
         shared = f"{b.shard_elements:,}{'' if b.reduced_over == 'dp' else f' ({b.reduced_over})'}"
         rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", shared, str(len(b.buckets))))
-    columns = ("pp rank", "parameters / gradients", "elements", "of one dp rank", "buckets")
+    columns = ("pp rank", "parameters / gradients", "elements", "per dp rank", "buckets")
     note = f"{plan.optimizer.name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
-    right = frozenset({"pp rank", "elements", "of one dp rank", "buckets"})
+    right = frozenset({"pp rank", "elements", "per dp rank", "buckets"})
     return Section("Optimizer buffers", columns, tuple(rows), note, right)
 
 
@@ -256,14 +259,14 @@ def _memory(plan: Tables) -> Section:
     cells = [[str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in shown)] for row in plan.memory]
     columns = ["pp rank", *(part.replace("_", " ") for part in shown)]
     if any(row.of_microbatch for row in plan.memory):
-        columns.append("of a microbatch")
+        columns.append("per microbatch")
         for row, line in zip(plan.memory, cells, strict=True):
             line.append(" + ".join(map(format_bytes, row.of_microbatch)))
     right = frozenset(columns)
     if any(row.peak for row in plan.memory):
-        columns.append("most held")
+        columns.append("peak")
         for row, line in zip(plan.memory, cells, strict=True):
-            line.append(f"peak at {row.peak}" if row.peak else "")
+            line.append(f"at {row.peak}" if row.peak else "")
     return Section("Memory of one rank", tuple(columns), tuple(map(tuple, cells)), right=right)
 
 
@@ -279,11 +282,11 @@ def _cost(plan: Tables) -> Section:
         (part.replace("_", " "), format_seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown
     ]
     cells = tuple((name, text, f"{part / step:.1%}" if step else "-") for name, text, part in rows)
-    note = f"{format_seconds(step)} a step on {plan.spec.get('cluster') or 'its cluster'}"
+    note = f"{format_seconds(step)} per step on {plan.spec.get('cluster') or 'its cluster'}"
     if plan.cost.flops and step:
         reached = plan.cost.flops / step
-        peak = f", {reached / plan.cost.peak:.1%} of its peak" if plan.cost.peak else ""
-        note += f"; {reached / 1e12:.3g} TFLOP/s a device{peak}, what is computed again not counted"
+        peak = f", {reached / plan.cost.peak:.1%} of peak" if plan.cost.peak else ""
+        note += f"; {reached / 1e12:.3g} TFLOP/s per device{peak}, recomputation not counted"
     columns = ("part", "seconds", "share")
     return Section("Estimated time of one step", columns, cells, note, frozenset(columns[1:]))
 

@@ -82,7 +82,7 @@ def why_slower(candidate: Candidate, winner: Candidate, cluster: Cluster) -> str
     """By how much, and the parts of the step that make it so, largest first."""
     more = candidate.seconds / winner.seconds - 1
     if more < 5e-4:
-        return "as fast; it sends more messages, or cuts more"
+        return "equally fast; it sends more messages, or shards more"
     parts = sorted(_differences(candidate, winner), reverse=True)
     largest = parts[0][0] if parts else 0.0
     named = [words for difference, words in _worded(parts, candidate, winner, cluster) if difference > 0.15 * largest]
@@ -110,7 +110,7 @@ def _worded(
         if part in AXES:
             words += _over(candidate.point.layout.mesh, AXES[part], cluster)
         if part == "compute":
-            words += f" ({percent(here / there - 1)} more on a rank)" if there else ""
+            words += f" ({percent(here / there - 1)} more per rank)" if there else ""
         yield difference, words
 
 

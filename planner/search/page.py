@@ -16,7 +16,7 @@ from planner.search.search import Result
 from planner.search.table import result_sections
 
 BEST, FITS, TOO_LARGE = 2, 0, 6  # colours
-_KINDS = ((BEST, "among the fastest"), (FITS, "the best with another choice"), (TOO_LARGE, "does not fit"))
+_KINDS = ((BEST, "among the fastest"), (FITS, "best with another choice"), (TOO_LARGE, "does not fit"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def search_page(result: Result, *, title: str = "") -> str:
     entries = tuple(_entries(result))
     named = {entry.candidate.point for entry in entries}
     cloud = [(c.seconds, float(c.fullest.total)) for c in result.estimated if c.point not in named]
-    limit = (float(result.memory_bytes), f"may be filled: {gigabytes(result.memory_bytes)}")
+    limit = (float(result.memory_bytes), f"usable: {gigabytes(result.memory_bytes)}")
     points = [
         Point(e.candidate.seconds, float(e.candidate.fullest.total), e.fill, e.number, e.id, e.layout) for e in entries
     ]
@@ -80,7 +80,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
 def _entries(result: Result) -> Iterator[Entry]:
     """The fastest, then of each other choice the best layout."""
     for number, candidate in enumerate(result.best, start=1):
-        why = why_slower(candidate, result.winner, result.cluster) if number > 1 else "nothing that fits is faster"
+        why = why_slower(candidate, result.winner, result.cluster) if number > 1 else "the fastest that fits"
         yield _entry(str(number), candidate, "among the fastest", BEST, why)
     best = {candidate.point for candidate in result.best}
     others = [loser for loser in result.losers if loser.candidate.point not in best]
@@ -110,4 +110,4 @@ def _time(entries: tuple[Entry, ...]) -> Bars:
         spent = [(words, getattr(cost, part, 0.0)) for part, words in PARTS.items()]
         named = [(words, seconds, f"{words} {seconds_text(seconds)}") for words, seconds in spent]
         rows.append((entry.number, named, f"{entry.time}, {entry.kind}"))
-    return bars_of("Where the time goes", rows, list(PARTS.values()))
+    return bars_of("Time by part of the step", rows, list(PARTS.values()))

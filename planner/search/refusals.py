@@ -46,7 +46,7 @@ def check_pins(spec: Spec, devices: int) -> None:
         raise spec.error(f"mesh.{first}", what, f"choose sizes whose product divides {devices}, or leave one to auto")
     if len(pinned) == 4 and product != devices:
         free = [axis for axis in SIZES if getattr(mesh, axis) == AUTO]
-        what = f"{named or 'tp, cp, pp and dp of 1'} = {product} leave {devices // product} times as many devices idle"
+        what = f"{named or 'tp, cp, pp and dp of 1'} = {product} leave {devices - product} of {devices} devices idle"
         raise spec.error(f"mesh.{first}", what, f"set devices: {product}, or dp: auto; {', '.join(free)} adds no ranks")
     _check_experts(spec, devices)
     if mesh.dp != AUTO and spec.batch.global_size % int(mesh.dp):
@@ -57,8 +57,8 @@ def check_pins(spec: Spec, devices: int) -> None:
 def _check_experts(spec: Spec, devices: int) -> None:
     ep, cp = spec.mesh.ep, spec.mesh.cp
     if ep not in (AUTO, 1) and cp not in (AUTO, 1):
-        what = f"cp = {cp} with ep = {ep}: experts over axes of their own are not cut over cp"
-        raise spec.error("mesh.cp", what, "set cp: 1; or set ep: 1 and leave etp out")
+        what = f"cp = {cp} with ep = {ep}: experts with ep or etp cannot be sharded over cp"
+        raise spec.error("mesh.cp", what, "set cp: 1; or set ep: 1 and remove etp")
     if ep != AUTO and devices % int(ep):
         raise spec.error("mesh.ep", f"ep {ep} does not divide the {devices} devices", "choose a divisor, or auto")
 
@@ -73,8 +73,8 @@ def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanErro
     fix = f"use {' or '.join(map(str, near))} devices, " if near else ""
     return spec.error(
         "devices" if spec.devices else "mesh",
-        f"no layout uses all {devices} devices: {'; '.join(reasons) or 'no axis takes them'}",
-        f"{fix}{'or ' if near else ''}change batch.global or what the mesh pins",
+        f"no layout uses all {devices} devices: {'; '.join(reasons) or 'no axis can use them'}",
+        f"{fix}{'or ' if near else ''}change batch.global or the fixed axes of the mesh",
     )
 
 
@@ -114,7 +114,7 @@ def fits_nowhere(
     if enough:
         fix = f"use {enough[0]} devices of this kind ({enough[1].point})"
     else:
-        fix = "use devices with more memory, a smaller model, or fewer pins"
+        fix = "use devices with more memory, a smaller model, or fewer fixed axes"
     return spec.error(
         "devices" if spec.devices else "mesh",
         f"the model fits no layout of {devices} devices of {gigabytes(memory)}: the smallest, {least.point}, "

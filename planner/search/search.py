@@ -93,10 +93,12 @@ class _Search:
         num_large = sum(c.fullest.total > order.memory_bytes for c in order.known)
         pruned = dict(self.space.pruned)
         if num_large or found.num_fixed:
-            pruned["estimated, but larger than the memory of a device"] = num_large
-            pruned["not estimated: weights, gradients and optimizer alone are larger than it"] = found.num_fixed
+            pruned["estimated: memory larger than a device"] = num_large
+            pruned["not estimated: weights, gradients and optimizer state alone are larger than a device"] = (
+                found.num_fixed
+            )
         num_slower = len(order.bounds) - len(order.known) - found.num_fixed
-        pruned["not estimated: its bound is slower than the last of those shown"] = num_slower
+        pruned["not estimated: the lower bound of its time exceeds the slowest layout shown"] = num_slower
         return Result(
             self.spec, self.cluster, self.devices, tuple(found.best), lost,
             tuple((cut, error.what) for cut, error in self.refused.items()),

@@ -35,12 +35,12 @@ MOST_FOLDED = 8  # pp of a v, for which many ways are run
 MOST_NODES = 2  # of tp: what leaves a node only loses more with every further one
 BOUNDS = (
     f"tp: at most {MOST_NODES} times the devices of the innermost link",
-    f"cp: no chunk of a sequence (of 2 · cp) shorter than {LEAST_CHUNK} tokens",
-    f"vpp: at most {MOST_CHUNKS} chunks on a rank",
+    f"cp: each of the 2 · cp chunks of a sequence has at least {LEAST_CHUNK} tokens",
+    f"vpp: at most {MOST_CHUNKS} chunks per rank",
     f"batch.micro: at most {MOST_MICRO} sequences",
     "etp: tp, or 1",
-    f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} where a pipeline may lie inside of what dp joins",
-    "pipeline.schedule: 1f1b, or interleaved_1f1b where vpp is more than 1 (gpipe waits as long and holds more)",
+    f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} if pipelines may lie inside dp groups",
+    "pipeline.schedule: 1f1b, or interleaved_1f1b if vpp > 1 (gpipe has the same bubble and needs more memory)",
     f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, zero_bubble_v to pp {MOST_FOLDED}, without CUDA graphs",
 )
 
@@ -110,7 +110,7 @@ class Space:
         if self.devices % (tp * cp) or self.devices % (etp * ep):
             return
         if cp > 1 and cut.has_expert_axes:
-            self.pruned["cp beside axes of experts: they are not cut together"] += 1
+            self.pruned["cp together with ep or etp: not supported"] += 1
             return
         given = self.spec.tensor_parallel.sequence_parallel
         for sequence_parallel in (False, True) if given == AUTO else (given,):

@@ -37,8 +37,8 @@ def _best(result: Result) -> Section:
         )  # fmt: skip
     title = f"The fastest layouts of {result.devices} devices of {result.cluster.name}"
     note = (
-        f"estimated; memory of the fullest rank, of {gigabytes(result.memory_bytes)}; shares of a step; batches of "
-        f"{result.spec.batch.global_size} sequences"
+        f"estimated; memory of the fullest rank, out of {gigabytes(result.memory_bytes)}; shares of a step; "
+        f"batches of {result.spec.batch.global_size} sequences"
     )
     right = frozenset(("a step", "tokens/s", "sequences/s", "memory", *_SHARES))
     return Section(title, columns, tuple(rows), note=note, right=right)
@@ -59,7 +59,7 @@ def _losers(result: Result) -> list[Section]:
         for number, other in enumerate(result.best[1:], start=2)
     ]  # fmt: skip
     rows += [(r.choice, str(r.candidate.point), r.why) for r in result.losers if r.candidate.point not in best]
-    title = "Why not the others of these, and the best layout of each other choice"
+    title = "Why other layouts lose: the rest of the fastest, and the best layout for each other choice"
     return [Section(title, ("choice", "layout", "reason"), tuple(rows))] if rows else []
 
 
@@ -70,7 +70,7 @@ def _ruled_out(result: Result) -> list[Section]:
     rows = [(cuts[0] if len(cuts) == 1 else f"{len(cuts)} cuts", what) for what, cuts in refused.items()]
     rows += [(f"{count:,}", reason) for reason, count in result.pruned.items()]
     rows += [("not searched", bound) for bound in result.bounds]
-    title = f"Ruled out, of {result.num_considered:,} layouts; {result.num_estimated:,} were estimated"
+    title = f"Ruled out of {result.num_considered:,} layouts; {result.num_estimated:,} were estimated"
     return [Section(title, ("layouts", "reason"), tuple(rows))]
 
 

@@ -44,7 +44,7 @@ def chosen(result: Result, candidate: Candidate) -> str:
     """Which layout was taken, of how many, and what came second."""
     words = (
         f"chosen of {result.num_considered:,} layouts of {result.devices} devices of {result.cluster.name}: "
-        f"{candidate.point}, about {seconds_text(candidate.seconds)} a step"
+        f"{candidate.point}, about {seconds_text(candidate.seconds)} per step"
     )
     second = next((other for other in result.best if other is not candidate and other.order > candidate.order), None)
     if second is None:
@@ -54,7 +54,7 @@ def chosen(result: Result, candidate: Candidate) -> str:
 
 def fits_not(candidate: Candidate, most: int, memory_bytes: float) -> str:
     """A layout that the search took for small enough, and whose plan is not."""
-    return f"passed over: {candidate.point}, whose plan needs {gigabytes(most)} of {gigabytes(memory_bytes)}"
+    return f"skipped {candidate.point}: its plan needs {gigabytes(most)} of {gigabytes(memory_bytes)}"
 
 
 def planned_spec(spec: Spec, point: Point) -> Spec:

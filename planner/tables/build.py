@@ -97,8 +97,8 @@ def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> I
         device, part = cluster.device, f"{cluster.device.usable_memory:.0%}"
         yield Diagnostic(
             "warning",
-            f"pp rank {worst.pp_rank} needs {format_bytes(worst.total)}, more than the "
-            f"{format_bytes(usable_bytes(cluster))} that it may fill of a {device.name} ({part} of its memory)",
+            f"pp rank {worst.pp_rank} needs {format_bytes(worst.total)}, more than the usable "
+            f"{format_bytes(usable_bytes(cluster))} of a {device.name} ({part} of its memory)",
             "cluster",
             "raise mesh.tp or mesh.pp, set recompute: full, or lower batch.micro",
         )
@@ -122,7 +122,7 @@ def recompute_notes(decisions: Decisions, recomputed: tuple[Piece, ...]) -> Iter
     names = {name for piece in recomputed for name in piece.nodes}
     if any(domain_of(decisions.program.node(name)) is not None for name in names):
         yield Diagnostic(
-            "info", "recompute: what experts hold between the two exchanges of their rows is kept", "recompute"
+            "info", "recompute: saved tensors of experts, between dispatch and combine, are not recomputed", "recompute"
         )
 
 
@@ -132,8 +132,8 @@ def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
     if count < pp:
         yield Diagnostic(
             "warning",
-            f"{count} microbatch{'es do' if count > 1 else ' does'} not fill a pipeline of {pp} ranks: they "
-            f"wait {schedule.bubble_fraction:.0%} of the time (bubble)",
+            f"{count} microbatch{'es do' if count > 1 else ' does'} not fill a pipeline of {pp} ranks, which "
+            f"idle for {schedule.bubble_fraction:.0%} of the step (bubble)",
             "batch.global",
             f"use {pp} microbatches or more (batch.global from {pp} · micro · dp), or lower pp",
         )

@@ -69,8 +69,8 @@ def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
     for length in context.lengths:
         yield Diagnostic(
             "info",
-            f"sequences of {length} tokens are cut over cp {context.cp}: {length // context.cp} tokens on a rank, in "
-            f"2 of {2 * context.cp} chunks",
+            f"sequences of {length} tokens are sharded over cp {context.cp}: {length // context.cp} tokens on a "
+            f"rank, in 2 of {2 * context.cp} chunks",
             "mesh.cp",
         )
 
@@ -94,9 +94,9 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
             "warning",
-            f"{len(names)} parameters get no gradient and stay as they are: {', '.join(names[:MOST_NAMED])}{more}",
+            f"{len(names)} parameters get no gradient and are not updated: {', '.join(names[:MOST_NAMED])}{more}",
             names[0].rpartition(".")[0],
-            "set requires_grad_(False) on them if this is meant",
+            "set requires_grad_(False) on them if this is intended",
         )
 
 
@@ -104,7 +104,10 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
     """Parameters that one process does not update in a step where data selects no rows for them."""
     resting = decisions.resting
     if resting:
-        what = f"{len(resting)} parameters rest in a step where no token chooses their expert, as in one process"
+        what = (
+            f"{len(resting)} parameters are not updated in a step in which no token chooses their expert, as in one "
+            "process"
+        )
         yield Diagnostic("info", what, next(iter(resting)).rpartition(".")[0])
     names = sorted(decisions.program.skipped - resting.keys())
     if names:
@@ -122,9 +125,10 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
     for what, where in decisions.terms.inexact:
         yield Diagnostic(
             "warning",
-            f"the loss is no sum over tokens at {what}: it is averaged over microbatches",
+            f"the loss is not a sum over tokens at {what}: it is averaged over microbatches",
             str(where),
-            "give each dp rank one microbatch (batch.micro = global / dp), or write the loss as a sum over a count",
+            "give each dp rank one microbatch (batch.micro = global / dp), or write the loss as a sum divided "
+            "by a count",
         )
     for what, where in decisions.terms.doubts:
         yield Diagnostic(
@@ -139,7 +143,7 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
             "warning",
             f"{what} mixes the sequences of a batch: each microbatch sees only its own",
             str(where),
-            "keep one microbatch (batch.micro = batch.global, dp: 1) if this is meant",
+            "keep one microbatch (batch.micro = batch.global, dp: 1) if the sequences must stay together",
         )
 
 
@@ -148,7 +152,7 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
     for node in decisions.program.graph.graph.nodes:
         if isinstance(node.target, OwnBackward):
             option, facts = decisions.placements.options[node.name], node.target.facts
-            what = f"{node.target} is a custom Function that keeps its own backward: one op"
+            what = f"{node.target} is a custom Function with its own backward: one op"
             if decisions.mesh.tp == 1:
                 yield Diagnostic("info", what, places.text(node))
             elif option.out.is_sharded:
@@ -159,9 +163,9 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
                     places.text(node),
                 )
             else:
-                why = "" if facts.cuts else ", as it was not shown to work part by part along any dim"
-                why += "" if facts.linear else "; its backward is not linear, so it takes whole gradients alone"
-                yield Diagnostic("info", f"{what}, computed alike on every rank{why}", places.text(node))
+                why = "" if facts.cuts else ": a trial on shards failed along every dim"
+                why += "" if facts.linear else "; its backward is not linear and needs complete gradients"
+                yield Diagnostic("info", f"{what}, replicated on every rank{why}", places.text(node))
 
 
 def _spelled_norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
@@ -171,8 +175,8 @@ def _spelled_norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
     if found:
         yield Diagnostic(
             "info",
-            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; with fuse_norms: true each is one kernel of a "
-            "GPU forward and one backward, which sum in another order",
+            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
+            "kernel forward and one backward, which sum in another order",
             places.text(found[0].results[0]),
         )
 
@@ -187,18 +191,22 @@ def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
             given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
             values: list[Any] = [None if x is None else x.meta["val"] for x in given]
             kernel = kernel_of(*values)
-            keeps = "its scores and shares" if kernel == MATH else "its result and one number a row, no shares"
+            keeps = (
+                "its scores and probabilities"
+                if kernel == MATH
+                else "its result and one value per row, no probabilities"
+            )
             yield Diagnostic(
                 "info",
-                f"attention{drops} is counted with the {kernel} kernel of a GPU, which keeps {keeps}",
+                f"memory of attention{drops} is that of the {kernel} kernel of a GPU, which saves {keeps}",
                 places.text(node),
             )
         elif drops:
             yield Diagnostic(
                 "info",
-                "attention with dropout is counted with the kernel of a CPU, which keeps its scores and shares",
+                "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities",
                 places.text(node),
-                "name a cluster of GPUs for what theirs keep",
+                "name a cluster of GPUs to plan with a GPU kernel",
             )
 
 
@@ -210,17 +218,17 @@ def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places
         cuts = [(w, dim) for w in layer.weights if (dim := cut_dim.get(names.get(w.nodes[0], ""))) is not None]
         how = "all of them"
         if cuts:
-            how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a part of each, as of other matrices"
+            how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a shard of each"
         if mesh.has_expert_axes:
             of_each = f", 1/{mesh.etp} of each" if cuts else ""
             how = f"{layer.num_experts // mesh.ep} of them{of_each}"
-        for_a_token = f"{layer.top_k} for a token" if layer.top_k else "all that take it for a token"
+        for_a_token = f"{layer.top_k} per token" if layer.top_k else "any number per token"
         what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
         where = places.text(decisions.program.node(layer.products[0]))
         yield Diagnostic("info", f"{what}: every rank holds {how}", where)
     for doubt in decisions.experts.doubts:
         yield Diagnostic(
-            "info", f"this looks like a router of experts, and is not taken for one: {doubt.why}", str(doubt.where)
+            "info", f"this looks like a router of experts, but is not planned as one: {doubt.why}", str(doubt.where)
         )
 
 
@@ -230,7 +238,7 @@ def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: P
             tp = nearest_tp([site.heads], decisions.mesh.tp) if site.heads else [1]
             yield Diagnostic(
                 "warning",
-                f"every rank computes all of this attention: {site.why_whole(decisions.mesh.tp)}",
+                f"this attention is replicated on every rank: {site.why_whole(decisions.mesh.tp)}",
                 places.text(site.node),
                 "" if site.divides(decisions.mesh.tp) else _choose(tp),
             )
@@ -272,8 +280,8 @@ def _without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
         times = f", {row.count} times" if row.count > 1 else ""
         yield Diagnostic(
             "warning",
-            f"{row.op} has no rule{times}: every rank computes all of it, "
-            f"{row.work_fraction:.1%} of the estimated work",
+            f"{row.op} has no rule{times} and is replicated on every rank, {row.work_fraction:.1%} of the "
+            "estimated work",
             str(row.where),
         )
 
@@ -313,7 +321,7 @@ def _layer(decisions: Decisions, node: fx.Node, row: ParameterPlan, uneven: bool
     what = f"{words} {list(row.shape)} is {cut}: {row.reason.removeprefix(f'{words}: ')}"
     is_warning = uneven and not row.reason.startswith("override")
     glob = glob_of(row.name.rpartition(".")[0])
-    fix = f'choose such a tp, or accept it by overrides: {{"{glob}": replicate}}' if is_warning else ""
+    fix = f'choose such a tp, or accept replication with overrides: {{"{glob}": replicate}}' if is_warning else ""
     return Diagnostic("warning" if fix else "info", what, places.text(node), fix)
 
 
@@ -326,11 +334,11 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
         scalars = sum(scalars_of_loss(node))
         return Diagnostic(
             "info",
-            f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are "
-            f"never gathered, the ranks exchange {scalars} scalars a token",
+            f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are never gathered, "
+            f"ranks exchange {scalars} scalars per token",
             places.text(node),
         )
-    why = "its logits are whole on every rank"
+    why = "its logits are replicated"
     if classes % decisions.mesh.tp:
         why += f"; {classes} classes are not divisible by tp = {decisions.mesh.tp}, and too few to pad"
     return Diagnostic("info", f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))

@@ -35,10 +35,11 @@ def graph_rounding_warnings(
         (_, dtype, of_sum), count = min(narrow, key=str), len({name for name, _, _ in narrow})
         yield Diagnostic(
             "warning",
-            f"the gradients of {count} weights in graphs are rounded to {_name(dtype)} in each microbatch, then added "
-            f"in {_name(of_sum)}, as transformer_engine gives them; on a GPU eager steps and impl: local do not round",
+            f"the gradients of {count} weights in graphs are rounded to {_name(dtype)} in each microbatch and "
+            f"summed in {_name(of_sum)}: transformer_engine returns them so; on a GPU, eager steps and impl: "
+            "local do not round",
             "cuda_graphs.impl",
-            "set impl: local, or accept gradients that differ from those of eager steps by this rounding",
+            "set impl: local, or accept this rounding difference from eager steps",
         )
 
 

@@ -24,7 +24,7 @@ def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterat
             told.add((size, held))
             yield Diagnostic(
                 "info",
-                f"dim {cut.dim} = {size} is padded to {size + cut.padding} over {change.axis}: each rank holds {held}, "
-                "and padding takes part in no sum",
+                f"dim {cut.dim} = {size} is padded to {size + cut.padding} over {change.axis}: each rank holds "
+                f"{held}, and no sum includes padding",
                 places.text(value),
             )

@@ -24,7 +24,7 @@ OF_VOCABULARY = {Form.VOCABULARY, Form.CLASSES}
 
 
 def summed(axis: str) -> str:
-    return f"gradients are summed over {axis} once a step"
+    return f"gradients are summed over {axis} once per step"
 
 
 class Reasons:
@@ -45,7 +45,7 @@ class Reasons:
     def style_and_reason(self, node: fx.Node) -> tuple[str, str]:
         """(style, reason) of a parameter."""
         style, reason = self._style_and_reason(node)
-        frozen = "" if node.meta["grad"] or not node.users else "; frozen: it gets no gradient"
+        frozen = "" if node.meta["grad"] or not node.users else "; frozen: no gradient"
         return style, reason + frozen
 
     def _style_and_reason(self, node: fx.Node) -> tuple[str, str]:
@@ -76,7 +76,7 @@ class Reasons:
             over_ep = f"{part.num_experts} experts over ep {mesh.ep}: {part.num_experts // mesh.ep} on a rank"
         else:
             owner = part.owner(mesh.ep)
-            over_ep = f"expert {part.number} of {part.num_experts} over ep {mesh.ep}: on ep rank {owner} alone"
+            over_ep = f"expert {part.number} of {part.num_experts} over ep {mesh.ep}: on ep rank {owner} only"
         placement = self.decisions.placements.of(node)
         if placement.is_sharded:
             what = "width" if placement.dim == self._width.get(node.name) else f"dim {placement.dim}"
@@ -84,7 +84,7 @@ class Reasons:
         if mesh.etp == 1:
             return over_ep
         partial = f"; {summed('etp')}" if placement.kind == "R" else ""
-        return f"{over_ep}; whole on each etp rank{partial}"
+        return f"{over_ep}; replicated over etp{partial}"
 
     # ---- cut
 
@@ -96,9 +96,9 @@ class Reasons:
         if not forms.isdisjoint(OF_VOCABULARY) or (loss is not None and placement.dim in (0, 1)):
             return "vocab", f"{words}: {_vocabulary(placement, forms, loss)}"
         if len(node.meta["val"].shape) == 1:
-            return "column", f"{words}: cut as the features that it meets"
+            return "column", f"{words}: sharded like the features that it is applied to"
         if Form.ROW in forms:
-            return "row", f"{words}: sums over features that are cut; one all-reduce adds the ranks' parts (g)"
+            return "row", f"{words}: sums over sharded features; one all-reduce adds the partial results (g)"
         return "column", f"{words}: {_purpose(goals)}"
 
     # ---- whole
@@ -114,19 +114,19 @@ class Reasons:
 
     def _vector_place(self, node: fx.Node, placement: Placement) -> str:
         if placement.kind == "R":
-            return "inside the parallel region: every rank holds it and has a part of its gradient"
+            return "inside the tensor-parallel region: replicated, with a partial gradient on every rank"
         reader = next(readers(node))
         others = [n for n in reader.all_input_nodes if n.op == "call_function"]
         if reader.target is aten.add.Tensor and any(self.decisions.placements.of(n).kind == "P" for n in others):
-            return "after the all-reduce: added once, on every rank alike"
-        return "outside the parallel regions: every rank computes it alike"
+            return "after the all-reduce: added once, replicated"
+        return "outside the tensor-parallel regions: replicated"
 
     def obstacle(self, node: fx.Node) -> str:
         """Why a matrix is whole on every rank."""
         reading = list(readers(node))
         return next(
             (why for reader in reading for why in self._obstacles(node, reader)),
-            "every way to cut it would move more than it saves",
+            "sharding it would cost more communication than it saves",
         )
 
     def _obstacles(self, node: fx.Node, reader: fx.Node) -> Iterator[str]:
@@ -136,7 +136,9 @@ class Reasons:
             if site.is_cut and node.name in self._feeders:
                 yield from self._uneven_keys(reader, site)
             elif not site.is_cut:
-                yield site.why_whole(self.tp) if site.heads else f"its attention is whole: {site.why_whole(self.tp)}"
+                yield (
+                    site.why_whole(self.tp) if site.heads else f"its attention is replicated: {site.why_whole(self.tp)}"
+                )
         if reader.target in _LINEAR or reader.target is aten.embedding.default:
             yield from self._uneven_dims(node)
         blocked = next(
@@ -265,20 +267,20 @@ def op_words(node: fx.Node) -> str:
 
 def _purpose(goals: list[fx.Node]) -> str:
     if any(is_attention(g) for g in goals):
-        return "its features are cut by heads, so that each rank runs attention on its own heads"
+        return "features sharded by heads: each rank runs attention on its own heads"
     if goals:
-        return "its features are cut, because the next linear sums over them"
-    return "cut along the features that it makes"
+        return "features sharded, because the next linear sums over them"
+    return "output features sharded"
 
 
 def _vocabulary(placement: Placement, forms: set[Form], loss: fx.Node | None) -> str:
-    parts = ["cut over the vocabulary" if loss is not None else "its rows are cut"]
+    parts = ["sharded over the vocabulary" if loss is not None else "rows sharded"]
     if placement.padding:
-        parts[0] += f", padded by {placement.padding} to divide"
+        parts[0] += f", padded by {placement.padding}"
     if not forms.isdisjoint(OF_VOCABULARY):
-        parts.append("one all-reduce adds the ranks' parts of a lookup")
+        parts.append("one all-reduce completes a lookup")
     if loss is not None:
-        parts.append("each rank computes the loss on its part, logits are never gathered")
+        parts.append("each rank computes the loss on its shard, logits are never gathered")
     return "; ".join(parts)
 
 
@@ -287,5 +289,5 @@ def _segments(placement: Placement, size: int, axis: str = "tp") -> str:
     if whole:
         sizes = " and ".join(map(str, whole))
         why = f"rank (fewer key heads than tp = {size})" if axis == "tp" else f"{axis} rank"
-        return f"; its segments of {sizes} are whole on each {why}, their {summed(axis)}"
-    return f"; each of its {len(placement.segments)} fused segments for itself" if len(placement.segments) > 1 else ""
+        return f"; its segments of {sizes} are replicated on each {why}, their {summed(axis)}"
+    return f"; each of its {len(placement.segments)} fused segments separately" if len(placement.segments) > 1 else ""

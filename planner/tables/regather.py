@@ -22,9 +22,9 @@ def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iter
         if sizes:
             yield Diagnostic(
                 "info",
-                f"stage {stage} gathers what {len(sizes)} groups of linears read again in the backward: "
-                f"of a microbatch {format_bytes(whole * (tp - 1) // tp)} are not kept, {format_bytes(whole)} gathered "
-                "once more",
+                f"stage {stage} gathers the inputs of {len(sizes)} groups of linears again in the backward: per "
+                f"microbatch, {format_bytes(whole * (tp - 1) // tp)} are not saved and {format_bytes(whole)} "
+                "gathered again",
                 "tensor_parallel.regather",
             )
         for change in of_stage:
@@ -32,8 +32,8 @@ def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iter
                 value = decisions.program.node(change.value)
                 yield Diagnostic(
                     "info",
-                    f"a gathered value of {format_bytes(_bytes(decisions, change))} is kept for the backward: not only "
-                    "products with weights that train read it, or CUDA graphs part them",
+                    f"a gathered value of {format_bytes(_bytes(decisions, change))} is saved for the backward: "
+                    "ops other than products with trained weights read it, or CUDA graphs separate them",
                     places.text(value),
                 )
 

@@ -22,13 +22,13 @@ def weight_gradient_notes(
         return
     rows = weight_gradients(decisions, regions)
     waiting = {row.name for row in rows if row.how == CAN_WAIT}
-    yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of products", WHERE)
+    yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of matrix products", WHERE)
     others: dict[str, list[str]] = {}
     for row in rows:
         if row.how != CAN_WAIT:
             others.setdefault(_reason(row), []).append(glob_of(row.name))
     for reason, names in others.items():
-        yield Diagnostic("info", f"made with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
+        yield Diagnostic("info", f"computed with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
 
 
 def _reason(row: WeightGradient) -> str:
@@ -37,5 +37,5 @@ def _reason(row: WeightGradient) -> str:
     return (
         "in CUDA graphs"
         if row.how == IN_GRAPH
-        else "as they read memory of a CUDA graph that the next microbatch takes"
+        else "because they read memory of a CUDA graph that the next microbatch reuses"
     )

@@ -36,6 +36,6 @@ def test_a_function_over_all_features_is_computed_alike_and_says_so(lab: Lab) ->
     plan = lab.plan(Case("own-unit", {"tp": 2}))
     told = {row.what for row in plan.diagnostics if "custom Function" in row.what}
     assert told == {
-        "UnitGradient(_) is a custom Function that keeps its own backward: one op, computed alike on every rank; "
-        "its backward is not linear, so it takes whole gradients alone"
+        "UnitGradient(_) is a custom Function with its own backward: one op, replicated on every rank; "
+        "its backward is not linear and needs complete gradients"
     }

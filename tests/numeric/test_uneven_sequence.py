@@ -164,7 +164,7 @@ def test_scores_of_tokens_that_ranks_share_count_each_label_once() -> None:
 @pytest.mark.thorough
 def test_the_plan_tells_of_padding(lab: Lab) -> None:
     told = [d.what for d in lab.plan(Case("vit", {"tp": 2}, SEQUENCE_PARALLEL)).diagnostics]
-    assert "dim 1 = 5 is padded to 6 over tp: each rank holds 3, and padding takes part in no sum" in told
+    assert "dim 1 = 5 is padded to 6 over tp: each rank holds 3, and no sum includes padding" in told
 
 
 def test_a_sequence_shorter_than_tp_is_refused_by_line() -> None:

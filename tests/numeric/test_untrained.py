@@ -42,7 +42,7 @@ def test_they_have_no_buffer_and_no_backward_and_the_plan_says_so(model: str) ->
     held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
     assert held == {p.name for p in made.parameters} - bottom
     (said,) = (row.what for row in made.diagnostics if "get no gradient" in row.what)
-    assert said.startswith(f"{len(bottom)} parameters get no gradient and stay as they are: ")
+    assert said.startswith(f"{len(bottom)} parameters get no gradient and are not updated: ")
     backward = [row.where for row in made.collectives if row.phase == "backward"]
     assert backward
     assert not [where for where in backward if where.startswith(_paths(0, 1))]

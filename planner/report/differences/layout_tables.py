@@ -49,7 +49,7 @@ def collective_changes(before: Tables, after: Tables) -> list[Change]:
         "Places of collectives",
         name=lambda c: f"{_module(c.where)} {c.kind} over {c.axis}, {_phase(c)}",
         key=lambda c: (_module(c.where), c.kind, c.axis, c.phase, c.again, c.per),
-        tell=lambda c: f"{c.count} of {format_bytes(c.bytes)} a {c.per}",
+        tell=lambda c: f"{c.count} of {format_bytes(c.bytes)} per {c.per}",
         block=lambda c: c.block,
         moves=("stage",),
     )
@@ -124,9 +124,7 @@ def optimizer_changes(before: Tables, after: Tables) -> list[Change]:
         "Optimizer",
         name=lambda b: f"pp rank {b.pp_rank}, {b.dtype} / {b.gradient_dtype} over {b.reduced_over}",
         key=lambda b: (b.pp_rank, b.dtype, b.gradient_dtype, b.reduced_over),
-        tell=lambda b: (
-            f"{b.num_elements:,} elements, {b.shard_elements:,} of them of one dp rank, buckets {_buckets(b)}"
-        ),
+        tell=lambda b: f"{b.num_elements:,} elements, {b.shard_elements:,} of them per dp rank, buckets {_buckets(b)}",
         columns=(Column("buckets", ("buckets",), _buckets),),
     )
     return found + changes_of(table, before.optimizer.buffers, after.optimizer.buffers)

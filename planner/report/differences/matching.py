@@ -61,7 +61,7 @@ def changes_of(table: Table, before: Sequence[Any], after: Sequence[Any]) -> lis
     sizes = Counter(table.block(new) for old, new in pairs if old is not None and new is not None)
     changes = list(_folded(table, _of_blocks(table, found, sizes)))
     if not changes and order_differs:
-        other = ("as listed", "in another order")
+        other = ("as listed", "in a different order")
         return [Change(table.title, "rows", "order", other[0], other[1], other, count=len(after))]
     return changes
 

@@ -50,12 +50,12 @@ def _graphs(s: GraphSlots) -> str:
 
 
 def recompute_changes(before: Tables, after: Tables) -> list[Change]:
-    """What all blocks together let go and compute again in one microbatch; then line by line."""
+    """What all blocks together freed and compute again in one microbatch; then line by line."""
     table = Table(
         "Recompute",
         name=lambda r: r.where if r.where.startswith(r.block) else f"{r.block} {r.where}",
         key=lambda r: (r.block, r.where),
-        tell=lambda r: f"{r.kind}: {r.ops}; {format_bytes(r.bytes)} let go",
+        tell=lambda r: f"{r.kind}: {r.ops}; {format_bytes(r.bytes)} freed",
         units={"moved": BYTES},
         block=lambda r: r.block,
         moves=("stage", "kind"),
@@ -82,7 +82,7 @@ def compiled_changes(before: Tables, after: Tables) -> list[Change]:
     return changes_of(table, before.compiled, after.compiled)
 
 
-_TOLD = {"bytes": "let go", "flops": "FLOPs again", "moved": "moved again"}
+_TOLD = {"bytes": "freed", "flops": "FLOPs recomputed", "moved": "moved for recomputation"}
 
 
 def _sum(rows: tuple[RecomputeRow, ...], name: str) -> int:
@@ -95,7 +95,7 @@ def expert_changes(before: Tables, after: Tables) -> list[Change]:
         "Experts",
         name=lambda e: e.block,
         key=lambda e: e.block,
-        tell=lambda e: f"{e.num_experts} experts, {e.top_k or 'any number'} of them for a token, {e.how}",
+        tell=lambda e: f"{e.num_experts} experts, {e.top_k or 'any number'} per token, {e.how}",
         block=lambda e: e.block,
     )
     return changes_of(table, before.experts, after.experts)
@@ -111,8 +111,8 @@ def memory_changes(before: Tables, after: Tables) -> list[Change]:
         "Memory of one rank",
         name=lambda m: f"pp rank {m.pp_rank}",
         key=lambda m: m.pp_rank,
-        tell=lambda m: f"{format_bytes(m.total)} in all",
-        columns=(Column("of a microbatch", ("of_microbatch",), lambda m: _bytes(m.of_microbatch)),),
+        tell=lambda m: f"{format_bytes(m.total)} in total",
+        columns=(Column("per microbatch", ("of_microbatch",), lambda m: _bytes(m.of_microbatch)),),
         units=units,
     )
     return found + changes_of(table, before.memory, after.memory)
@@ -203,7 +203,7 @@ def traffic_changes(before: Tables, after: Tables) -> list[Change]:
 def _traffic(plan: Tables) -> Counter[tuple[str, str]]:
     found = Counter[tuple[str, str]]()
     for c in plan.collectives:
-        name = f"{c.axis} {c.phase}{' again' if c.again else ''} {c.kind}, a {c.per}"
+        name = f"{c.axis} {c.phase}{' again' if c.again else ''} {c.kind}, per {c.per}"
         found[name, "messages"] += c.count
         found[name, "bytes"] += c.count * c.bytes
     return found

@@ -10,7 +10,7 @@ from planner.report.section import TIMES, Section
 from planner.report.text import sections_text
 
 COLUMNS = ("what", TIMES, "field", "before", "after", "difference")
-NOTHING = "no difference: both plans are equal"
+NOTHING = "no differences: the plans are equal"
 
 
 def differences_text(found: Differences, before: str, after: str) -> str:
@@ -25,7 +25,7 @@ def _head(found: Differences, before: str, after: str) -> Section:
     if found.models:
         lines.insert(0, found.models)
     if found.same_decisions:
-        lines.append("both decide the same: only estimates, diagnostics or remarks differ")
+        lines.append("both plans make the same decisions: only estimates, diagnostics or remarks differ")
     return Section("Differences", note="\n".join(lines))
 
 

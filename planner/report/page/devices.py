@@ -134,7 +134,10 @@ def shown(ranks: Sequence[int]) -> str:
 
 
 def _notes(mesh: Mesh, node: int, drawn: int, known: bool) -> list[str]:
-    notes = [f"nodes of {node} devices" + ("" if known else ", as no cluster says how many there are")]
+    notes = [f"nodes of {node} devices" + ("" if known else " (an assumption: the spec names no cluster)")]
     if drawn < mesh.world_size:
-        notes.append(f"drawn are the first {drawn:,} of {mesh.world_size:,}: any rank can be looked up by its number")
+        notes.append(
+            f"the picture shows the first {drawn:,} of {mesh.world_size:,} devices; look up any other rank by its "
+            "number"
+        )
     return notes

@@ -21,7 +21,7 @@ def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
     try:
         return read_cluster(str(name)), ""
     except PlanError as error:
-        return None, f"the cluster {name} cannot be read here: {error.what}"
+        return None, f"the cluster {name} cannot be read: {error.what}"
 
 
 def devices_of_node(cluster: Cluster | None) -> int:

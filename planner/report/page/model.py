@@ -67,7 +67,7 @@ class Card:
 
 
 def model_cards(plan: Tables, scopes: Mapping[str, str] | None = None) -> tuple[Card, ...]:
-    """What stands in front of the blocks, a card for each kind of block, what stands behind, the end of a step.
+    """What stands before the blocks, a card for each kind of block, what stands behind, end of the step.
 
     ``scopes``: dotted name of a parameter → the graph region that reads it, where that is known.
     """
@@ -75,13 +75,13 @@ def model_cards(plan: Tables, scopes: Mapping[str, str] | None = None) -> tuple[
     blocks = blocks_of(plan)
     front, back = outside(plan, blocks)
     aliases = [(alias, p) for p in plan.parameters for alias in p.aliases]
-    cards = [Card("in front of the blocks", 1, _items(front, plan.mesh, scopes))]
+    cards = [Card("before the blocks", 1, _items(front, plan.mesh, scopes))]
     for kind in kinds_of(blocks.values()):
         items = _items(kind.first, plan.mesh, scopes)
         cards.append(Card(kind.name, len(kind.blocks), items, _on_stages(kind.stages), tuple(kind.first.regions)))
-    behind = "behind the blocks" if len(cards) > 1 else "the model"
+    behind = "after the blocks" if len(cards) > 1 else "the model"
     cards.append(Card(behind, 1, _items(back, plan.mesh, scopes, aliases), regions=tuple(back.regions)))
-    cards.append(Card("the end of a step", 1, _end_of_step(plan)))
+    cards.append(Card("end of the step", 1, _end_of_step(plan)))
     return tuple(card for card in cards if card.items)
 
 
@@ -137,11 +137,11 @@ def _weight(name: str, rows: Sequence[ParameterPlan], mesh: Mesh, scope: str) ->
         ("why", "; ".join(dict.fromkeys(row.reason for row in rows[:3])) + (" …" if len(rows) > 3 else "")),
         ("decided by", p.origin),
         ("read at", line),
-        ("shape", f"{format_shape(p.shape)}, on a rank {format_shape(p.local_shape)}"),
+        ("shape", f"{format_shape(p.shape)}, per rank {format_shape(p.local_shape)}"),
         ("cut", cut_of(p)),
         ("drawn", drawing.words),
         ("dtype", p.dtype),
-        ("bytes", f"{format_bytes(_bytes(p.shape, p.dtype))}, on a rank {format_bytes(held)}"),
+        ("bytes", f"{format_bytes(_bytes(p.shape, p.dtype))}, per rank {format_bytes(held)}"),
         ("also called", ", ".join(p.aliases)),
     )
     text = " → ".join(dict.fromkeys((format_shape(p.shape), format_shape(p.local_shape))))
@@ -150,7 +150,7 @@ def _weight(name: str, rows: Sequence[ParameterPlan], mesh: Mesh, scope: str) ->
 
 
 def _tied(alias: str, p: ParameterPlan) -> Item:
-    facts = (("the same as", p.name), ("why", p.reason), ("on stages", ", ".join(map(str, p.stages))))
+    facts = (("tied to", p.name), ("why", p.reason), ("on stages", ", ".join(map(str, p.stages))))
     return Item("tied", alias, facts, 1, "tied", f"= {p.name}", alias.rpartition(".")[0])
 
 
@@ -158,7 +158,7 @@ def _collective(where: str, rows: Sequence[CollectivePlan]) -> Item:
     c = rows[0]
     module, _ = split_where(where)
     facts = (
-        ("exchange", f"{c.kind} over {c.axis}, {c.phase}{', once more, to compute again' if c.again else ''}"),
+        ("exchange", f"{c.kind} over {c.axis}, {c.phase}{', repeated for the recomputation' if c.again else ''}"),
         ("at", where),
         ("bytes", f"{c.bytes:,} ({format_bytes(c.bytes)})"),
         ("messages", f"{c.count * len(rows)} per {c.per}"),
@@ -178,12 +178,12 @@ def _makes_input(c: CollectivePlan) -> bool:
 def _again(row: RecomputeRow) -> Item:
     module, _ = split_where(row.where)
     facts = (
-        ("computed again", f"{row.ops} ({row.kind})"),
+        ("recomputed", f"{row.ops} ({row.kind})"),
         ("at", row.where),
-        ("let go", f"{row.bytes:,} bytes of one microbatch on one rank"),
+        ("freed", f"{row.bytes:,} bytes of one microbatch on one rank"),
         ("costs", f"{row.flops:,} FLOPs, {row.moved:,} bytes moved"),
     )
-    return Item("again", row.ops, facts, 1, "again", f"lets {format_bytes(row.bytes)} go", module)
+    return Item("again", row.ops, facts, 1, "again", f"frees {format_bytes(row.bytes)}", module)
 
 
 def _place(item: Item, items: Sequence[Item]) -> int:
@@ -219,10 +219,10 @@ def _at_end(axis: str, kind: str, rows: Sequence[CollectivePlan]) -> Item:
         on_stage[c.stage] += c.bytes * c.count
     most = max(on_stage.values())
     facts = (
-        ("exchange", f"{kind} over {axis}, at the end of a step"),
+        ("exchange", f"{kind} over {axis}, at the end of the step"),
         ("of", "\n".join(places[:8]) + (f"\n… and {len(places) - 8} more" if len(places) > 8 else "")),
-        ("bytes", f"{most:,} on the stage that exchanges most"),
-        ("messages", f"{sum(c.count for c in rows)} on all stages together"),
+        ("bytes", f"{most:,} on the stage with the most bytes"),
+        ("messages", f"{sum(c.count for c in rows)} on all stages"),
     )
     return Item("collective", kind, facts, len(rows), axis, f"step · {format_bytes(most)}")
 

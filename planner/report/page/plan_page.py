@@ -56,7 +56,7 @@ def facts_of(plan: Tables) -> Facts:
         ("mesh", " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in axes) or "one rank"),
         ("devices", f"{mesh.world_size:,}"),
         ("parameters", f"{plan.summary.num_parameters:,}"),
-        ("batch", f"{batch.get('global', '?')} sequences, {batch.get('micro', '?')} a microbatch"),
+        ("batch", f"{batch.get('global', '?')} sequences, {batch.get('micro', '?')} per microbatch"),
         ("schedule", f"{schedule.kind}, {schedule.num_microbatches} microbatches"),
         ("bubble", f"{schedule.bubble_fraction:.1%}"),
     ]

@@ -17,7 +17,7 @@ MEMORY_PARTS = (
     "slack",
 )  # fmt: skip
 _READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
-PHASES = ("forward", "backward", "computed again", "step")
+PHASES = ("forward", "backward", "recomputation", "step")
 
 
 def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
@@ -26,18 +26,18 @@ def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bar
     for row in plan.memory:
         sizes = [(part, getattr(row, part)) for part in MEMORY_PARTS]
         named = [(_words(part), size, f"{_words(part)} {format_bytes(size)}") for part, size in sizes]
-        peak = f", most at {row.peak}" if row.peak else ""
+        peak = f", peak at {row.peak}" if row.peak else ""
         rows.append((f"pp rank {row.pp_rank}", named, format_bytes(row.total) + peak))
     limits, note = [], why_not
     if cluster is not None:
         usable, device = usable_bytes(cluster), cluster.device
         most = max((row.total for row in plan.memory), default=0)
         note = (
-            f"Of the {format_bytes(int(device.memory))} of {device.name} a rank may fill {format_bytes(usable)}; "
-            f"the fullest takes {most / usable:.1%} of that."
+            f"A rank may use {format_bytes(usable)} of the {format_bytes(int(device.memory))} of {device.name}; "
+            f"the fullest rank uses {most / usable:.1%} of that."
         )
         if most > usable * _READS_WELL:  # else the bars would be too short to be read
-            limits = [(float(usable), f"may be filled: {format_bytes(usable)}")]
+            limits = [(float(usable), f"usable: {format_bytes(usable)}")]
     return bars_of("Memory", rows, list(map(_words, MEMORY_PARTS)), limits, note) if rows else None
 
 
@@ -61,7 +61,7 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
         times = plan.schedule.num_microbatches if c.per == "microbatch" else 1
         rank = None if c.stage is None else rank_of.get(c.stage, c.stage)
         of_rank = counted.setdefault(c.axis, {}).setdefault(rank, Counter())
-        of_rank["computed again" if c.again else c.phase] += c.bytes * c.count * times
+        of_rank["recomputation" if c.again else c.phase] += c.bytes * c.count * times
     rows = []
     for axis, ranks in counted.items():
         rank, most = max(ranks.items(), key=lambda item: sum(item[1].values()))
@@ -70,7 +70,7 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
         on = f", pp rank {rank}" if rank is not None and plan.mesh.pp > 1 else ""
         name = f"{axis} · {link}" if link else axis
         rows.append((name, named, f"{format_bytes(sum(most.values()))}{on}"))
-    note = "Of a step, on one rank of the pp rank that exchanges most; bytes of whole tensors, as in the table."
+    note = "Per step, on one rank of the pp rank with the most bytes; sizes of whole tensors, as in the table."
     return bars_of("Bytes by axis and link", rows, PHASES, note=note) if rows else None
 
 

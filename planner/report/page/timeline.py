@@ -39,7 +39,7 @@ def timeline(plan: Tables) -> Timeline | None:
     if end < simulation.duration:
         drawn = sum(start < end for spans in simulation.spans for start, _ in spans)
         total = sum(map(len, simulation.spans))
-        note = f"Drawn: the first {drawn:,} of {total:,} actions; what follows is in the table below."
+        note = f"The chart shows the first {drawn:,} of {total:,} actions; the table below lists all."
     svg = schedule_svg(schedule, replace(simulation, duration=end))
     return Timeline(_scoped(svg), note)
 

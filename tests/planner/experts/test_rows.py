@@ -28,18 +28,18 @@ def rows(layer: Any, **mesh: int) -> list[str]:
     [
         (experts.stacked, 1, "every token, weighted", "all of them"),
         (experts.stacked, 2, "every token, weighted", "some of them"),
-        (experts.masks, 2, "every token, weighted", "a part of each, as of other matrices"),
+        (experts.masks, 2, "every token, weighted", "a shard of each"),
     ],
 )
 def test_a_layer_of_experts_has_a_row(way: experts.Way, tp: int, dispatch: str, how: str):
     (row,) = rows(experts.Layer(way), tp=tp)
-    assert row == f"4 experts, 2 for a token ({dispatch}): every rank holds {how}"
+    assert row == f"4 experts, 2 per token ({dispatch}): every rank holds {how}"
 
 
 def test_what_is_not_taken_for_experts_has_a_row_with_the_reason():
     (row,) = rows(experts.Differing(), tp=2)
     assert row == (
-        "this looks like a router of experts, and is not taken for one: "
+        "this looks like a router of experts, but is not planned as one: "
         "the branches of its 4 numbers differ from each other"
     )
 

@@ -111,7 +111,7 @@ def test_static_input_slots_do_not_grow_with_the_microbatches(case):
         (("interleaved_1f1b", 4, 6, 2), "6 microbatches in groups of 4 leave a last group of 2, smaller than pp = 4"),
         (("interleaved_1f1b", 4, 8, 1), "needs several chunks on several ranks, but pp = 4 and vpp = 1"),
         (("interleaved_1f1b", 1, 8, 2), "needs several chunks on several ranks, but pp = 1 and vpp = 2"),
-        (("1f1b", 2, 4, 2), "1f1b runs one chunk a rank, but vpp = 2"),
+        (("1f1b", 2, 4, 2), "1f1b runs one chunk per rank, but vpp = 2"),
         (("gpipe", 2, 0), "microbatches = 0"),
     ],
 )
@@ -276,7 +276,7 @@ def test_text_with_other_lists_than_its_kind_is_a_custom_schedule():
     [
         ("", "schedule text begins with ``"),
         ("1f1b pp=2\n", "schedule text begins with `1f1b pp=2`"),
-        ("1f1b pp=1 vpp=1 microbatches=1 group=1\n0: F0.0 X0.0", "`X0.0` is no action"),
+        ("1f1b pp=1 vpp=1 microbatches=1 group=1\n0: F0.0 X0.0", "`X0.0` is not an action"),
         ("1f1b pp=1 vpp=1 microbatches=1 group=1\n1: F0.0 B0.0", "the line of pp rank 0 begins with `1: F0.0 B0.0`"),
         ("1f1b pp=1 vpp=1 microbatches=1 group=1\n0: F0.0", "pp rank 0 misses B0.0"),
         ("1f1b pp=1 vpp=1 microbatches=1 group=1\n0: F0.0 F0.0 B0.0", "pp rank 0 repeats F0.0"),

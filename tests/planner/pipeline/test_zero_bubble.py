@@ -106,13 +106,13 @@ def test_digits_far_behind_the_point_decide_nothing():
 
 
 def test_one_rank_alone_has_nothing_to_fill():
-    with pytest.raises(PlanError, match="with pp = 1 no rank waits") as error:
+    with pytest.raises(PlanError, match="with pp = 1 no rank idles") as error:
         build_schedule("zero_bubble", 1, 8)
     assert "1f1b" in (error.value.fix or "")
 
 
 def test_chunks_are_refused():
-    with pytest.raises(PlanError, match="zero_bubble runs one chunk a rank, but vpp = 2"):
+    with pytest.raises(PlanError, match="zero_bubble runs one chunk per rank, but vpp = 2"):
         build_schedule("zero_bubble", 2, 4, 2)
 
 
@@ -128,10 +128,8 @@ HEAD = "custom pp=1 vpp=1 microbatches=2 group=1\n0: "
 def test_by_hand_a_w_before_its_b_names_rank_and_action():
     with pytest.raises(PlanError) as error:
         parse_schedule(HEAD + "F0.0 F1.0 B0.0 W1.0 B1.0 W0.0")
-    assert error.value.what == (
-        "schedule: pp rank 0 runs W1.0 before B1.0, from which it takes what to do: F1.0 B0.0 W1.0"
-    )
-    assert error.value.fix == "put W1.0 behind B1.0 in the list of rank 0"
+    assert error.value.what == ("schedule: pp rank 0 runs W1.0 before B1.0, on which it depends: F1.0 B0.0 W1.0")
+    assert error.value.fix == "put W1.0 after B1.0 in the list of rank 0"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_w_on_one_rank_alone_is_refused():
     ("orders", "what"),
     [
         ("F0.0 W0.0 B0.0", r"runs W0\.0 before its backward"),
-        ("F0.0 B0.0 F1.0 B1.0 W0.0 W0.0", "misses a W"),
+        ("F0.0 B0.0 F1.0 B1.0 W0.0 W0.0", "lacks a W"),
         ("F0.0 B0.0 F1.0 B1.0 W0.0", "each forward and its backward once"),
     ],
 )
@@ -204,7 +202,7 @@ def test_text_and_json_show_w():
     schedule = build_schedule("zero_bubble", 2, 3)
     simulation = simulate(schedule)
     text = schedule_text(schedule, simulation)
-    assert "W the gradients of its weights" in text
+    assert "W its weight gradients" in text
     assert "most waiting for W   1 2" in text
     rank = schedule_to_dict(schedule, simulation)["ranks"][0]
     assert rank["order"] == [1, 1, -1, 1, -1, -1]

@@ -65,8 +65,8 @@ def test_what_linears_alone_read_is_gathered_again_and_the_plan_says_what_that_s
     assert sum(row.bytes * row.count for row in backward) >= 3 * whole
     (note,) = [row.what for row in made.diagnostics if row.where == "tensor_parallel.regather"]
     assert note == (
-        "stage 0 gathers what 3 groups of linears read again in the backward: of a microbatch 1.50 KiB are not kept, "
-        "3.00 KiB gathered once more"
+        "stage 0 gathers the inputs of 3 groups of linears again in the backward: per microbatch, 1.50 KiB are not "
+        "saved and 3.00 KiB gathered again"
     )
 
 

@@ -84,7 +84,7 @@ def test_a_plan_with_w_says_what_waits_and_why_others_do_not():
     entry = families.build("gpt2")
     spec = spec_of(entry, ["mlp"], mesh={"pp": 2}, pipeline={"schedule": "zero_bubble"})
     notes = [row.what for row in plan(entry.model, spec).diagnostics if row.where == "pipeline.schedule"]
-    waiting, *others = [note for note in notes if "wait for W" in note or "made with the backward" in note]
+    waiting, *others = [note for note in notes if "wait for W" in note or "computed with the backward" in note]
     assert waiting.startswith("gradients of ")
     assert any("in CUDA graphs: transformer.h.*.mlp" in note for note in others)
     assert any("as aten.layer_norm reads it: transformer.h.*.ln_1.weight" in note for note in others)

@@ -93,7 +93,7 @@ def test_warnings_stand_first_and_remarks_of_one_kind_share_a_row(small_plan: Pl
     assert titles[:3] == ["Plan", "Warnings", "Parameters"]
     _, _, _, *rows = section(plan.describe(), "Remarks (3)").splitlines()
     assert [re.split(r"  +", row) for row in rows] == [
-        ["part2, and others", "2", "linear is sharded (column)"],
+        ["part2, and more", "2", "linear is sharded (column)"],
         ["mesh", "1", "chosen of 8 layouts"],
     ]
     assert "for 4 reasons" in plan.describe(full=True)
@@ -111,7 +111,7 @@ def test_no_value_is_cut_in_a_file(small_plan: Plan):
     plan = wide_plan(small_plan)
     _, *rows = section(plan.describe(), "Memory of one rank").splitlines()[1:]
     assert len(rows[0]) > 160
-    assert all(row.endswith("peak at F6.0, then B12.1") for row in rows)
+    assert all(row.endswith("at F6.0, then B12.1") for row in rows)
     assert all(row.count("24.00 GiB") == 5 for row in rows)
 
 

@@ -62,16 +62,16 @@ def _plan(cluster: str | None) -> Plan:
 
 
 def _said(made: Plan) -> set[str]:
-    return {row.what for row in made.diagnostics if row.what.startswith("attention with dropout is counted")}
+    return {row.what for row in made.diagnostics if row.what.startswith("memory of attention with dropout")}
 
 
 @pytest.mark.sampled(1)
 def test_a_plan_counts_dropout_in_attention_by_the_device_of_its_cluster_and_says_so() -> None:
     alone, cpu, gpu = _plan(None), _plan("cpu-local"), _plan("dgx-h100")
-    of_cpu = "attention with dropout is counted with the kernel of a CPU, which keeps its scores and shares"
+    of_cpu = "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities"
     assert _said(alone) == _said(cpu) == {of_cpu}
     (said,) = _said(gpu)
-    assert "with the flash kernel of a GPU, which keeps its result and one number a row, no shares" in said
+    assert "that of the flash kernel of a GPU, which saves its result and one value per row, no probabilities" in said
     kept = [made.memory[0].of_microbatch[0] for made in (alone, cpu, gpu)]
     assert kept[0] == kept[1]
     config = build("gpt2-dropout").model.config

@@ -33,7 +33,7 @@ def found(name: str = "gpt2", cluster: Cluster = BASE, **keys: Any):
         ),
         (
             {"devices": 8, "mesh": {"tp": 2, "dp": 2, "vpp": "auto"}},
-            "tp 2 · dp 2 = 4 leave 2 times as many devices idle",
+            "tp 2 · dp 2 = 4 leave 4 of 8 devices idle",
             "mesh.tp",
             "set devices: 4",
         ),

@@ -25,7 +25,7 @@ def warnings(impl: str, **sections: Any) -> list[Diagnostic]:
 def test_half_precision_under_transformer_engine_is_warned_of():
     (row,) = warnings("transformer_engine", **HALF)
     assert row.level == "warning"
-    assert "weights in graphs are rounded to bfloat16 in each microbatch, then added in float32" in row.what
+    assert "weights in graphs are rounded to bfloat16 in each microbatch and summed in float32" in row.what
     assert "impl: local" in row.fix
 
 

@@ -37,28 +37,28 @@ def test_the_megatron_pattern_has_its_words():
     expected = {
         "tokens.weight": (
             "vocab",
-            "embedding and linear: cut over the vocabulary; one all-reduce adds the ranks' parts of a lookup; "
-            "each rank computes the loss on its part, logits are never gathered",
+            "embedding and linear: sharded over the vocabulary; one all-reduce completes a lookup; each rank "
+            "computes the loss on its shard, logits are never gathered",
         ),
         "blocks.0.attention.qkv.weight": (
             "column",
-            "linear: its features are cut by heads, so that each rank runs attention on its own heads; "
-            "each of its 3 fused segments for itself",
+            "linear: features sharded by heads: each rank runs attention on its own heads; each of its 3 "
+            "fused segments separately",
         ),
         "blocks.0.attention.qkv.bias": (
             "column",
-            "bias of linear: cut as the features that it meets; each of its 3 fused segments for itself",
+            "bias of linear: sharded like the features that it is applied to; each of its 3 fused segments separately",
         ),
         "blocks.0.attention.out.weight": (
             "row",
-            "linear: sums over features that are cut; one all-reduce adds the ranks' parts (g)",
+            "linear: sums over sharded features; one all-reduce adds the partial results (g)",
         ),
         "blocks.0.attention.out.bias": (
             "replicate",
-            "bias of linear after the all-reduce: added once, on every rank alike",
+            "bias of linear after the all-reduce: added once, replicated",
         ),
-        "blocks.0.mlp.up.weight": ("column", "linear: its features are cut, because the next linear sums over them"),
-        "blocks.0.norm1.weight": ("replicate", "layer_norm outside the parallel regions: every rank computes it alike"),
+        "blocks.0.mlp.up.weight": ("column", "linear: features sharded, because the next linear sums over them"),
+        "blocks.0.norm1.weight": ("replicate", "layer_norm outside the tensor-parallel regions: replicated"),
     }
     assert {name: (row(made, name).style, row(made, name).reason) for name in expected} == expected
     assert row(made, "tokens.weight").stages == (0, 1)
@@ -79,7 +79,7 @@ def test_one_key_head_is_whole_and_its_gradient_summed_once_a_step():
     name = "model.layers.1.self_attn.k_proj.weight"
     assert row(made, name).style == "replicate"
     assert row(made, name).reason == (
-        "linear: only 1 key head for tp 2: every rank computes it; gradients are summed over tp once a step"
+        "linear: only 1 key head for tp 2: every rank computes it; gradients are summed over tp once per step"
     )
     assert any(c.axis == "tp" and c.phase == "step" for c in made.collectives)
 
@@ -88,8 +88,8 @@ def test_a_fused_weight_says_which_segments_are_whole():
     p = row(planned("fused, one key head"), "blocks.0.qkv.weight")
     assert (p.segments, p.whole_segments, p.local_shape) == ((32, 8, 8), (1, 2), (32, 32))
     assert p.reason.endswith(
-        "its segments of 8 and 8 are whole on each rank (fewer key heads than tp = 2), "
-        "their gradients are summed over tp once a step"
+        "its segments of 8 and 8 are replicated on each rank (fewer key heads than tp = 2), "
+        "their gradients are summed over tp once per step"
     )
 
 
@@ -114,7 +114,7 @@ def test_the_override_that_the_error_names_makes_the_plan_pass():
     assert row(made, "blocks.1.qkv.weight").reason == "override: replicate"
     assert row(made, "blocks.1.up.weight").style == "column"
     assert warnings_of(made) == [
-        "every rank computes all of this attention: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"
+        "this attention is replicated on every rank: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"
     ]
 
 
@@ -124,7 +124,7 @@ def test_tp_that_divides_the_heads_of_some_blocks_only_is_a_warning():
     assert row(made, "blocks.0.qkv.weight").reason == (
         "linear: 3 heads are not divisible by tp = 2; nearest valid tp: 1, 3"
     )
-    assert warnings_of(made)[0].startswith("every rank computes all of this attention: 3 heads")
+    assert warnings_of(made)[0].startswith("this attention is replicated on every rank: 3 heads")
 
 
 def test_tp1_never_speaks_of_heads():
@@ -139,7 +139,7 @@ def test_an_inner_size_that_does_not_divide_is_replicated_with_a_warning():
     assert row(made, "blocks.0.up.weight").reason == f"linear: {reason}"
     warning = next(d for d in made.diagnostics if d.where.startswith("blocks.0.up"))
     assert (warning.level, warning.what) == ("warning", f"linear [33, 32] is not sharded: {reason}")
-    assert warning.fix == 'choose such a tp, or accept it by overrides: {"blocks.*.up": replicate}'
+    assert warning.fix == 'choose such a tp, or accept replication with overrides: {"blocks.*.up": replicate}'
 
 
 def test_an_accepted_size_is_no_warning():
@@ -178,6 +178,6 @@ def test_a_frozen_parameter_is_said_to_be_frozen_and_has_no_place_in_the_buffers
     model = build("gpt")
     model.blocks[0].mlp.up.weight.requires_grad_(False)
     made = plan(model, spec_of("gpt", mesh={"tp": 2}))
-    assert row(made, "blocks.0.mlp.up.weight").reason.endswith("; frozen: it gets no gradient")
+    assert row(made, "blocks.0.mlp.up.weight").reason.endswith("; frozen: no gradient")
     held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
     assert held == {p.name for p in made.parameters} - {"blocks.0.mlp.up.weight"}

@@ -142,7 +142,7 @@ def test_every_row_that_is_taken_away_appears(whole_plan: Plan):
 
 def test_rows_in_another_order_are_told(small_plan: Plan):
     turned = replace(small_plan, parameters=small_plan.parameters[::-1])
-    assert told(small_plan, turned) == [("Parameters", "rows", 11, "order", "as listed", "in another order", "")]
+    assert told(small_plan, turned) == [("Parameters", "rows", 11, "order", "as listed", "in a different order", "")]
 
 
 def test_a_cut_of_repeated_blocks_is_one_line(small_plan: Plan):
@@ -169,11 +169,11 @@ def test_a_block_that_moves_is_one_line(small_plan: Plan):
 
 def test_collectives_are_summed_by_axis_phase_and_kind_before_their_places(small_plan: Plan):
     gone = tuple(c for c in small_plan.collectives if not c.where.startswith("h.1.mlp.down"))
-    total, place = "tp forward all_reduce, a microbatch", "h.1.mlp.down all_reduce over tp, forward"
+    total, place = "tp forward all_reduce, per microbatch", "h.1.mlp.down all_reduce over tp, forward"
     assert told(small_plan, replace(small_plan, collectives=gone)) == [
         ("Collectives", total, 1, "messages", "7", "6", "1 less (-14.3%)"),
         ("Collectives", total, 1, "bytes", "4.38 KiB", "3.38 KiB", "1.00 KiB less (-22.9%)"),
-        ("Places of collectives", place, 1, "row", "1 of 1.00 KiB a microbatch", "-", "went"),
+        ("Places of collectives", place, 1, "row", "1 of 1.00 KiB per microbatch", "-", "went"),
     ]
 
 
@@ -210,7 +210,7 @@ def test_a_plan_without_cost_beside_one_with_it(small_plan: Plan):
 
 def test_plans_that_decide_the_same_say_so(small_plan: Plan):
     text = differences_text(differences(small_plan, replace(small_plan, diagnostics=())), "a.json", "b.json")
-    assert "both decide the same: only estimates, diagnostics or remarks differ" in text
+    assert "both plans make the same decisions: only estimates, diagnostics or remarks differ" in text
     assert "both decide the same" not in differences_text(
         differences(small_plan, replace(small_plan, collectives=())), "a.json", "b.json"
     )

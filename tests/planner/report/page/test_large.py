@@ -57,7 +57,7 @@ def parameter(name: str, shape: tuple[int, ...], placement: Placement, style: st
     where = f"{name.rpartition('.')[0]}   (llama.py:{len(name)}, `return self.down(self.gate(x) * self.up(x))`)"
     return ParameterPlan.of(
         Part(placement, 8), name=name, shape=shape, dtype="bfloat16", style=style, stages=stages, where=where,
-        reason="linear: its features are cut by heads, so that each rank runs attention on its own heads",
+        reason="linear: features sharded by heads: each rank runs attention on its own heads",
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_the_page_is_small_and_has_few_elements(large_plan: Plan):
 def test_blocks_that_are_alike_are_one_card_and_all_parameters_are_told(large_plan: Plan):
     page = read_page(plan_page(large_plan))
     cards = [card.first("h3").text for card in page.all("article", "card")]
-    assert cards == ["in front of the blocks", "blocks.{0..125}", "behind the blocks", "the end of a step"]
+    assert cards == ["before the blocks", "blocks.{0..125}", "after the blocks", "end of the step"]
     rows = tables_of(page)[f"Parameters ({len(large_plan.parameters)})"]
     names = Counter(name for row in rows for name in names_of(row[0]))
     assert names == Counter(p.name for p in large_plan.parameters)

@@ -127,7 +127,7 @@ def test_16384_devices_are_few_elements_and_few_bytes():
 def test_of_very_many_devices_the_first_are_drawn_and_that_is_told():
     found = devices(Mesh(tp=8, dp=1 << 13), 8, True)
     assert found.drawn == MOST_DRAWN
-    assert any("drawn are the first 32,768 of 65,536" in note for note in found.notes)
+    assert any("the first 32,768 of 65,536 devices" in note for note in found.notes)
 
 
 def test_groups_are_those_of_the_mesh():

@@ -120,7 +120,7 @@ def test_an_item_tells_reason_source_line_shapes_and_bytes(moe_plan: Plan, moe_p
     facts = dict(zip([d.text for d in item.all("dt")], [d.text for d in item.all("dd")], strict=True))
     assert facts["why"] == first.reason
     assert facts["read at"].startswith("moe.py:")
-    assert facts["shape"] == "[128, 128], on a rank [128, 64]"
+    assert facts["shape"] == "[128, 128], per rank [128, 64]"
     assert facts["drawn"] == "dim 1 over tp 2"
     assert facts["bytes"] == "64.00 KiB, on a rank 32.00 KiB"
 
@@ -177,8 +177,8 @@ def test_a_loaded_plan_has_the_same_page_but_for_the_marks_of_graphs(moe_plan: P
 
 def test_a_cluster_that_is_not_here_is_told_and_the_rest_is_drawn(small_plan: Plan):
     text = plan_page(replace(small_plan, spec={**small_plan.spec, "cluster": "no/such.yaml"}))
-    assert "the cluster no/such.yaml cannot be read here" in text
-    assert "as no cluster says how many there are" in text
+    assert "the cluster no/such.yaml cannot be read" in text
+    assert "an assumption: the spec names no cluster" in text
 
 
 def test_a_plan_of_one_rank_has_a_page(small_plan: Plan):
