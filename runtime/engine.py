@@ -149,7 +149,7 @@ class Engine:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
         self._need_own_weights("optimizer_step")
         if not self._gradients_ready:
-            raise PlanError("there are no gradients to update with", fix="call forward_backward(batch) first")
+            raise PlanError("there are no gradients for an update", fix="call forward_backward(batch) first")
         return self._update(self._loss)
 
     @shared_call(SEARCH)
@@ -218,7 +218,7 @@ class Engine:
         """
         if not self._gradients_ready:
             raise PlanError(
-                "there are no gradients: an update has used them up, or none were made",
+                "there are no gradients: an update has consumed them, or no backward ran",
                 fix="call it between forward_backward(batch) and optimizer_step()",
             )
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
@@ -306,7 +306,7 @@ class Engine:
         """
         if self.optimizer.average is None:
             fix = "set optimizer: {ema: 0.999}"
-            raise PlanError("the spec asks for no running mean of the weights", where="optimizer.ema", fix=fix)
+            raise PlanError("the spec has no running mean of the weights", where="optimizer.ema", fix=fix)
         self._need_own_weights("averaged_weights")
         self._exchange_average()
         self._is_averaged = True
@@ -363,7 +363,7 @@ class Engine:
         self._settle_exchange()
         if self._is_averaged:
             raise PlanError(
-                f"{name} within averaged_weights: the weights are their running mean there",
+                f"{name} inside averaged_weights: the weights are replaced by their running mean",
                 where="averaged_weights",
                 fix=f"leave the `with` before you call {name}",
             )

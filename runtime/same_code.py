@@ -39,7 +39,7 @@ def identity(plan: Plan) -> dict[str, str]:
         "the version of meshwright": installed_version(PACKAGE),
         "the plan (by hash)": plan.hash()[:16],
         "the captured graph (by hash)": digest(plan.to_run()[0].program.graph),
-        "what the model holds (names, shapes, dtypes)": identity_of(plan),
+        "parameters and buffers of the model (names, shapes, dtypes)": identity_of(plan),
     }
 
 
@@ -72,7 +72,7 @@ def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]
         found[f"the lowered ops of stage {stage.index}{here}"] = _ops_of(stage.module)
         found[f"the lowered code of stage {stage.index}{place}"] = digest(stage.module)
     if program.count_module is not None:
-        found["the code of the counts that losses are divided by"] = digest(program.count_module)
+        found["the code of the loss denominators"] = digest(program.count_module)
     return found
 
 

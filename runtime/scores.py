@@ -77,7 +77,7 @@ class Scoring:
         times = total[COUNT]
         if (times > 1).any():
             raise PlanError(
-                f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times: which of them counts?",
+                f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times, which is ambiguous",
                 where="batch",
                 fix="score a model that predicts each label once",
             )

@@ -104,7 +104,7 @@ def _tell_how_to_go_on(job: Job, before: tuple[Path, int] | None) -> None:
     """``before``: the newest save when the run began; where that is still so, it is of this run only by ``auto``."""
     newest = _newest(job)
     if newest is not None and (newest != before or job.resume == AUTO):
-        print(f"the newest save is {newest[0]}: --resume auto goes on from it", file=sys.stderr, flush=True)
+        print(f"the newest save is {newest[0]}: --resume auto resumes from it", file=sys.stderr, flush=True)
 
 
 def largest_difference(rows: list[StepRow]) -> float:

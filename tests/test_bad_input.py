@@ -278,7 +278,7 @@ BAD = "tests/models/refused.py"
         (["verify", f"{BAD}:Branch"], "", "", ["data-dependent", "refused.py:", "if input.sum() > 0:"]),
         (["plan", f"{BAD}:TensorHook"], "", "", ["a hook on a gradient would be lost", "layers.1", "refused.py:"]),
         (["train", f"{BAD}:NoLoss", "--data", "stdlib"], "", "", ["no output of the model is a loss", "at:"]),
-        (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "takes 4 processes"]),
+        (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "needs 4 processes"]),
         (["verify", f"{BAD}:Base"], "pp: 2", "pp: 3", ["only 2 blocks", "spec.yaml:1"]),
         (["verify", f"{BAD}:Base"], "batch:", "bach:", ["unknown key 'bach'", "spec.yaml:2", "did you mean 'batch'"]),
         (["verify", f"{BAD}:Missing"], "", "", ["there is no 'Missing'", "Branch"]),

@@ -136,7 +136,7 @@ def test_help_shows_an_example(command):
         (["memory", GPT, "no_such.yaml"], ["no_such.yaml"]),
         (["train", GPT, GPT_SPEC], ["there is no text to train on", "data: {mixture: {PATH: 1}}"]),
         (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
-        (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh takes 4 processes"]),
+        (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh needs 4 processes"]),
         (["nonsense"], ["No such command"]),
         (["groups", "--world-size", "9" * 30], ["groups of 999999999999999999999999999999 ranks", "131072 or less"]),
         (["groups", "--world-size", "9" * 5000], ["--world-size"]),

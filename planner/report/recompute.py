@@ -1,4 +1,4 @@
-"""The section of what blocks freed and compute again."""
+"""The section of recomputation in blocks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def _note(plan: Tables) -> str:
         mine = [row for row in plan.recompute if row.stage == stage]
         given, flops, moved = (sum(getattr(row, key) for row in mine) for key in ("bytes", "flops", "moved"))
         lines.append(
-            f"stage {stage}: {given:,} bytes freed, {flops:,} FLOPs and {moved:,} bytes moved to have them back"
+            f"stage {stage}: {given:,} bytes freed, {flops:,} FLOPs and {moved:,} bytes moved to recompute them"
         )
     return "\n".join(["per microbatch on one rank", *lines])

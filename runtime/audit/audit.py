@@ -72,7 +72,7 @@ class Audit:
             if groups.rank == 0:
                 check_audit(plan)
                 model = plan.to_run()[0].model
-                assert model is not None, "the model was released before its audit was made"
+                assert model is not None, "the model was released before its audit was set up"
                 self._module = OwnModule(model, spec)
 
     def is_due(self, step_index: int) -> bool:

@@ -78,7 +78,7 @@ class OwnModule:
             raise PlanError(
                 f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}",
                 where="audit",
-                fix="call the model on the CPU with one microbatch: it must work; or leave out audit",
+                fix="make the model work on the CPU with one microbatch, or remove audit",
             ) from error
 
     @contextmanager
@@ -160,7 +160,9 @@ def _drop(saved: Any) -> None:
 
 
 def _not_there(dropped: None) -> Tensor:
-    raise RuntimeError("a forward that runs a backward of its own cannot be audited: it keeps nothing for one")
+    raise RuntimeError(
+        "a forward that runs its own backward cannot be audited: an audit saves no tensors for a backward"
+    )
 
 
 def loss_of(output: Any, wanted: str) -> Tensor:

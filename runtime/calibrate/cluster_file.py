@@ -17,12 +17,12 @@ from planner.spec.schema import json_schema
 from runtime.calibrate.found import Found, Timed
 
 _KEYS = {
-    "memory": "bytes: all of it / the ranks",
-    "bandwidth": "bytes a second, the best copy or op",
-    "product_fraction": "of the peak, by the slope over sizes",
-    "half_tile": "the side at which a product runs at half its speed",
+    "memory": "bytes: all memory / ranks",
+    "bandwidth": "bytes per second, the best copy or op",
+    "product_fraction": "fraction of the peak, from the slope over sizes",
+    "half_tile": "matrix size at which a product reaches half its speed",
     "attention_fraction": "forward and backward, all operations counted",
-    "bandwidth_fraction": "copies and the ops between products, both ways",
+    "bandwidth_fraction": "copies and ops between products, both directions",
     "launch": "seconds",
 }
 
@@ -33,7 +33,7 @@ def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
         Cluster.model_validate(values)
     except ValidationError as error:
         told = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
-        raise RunError(f"what was measured makes no cluster file: {told}") from error
+        raise RunError(f"the measurements do not make a valid cluster file: {told}") from error
     lines = [*_head(found, date), f"name: {values['name']}", "device:"]
     for key, value in values["device"].items():
         said = f"  {key}: {_value(value)}"
@@ -50,14 +50,14 @@ def _head(found: Found, date: str) -> list[str]:
     lines = [
         f"Measured by `meshwright calibrate` on {date}: {machine.num_ranks} ranks at once{shared}; {machine.backend}, "
         f"torch {machine.torch},",
-        f"load average {machine.load:.1f} before. Of several passes the fastest, of a pass the slowest rank.",
+        f"load average {machine.load:.1f} before. The fastest of several passes, the slowest rank of each pass.",
     ]
     if machine.sharing > 1:
         lines += [
             f"{machine.sharing:g} ranks shared a core: peaks and bandwidths below are that many times what was seen,",
-            "latency and launch that part of it, as one has them that shares with none.",
+            "latency and launch the measured values divided by it: values of a rank with a core of its own.",
         ]
-    lines += ["", "What was seen, of one rank beside the others:"]
+    lines += ["", "Measured, on one rank while the others run:"]
     lines += [f"  product {_seen(t, 'FLOP/s')}" for t in found.products]
     lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in found.attention]
     lines += [f"  {_seen(t, 'B/s')}" for t in found.moved]
@@ -77,7 +77,7 @@ def _exchange(timed: Timed) -> str:
 
 def _comment(key: str, found: Found) -> str:
     if key == "at_once":
-        return "ranks that compute at this speed at the same time: the cores"
+        return "ranks that compute at this speed at the same time: the number of cores"
     return _KEYS.get(key, "")
 
 
@@ -115,8 +115,8 @@ def check_writable(path: Path) -> None:
     """Before anything is measured. Raises PlanError."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a directory" if path.is_dir() else f"{folder} is no directory to write to"
-        raise PlanError(f"cannot write {path}: {why}", where="--output", fix="name a writable file")
+        why = "it is a directory" if path.is_dir() else f"{folder} is not a writable directory"
+        raise PlanError(f"cannot write {path}: {why}", where="--output", fix="give a writable file")
 
 
 def write_whole(text: str, path: Path) -> None:
@@ -125,5 +125,5 @@ def write_whole(text: str, path: Path) -> None:
         write_for_user(path, text)
     except OSError as error:
         raise PlanError(
-            f"cannot write {path}: {error.strerror}", where="--output", fix="name a writable file"
+            f"cannot write {path}: {error.strerror}", where="--output", fix="give a writable file"
         ) from error

@@ -49,7 +49,7 @@ def _check(size: int, seconds: float) -> None:
     if not 1 <= size <= MOST_RANKS:
         raise PlanError(f"{size} ranks cannot be measured", where="--nproc", fix=f"give 1 to {MOST_RANKS}")
     if not 0.5 <= seconds <= MOST_SECONDS:
-        what = f"measuring for {seconds:g} s says nothing" if seconds < 0.5 else f"{seconds:g} s are too long"
+        what = f"{seconds:g} s are too short to measure anything" if seconds < 0.5 else f"{seconds:g} s are too long"
         raise PlanError(what, where="--seconds", fix=f"give 0.5 to {MOST_SECONDS:g}; {SECONDS:g} if left out")
     if torch.cuda.is_available() and size > torch.cuda.device_count():
         what = f"{size} ranks, but this machine has {torch.cuda.device_count()} GPUs"
@@ -78,7 +78,7 @@ def _measure(machine: Machine, clock: Clock, number: int) -> Found:
             small=tell("small ops", lambda: small(clock)),
             exchanges=tuple(tell("exchanges", lambda: list(exchanges(longer)))) if several else (),
             before=Timed("product", 0.0, longer.seconds(product(longer))) if several else None,
-            overlap=tell("a product beside an exchange", lambda: overlap(clock)) if several else None,
+            overlap=tell("a product during a collective", lambda: overlap(clock)) if several else None,
             skipped=tuple(skipped),
         )
 

@@ -39,7 +39,7 @@ def replaced_directory(
     """
     target = Path(os.path.realpath(directory))
     if target.exists() and not target.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name, not a directory", str(directory))
+        raise NotADirectoryError(errno.ENOTDIR, "a file has this name; a directory is needed", str(directory))
     target.parent.mkdir(parents=True, exist_ok=True)
     stays = target.exists() and _must_stay(target)
     with _own_place(target, target if stays else target.parent) as new:
@@ -106,9 +106,9 @@ def _locked(directory: Path) -> int | None:
 
 def _is_busy(target: Path) -> PlanError:
     return PlanError(
-        "another process is writing to this directory now",
+        "another process is writing to this directory",
         where=str(target),
-        fix="wait until it has ended, or name another directory",
+        fix="wait for its end, or use another directory",
     )
 
 

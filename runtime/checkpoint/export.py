@@ -41,7 +41,7 @@ def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, av
             raise PlanError(
                 f"cannot write the export: {error.strerror}",
                 where=str(error.filename or directory),
-                fix="name a directory that can be written, with room for the weights",
+                fix="use a writable directory with space for the weights",
             ) from None
 
 

@@ -47,7 +47,9 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
-            error = PlanError(f"loading broke off, the training state is now incomplete: {what}", fix="load it again")
+            error = PlanError(
+                f"loading failed halfway, and the training state is incomplete: {what}", fix="load it again"
+            )
         agree(groups, error)
     return manifest, checksum
 
@@ -59,5 +61,5 @@ def _require_same(groups: Groups, checksum: str, save: Path) -> None:
         raise PlanError(
             f"rank {odd[0]} sees another save under this name than rank 0",
             where=str(save),
-            fix="save to, and load from, a directory that all nodes share",
+            fix="save to and load from a directory that all nodes share",
         )

@@ -147,7 +147,7 @@ def write_manifest(path: Path, manifest: Manifest) -> str:
         raise PlanError(
             f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}",
             where=str(path),
-            fix="give less as extra",
+            fix="store less in extra",
         )
     _checked(inner, path)
     write_new(path, text)
@@ -186,7 +186,7 @@ def _framed(path: Path) -> tuple[bytes, str]:
     told, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
     is_framed = text.startswith(_HEAD) and text[start:].startswith(_MIDDLE) and text.endswith(_TAIL)
     if not is_framed or told != checksum(inner):
-        raise _damaged(path, "its bytes are not those that were written")
+        raise _damaged(path, "its bytes changed after it was written")
     return inner, told
 
 
@@ -200,7 +200,7 @@ def _checked(inner: bytes, path: Path) -> Manifest:
 def _refuse_too_many(inner: bytes, path: Path) -> None:
     """Raise PlanError before anything is parsed that would take far more memory than its text."""
     if too_many := [sign.decode() for sign, most in _MOST.items() if inner.count(sign) > most]:
-        raise _damaged(path, f"more of {too_many[0]} than any save has")
+        raise _damaged(path, f"too many entries in {too_many[0]}")
 
 
 def _parsed(inner: bytes, path: Path) -> Manifest:
@@ -210,9 +210,11 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)[:200]) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise _damaged(path, "it is of no checkpoint")
+        raise _damaged(path, "it does not belong to a checkpoint")
     if content.get("version") not in _READ:
-        raise PlanError("it was written by another version of meshwright", where=str(path), fix="load it with that one")
+        raise PlanError(
+            "it was written by another version of meshwright", where=str(path), fix="load it with that version"
+        )
     # Every name that is absent would be told with a copy of all the rest.
     if odd := content.keys() ^ Manifest.model_fields.keys() - ({"line"} - content.keys()):
         raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
@@ -235,16 +237,16 @@ def _problem(manifest: Manifest) -> str:
         boxes = entry.boxes
         for (file, *_), box in zip(entry.pieces, boxes, strict=True):
             if not _is_inside(box, entry.shape) or file >= len(held):
-                return f"a piece of {name[:200]!r} lies outside of it, or in no file"
+                return f"a piece of {name[:200]!r} lies outside the tensor, or in no file"
             held[file] += box.num_elements * entry.bytes_per_element
         corners += num_corners(entry.shape, boxes)
         if corners > _MAX_CORNERS:
             return f"more than {_MAX_CORNERS:,} corners of pieces"
         if not entry.values or not tiles(entry.shape, boxes):
-            return f"the pieces of {name[:200]!r} do not hold each element once"
+            return f"the pieces of {name[:200]!r} do not contain each element exactly once"
     for file, size in zip(manifest.files, held, strict=True):
         if size > file.bytes:
-            return f"{file.name} is smaller than what it is said to hold"
+            return f"{file.name} is smaller than its listed contents"
     return ""
 
 
@@ -265,5 +267,5 @@ def json_of(extra: Any) -> dict[str, JsonValue]:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(
-            f"extra does not fit into JSON: {error}", where="extra", fix="give numbers, strings, lists and dicts"
+            f"extra cannot be stored as JSON: {error}", where="extra", fix="use numbers, strings, lists and dicts"
         ) from None

@@ -99,7 +99,7 @@ def tables_of(
             places.setdefault(name, {})[box] = index
     tensors = {}
     names = list(names)
-    assert {name for name, _ in names} == places.keys(), "what ranks have written is not what the plan holds"
+    assert {name for name, _ in names} == places.keys(), "the ranks have written other tensors than the plan has"
     for name, aliases in names:
         held = places[name]
         shape = tuple(map(max, *(box.stop for box in held))) if len(held) > 1 else next(iter(held)).stop
@@ -162,7 +162,7 @@ class PieceReader:
             except (OSError, SafetensorError) as error:
                 raise _not_as_said(path, str(error)) from error
             if found != expected[index]:
-                raise _not_as_said(path, "it holds other tensors")
+                raise _not_as_said(path, "it contains other tensors")
             self._handles[index] = handle
 
 
@@ -193,4 +193,4 @@ def _bytes_of(values: Tensor) -> memoryview:
 
 
 def _not_as_said(path: Path, how: str) -> PlanError:
-    return PlanError(f"{path.name} is not what the manifest says: {how}", where=str(path), fix="load another save")
+    return PlanError(f"{path.name} does not match the manifest: {how}", where=str(path), fix="load another save")

@@ -76,7 +76,7 @@ def load_pretrained(
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
-            error = PlanError(f"loading broke off, the weights are now incomplete: {what}", fix="load them again")
+            error = PlanError(f"loading failed halfway, and the weights are incomplete: {what}", fix="load them again")
         agree(groups, error)
 
 
@@ -175,8 +175,8 @@ def _raise_misfits(
     fix = FIX
     if converted := [name for name in extra if hub.converted(name)]:
         fix = (
-            f"{converted[0]} and its like must be merged: load the model once with transformers' from_pretrained, then "
-            "save_pretrained(…, save_original_format=False)"
+            f"tensors like {converted[0]} must be merged: load the model once with transformers' "
+            "from_pretrained, then save_pretrained(…, save_original_format=False)"
         )
     one = {stored.file for stored in files.tensors.values()}
     where = one.pop() if len(one) == 1 else files.directory
@@ -198,7 +198,7 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
                 for value, name in zip(values[1:], others, strict=True):
                     if not torch.equal(value, values[0]):
                         raise PlanError(
-                            f"{first} and {name} differ in the checkpoint, and are one tied parameter in the model",
+                            f"{first} and {name} differ in the checkpoint, but are one tied parameter in the model",
                             where=str(files.tensors[name].file),
                             fix="plan the model untied (tie_word_embeddings: false in its config)",
                         )

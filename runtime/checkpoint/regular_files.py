@@ -28,7 +28,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise cannot_read(path, error) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise PlanError(f"{path.name} is no regular file", where=str(path), fix="load another save")
+        raise PlanError(f"{path.name} is not a regular file", where=str(path), fix="load another save")
     with os.fdopen(handle, "rb") as file:
         try:
             yield file
@@ -51,7 +51,7 @@ def check_size(path: Path, num_bytes: int) -> None:
         size = os.fstat(file.fileno()).st_size
     if size != num_bytes:
         raise PlanError(
-            f"{path.name} has {size:,} bytes, {num_bytes:,} were written", where=str(path), fix="load another save"
+            f"{path.name} has {size:,} bytes, but {num_bytes:,} were written", where=str(path), fix="load another save"
         )
 
 
@@ -64,7 +64,7 @@ def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
             digest.update(chunk[:count])
     if digest.hexdigest() != checksum:
         raise PlanError(
-            f"{path.name} is damaged, or of another save: its checksum is not the one that was written",
+            f"{path.name} is damaged or belongs to another save: its checksum does not match",
             where=str(path),
             fix="load another save",
         )

@@ -99,7 +99,7 @@ class SafetensorsFiles:
                     part = values[tuple(_slice(start, size, dim) for dim in range(max(whole) + 1))]
                     target[tuple(_slice(own, size, dim) for dim in range(max(whole) + 1))].copy_(part)
         except (OSError, SafetensorError) as error:
-            fix = "give the file as it was written"
+            fix = "provide an undamaged copy of the file"
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
 
     # ---- opening
@@ -107,7 +107,7 @@ class SafetensorsFiles:
     def _open_all(self) -> None:
         single, index = self.directory / SINGLE, self.directory / INDEX
         if not is_directory(self.directory):
-            raise PlanError(f"no directory {shorten(self.directory)}", fix="name a directory with model.safetensors")
+            raise PlanError(f"no directory {shorten(self.directory)}", fix="give a directory with model.safetensors")
         if os.path.lexists(single):
             self._open(single)
         elif os.path.lexists(index):
@@ -144,7 +144,7 @@ class SafetensorsFiles:
             raise PlanError(
                 f"{file} holds {listed(unlisted)}, which the index does not list",
                 where=str(index),
-                fix="take index and files of one save",
+                fix="take the index and the files of one save",
             )
 
     def _open(self, path: Path) -> None:
@@ -157,14 +157,14 @@ class SafetensorsFiles:
                     raise PlanError(
                         f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}",
                         where=str(self.directory),
-                        fix="take index and files of one save",
+                        fix="take the index and the files of one save",
                     )
                 values = handle.get_slice(name)
                 dtype = DTYPES.get(str(values.get_dtype()))
                 self.tensors[name] = StoredTensor(name, path, tuple(values.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             raise PlanError(
-                f"{path.name} is cut short or no safetensors file: {error}",
+                f"{path.name} is truncated or not a safetensors file: {error}",
                 where=str(path),
                 fix="complete the download, or save the model again",
             ) from error
@@ -198,7 +198,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     for name, file in places.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or len(os.fsencode(file)) > 255:
             what = f"{index.name} places {shorten(name)} in {shorten(file)!r}, which is no file name"
-            raise PlanError(what, where=str(index), fix="name files of this directory alone")
+            raise PlanError(what, where=str(index), fix="list only files of this directory")
     return places
 
 
@@ -214,9 +214,9 @@ def _check_header(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise PlanError(f"{path.name} cannot be read: {reason(error)}", where=str(path), fix=fix) from None
     if size < 8 or told > size - 8:
-        raise PlanError(f"{path.name} is cut short or no safetensors file", where=str(path), fix=fix)
+        raise PlanError(f"{path.name} is truncated or not a safetensors file", where=str(path), fix=fix)
     if told > MOST_HEADER:
-        what = f"{path.name} has a header of {told:,} bytes, more than any model takes"
+        what = f"{path.name} claims a header of {told:,} bytes, more than any model needs"
         raise PlanError(what, where=str(path), fix="store the model in several files")
 
 
@@ -230,12 +230,12 @@ def _no_weights(directory: Path, others: list[str]) -> PlanError:
     pickled = next((path.name for kind in _PICKLED for path in sorted(directory.glob(kind))), None)
     if pickled:
         return PlanError(
-            f"the weights are pickled ({pickled}), not safetensors: parts of them cannot be read",
+            f"the weights are pickled ({pickled}), not safetensors: slices of them cannot be read",
             where=str(directory),
-            fix="convert them once: transformers' from_pretrained(DIR) and then save_pretrained(DIR)",
+            fix="convert them with transformers: from_pretrained(DIR), then save_pretrained(DIR)",
         )
     return PlanError(
         f"not a model directory: neither {SINGLE} nor {INDEX}",
         where=str(directory),
-        fix="name a directory with config.json and safetensors",
+        fix="give a directory with config.json and safetensors",
     )

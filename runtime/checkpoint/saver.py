@@ -230,5 +230,5 @@ def _told(directory: str | PathLike[str]) -> Iterator[None]:
         raise PlanError(
             f"cannot write the checkpoint: {reason}",
             where=str(directory),
-            fix="free space there or save elsewhere; saves from before are as they were, and training can go on",
+            fix="free space there or save elsewhere; earlier saves are intact, and training can continue",
         ) from error

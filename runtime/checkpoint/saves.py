@@ -47,7 +47,7 @@ def saves_in(directory: str | PathLike[str]) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        what, fix = f"cannot read the directory of saves: {error.strerror}", "name a directory that this user may read"
+        what, fix = f"cannot read the directory of saves: {error.strerror}", "use a directory that this user may read"
         raise PlanError(what, where=str(directory), fix=fix) from None
     found = sorted((int(match[1]), path) for path in entries if (match := _STEP.fullmatch(path.name)))
     return [path for _, path in found if os.path.lexists(path / MANIFEST)]
@@ -90,8 +90,10 @@ def resolve(directory: str | PathLike[str]) -> Path:
         return directory
     found = latest_in(directory) if directory.is_dir() else None
     if found is None:
-        is_there = "there is no save in it" if directory.is_dir() else "there is no such directory"
-        raise PlanError(f"nothing to load: {is_there}", where=str(directory), fix="name what engine.save wrote")
+        is_there = "the directory has no saves" if directory.is_dir() else "directory not found"
+        raise PlanError(
+            f"nothing to load: {is_there}", where=str(directory), fix="give a directory that engine.save has written"
+        )
     return found
 
 
@@ -112,10 +114,10 @@ def look(save: Path) -> Manifest:
 
 
 def check_average(save: Path, manifest: Manifest) -> None:
-    """Raises PlanError where the save holds no running mean of the weights."""
+    """Raises PlanError where the save has no running mean of the weights."""
     if not manifest.has_average:
         raise PlanError(
-            "the save holds no running mean of the weights",
+            "the save has no running mean of the weights",
             where=str(save),
             fix="leave out --ema; runs with optimizer: {ema: 0.999} in their spec save the mean",
         )
@@ -127,9 +129,9 @@ def read_step(save: Path) -> tuple[Manifest, str]:
     match = _STEP.fullmatch(save.name)
     if match and int(match[1]) != manifest.step:
         raise PlanError(
-            f"{MANIFEST} is of step {manifest.step}: the directory of another save",
+            f"{MANIFEST} is of step {manifest.step}: the directory belongs to another save",
             where=str(save / MANIFEST),
-            fix="load another save, or give the directory back its name",
+            fix="load another save, or restore the name of the directory",
         )
     return manifest, told
 
@@ -185,7 +187,7 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     except OSError as error:
         what, fix = (
             f"cannot remove old saves: {error.strerror}",
-            "let this user remove files there, or leave out --keep",
+            "allow this user to remove files there, or remove --keep",
         )
         raise PlanError(what, where=str(error.filename or directory), fix=fix) from None
     return old
@@ -208,7 +210,7 @@ def check_writable(directory: str | PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PlanError(
-            f"cannot write saves here: {reason}", where=str(directory), fix="name a directory that can be written"
+            f"cannot write saves here: {reason}", where=str(directory), fix="use a writable directory"
         ) from None
 
 
@@ -223,19 +225,21 @@ def owned(directory: str | PathLike[str]) -> Iterator[None]:
     try:
         opened = open_lock_file(path)
     except OSError as error:
-        fix = "remove it, or name a directory that can be written"
+        fix = "remove it, or use a writable directory"
         raise PlanError(f"cannot lock the directory of saves: {error.strerror}", where=str(path), fix=fix) from None
     with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise PlanError(
-                f"another run writes here: {file.read(200).strip() or 'it has not told its name yet'}",
+                f"another run is writing here: {file.read(200).strip() or 'its name is not known yet'}",
                 where=str(directory),
-                fix="wait for it, end it, or save elsewhere",
+                fix="wait for it, stop it, or save elsewhere",
             ) from None
         except OSError as error:
-            warnings.warn(f"{directory}: no lock against a second run ({error.strerror})", stacklevel=3)
+            warnings.warn(
+                f"{directory}: locking failed, a second run is not prevented ({error.strerror})", stacklevel=3
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -114,9 +114,11 @@ class TrainingState:
         """What a user must know where a running mean of the weights is saved or wanted, and not both."""
         is_wanted = self.optimizer.average is not None
         if is_wanted and not manifest.has_average:
-            return "the save holds no running mean of the weights (optimizer.ema): it begins with the loaded weights"
+            return (
+                "the save has no running mean of the weights (optimizer.ema): the mean starts from the loaded weights"
+            )
         if manifest.has_average and not is_wanted:
-            return "the save holds a running mean of the weights, which is not loaded: the spec has no optimizer.ema"
+            return "the running mean of the weights in the save is not loaded: the spec has no optimizer.ema"
         return ""
 
     def needed(self, manifest: Manifest) -> set[str]:
@@ -194,7 +196,7 @@ class TrainingState:
                 found.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
             elif entry.values != wanted:
                 found.append(
-                    f"{name} was saved with {listed(entry.values, 5)}, and to go on takes {listed(wanted, 5)} "
+                    f"{name} was saved with {listed(entry.values, 5)}, and resuming needs {listed(wanted, 5)} "
                     "(it is trained in one, and frozen in the other)"
                 )
         return found

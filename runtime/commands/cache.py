@@ -24,7 +24,7 @@ def cache_command(
     place = place_of()
     if place is None:
         raise PlanError(
-            f"{CACHE}=0: the cache of captures is off", where=CACHE, fix="unset {CACHE}, or set it to a directory"
+            f"{CACHE}=0: the cache of captures is off", where=CACHE, fix=f"unset {CACHE}, or set it to a directory"
         )
     try:
         found = kept_in(place)
@@ -35,7 +35,7 @@ def cache_command(
         raise PlanError(
             f"cannot use {error.filename}: {error.strerror}",
             where=CACHE,
-            fix="set {CACHE} to a directory that you can write to",
+            fix=f"set {CACHE} to a directory that you can write to",
         ) from error
     if format is Format.json:
         text = json.dumps({"place": str(place), "captures": len(found), "bytes": num_bytes, "removed": clear})

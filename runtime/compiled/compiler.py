@@ -26,15 +26,15 @@ def check_compiler(asked: bool, device: torch.device) -> None:
         return
     if device.type == "cuda":
         if find_spec("triton") is None:
-            what = f"triton is not installed, and compile: true makes kernels for {device} by it"
+            what = f"triton is not installed, and compile: true needs it for kernels on {device}"
             raise PlanError(what, where=_AT, fix=f"pip install triton{_ELSE}")
         return
     names = _cpp_compilers()
     if not any(shutil.which(name) for name in names):
-        what = f"there is no C++ compiler ({', '.join(names)}), and compile: true makes code for {device} by it"
-        raise PlanError(what, where=_AT, fix=f"install the package g++, or name one by CXX{_ELSE}")
+        what = f"no C++ compiler found ({', '.join(names)}), and compile: true needs one for {device}"
+        raise PlanError(what, where=_AT, fix=f"install the package g++, or set CXX to a compiler{_ELSE}")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        what = "Python.h is not here, and compile: true builds extensions with it"
+        what = "Python.h not found, and compile: true builds extensions with it"
         raise PlanError(what, where=_AT, fix=f"install the package python3-dev{_ELSE}")
 
 

@@ -22,7 +22,7 @@ def check_backend(impl: str, device: torch.device) -> None:
     """Raise PlanError where ``impl`` cannot run on ``device`` or lacks its package."""
     if impl == "transformer_engine" and find_spec("transformer_engine") is None:
         fix = f"pip install '{EXTRA}', or set impl: {'local' if device.type == 'cuda' else 'emulate'}"
-        raise PlanError("transformer_engine is not installed, and cuda_graphs asks for it", where=_AT, fix=fix)
+        raise PlanError("transformer_engine is not installed, and cuda_graphs needs it", where=_AT, fix=fix)
     if impl in ("local", "transformer_engine") and device.type != "cuda":
         what = f"cuda_graphs.impl = {impl} captures on CUDA devices, and this process runs on {device}"
         raise PlanError(what, where=_AT, fix="set impl: emulate, which runs on any device, or impl: none")

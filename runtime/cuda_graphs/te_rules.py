@@ -30,8 +30,8 @@ def check_microbatches(order: Order) -> None:
         )
         if forwards != backwards:
             raise PlanError(
-                f"transformer_engine takes the k-th backward of a chunk for that of its k-th forward, but those "
-                f"of chunk {chunk} come in another order: {format_order(order)}",
+                "transformer_engine matches the k-th backward of a chunk with its k-th forward, but those of "
+                f"chunk {chunk} run in another order: {format_order(order)}",
                 where="pipeline.schedule",
                 fix=f"use gpipe, 1f1b or interleaved_1f1b, or {_INSTEAD}",
             )
@@ -48,17 +48,17 @@ def check_arguments(given: GraphArguments) -> None:
 def check_order(order: Sequence[int], num_layers: Sequence[int]) -> None:
     """Whole numbers, each chunk with as many forwards as backwards and as every other, no backward too early."""
     if not order or not all(type(number) is int and number != 0 for number in order):
-        raise _wrong(f"an order is made of whole numbers other than 0, not {list(order)}")
+        raise _wrong(f"an order consists of integers other than 0, not {list(order)}")
     chunks = max(map(abs, order))
     if chunks != len(num_layers):
-        raise _wrong(f"the order names {chunks} chunks, and there are layers for {len(num_layers)}")
+        raise _wrong(f"the order names {chunks} chunks, but there are layers for {len(num_layers)}")
     if any(type(n) is not int or n < 0 for n in num_layers):
-        raise _wrong(f"numbers of layers are whole numbers, not {list(num_layers)}")
+        raise _wrong(f"numbers of layers are integers, not {list(num_layers)}")
     count = Counter(order)
     sizes = {count[sign * (chunk + 1)] for chunk in range(chunks) for sign in (1, -1)}
     if len(sizes) != 1:
         counted = ", ".join(f"{count[c + 1]} and {count[-c - 1]} for chunk {c}" for c in range(chunks))
-        raise _wrong(f"each chunk needs as many forwards as backwards, and as the others, not {counted}")
+        raise _wrong(f"all chunks need the same number of forwards and backwards, not {counted}")
     waiting = Counter[int]()
     for place, number in enumerate(order):
         waiting[abs(number)] += 1 if number > 0 else -1
@@ -69,9 +69,9 @@ def check_order(order: Sequence[int], num_layers: Sequence[int]) -> None:
 def _check_counts(given: GraphArguments) -> None:
     total, num_microbatches = sum(given.num_layers), len(given.order) // len(given.num_layers) // 2
     if len(given.modules) != total:
-        raise _wrong(f"there are {total} layers, and {len(given.modules)} modules for them")
+        raise _wrong(f"there are {total} layers, but {len(given.modules)} modules for them")
     if len(given.hooks) != total:
-        raise _wrong(f"there are {total} layers, and hooks of {len(given.hooks)}")
+        raise _wrong(f"there are {total} layers, but hooks of {len(given.hooks)}")
     if len(given.sample_args) != total * num_microbatches:
         raise _wrong(f"there are {total} layers · {num_microbatches} microbatches, and {len(given.sample_args)} inputs")
 
@@ -79,9 +79,9 @@ def _check_counts(given: GraphArguments) -> None:
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for number, module in enumerate(modules):
         if not isinstance(module, nn.Module):
-            raise _wrong(f"callable {number} is no module but a {type(module).__name__}")
+            raise _wrong(f"callable {number} is not a module but a {type(module).__name__}")
         if not module.training:
-            raise _wrong(f"module {number} is in evaluation: its graph would never run in training")
+            raise _wrong(f"module {number} is in eval mode: its graph would never run in training")
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if any(hooks):
             raise _wrong(f"module {number} has hooks, which a graph does not run")
@@ -94,11 +94,11 @@ def _check_samples(given: GraphArguments) -> None:
     needed: dict[tuple[Any, ...], tuple[bool, ...]] = {}
     for number, sample in enumerate(given.sample_args):
         if not all(isinstance(value, Tensor) for value in sample):
-            raise _wrong(f"input {number} holds something else than tensors")
+            raise _wrong(f"input {number} contains values that are not tensors")
         key = tuple((value.shape, value.dtype, value.layout) for value in sample)
         wants = tuple(value.requires_grad for value in sample)
         if needed.setdefault(key, wants) != wants:
-            raise _wrong(f"input {number} shares memory with one whose gradients are asked for elsewhere")
+            raise _wrong(f"input {number} shares memory with an input that gets gradients elsewhere")
 
 
 def check_autocast() -> None:
@@ -106,7 +106,7 @@ def check_autocast() -> None:
         raise PlanError(
             "Transformer Engine captures no graphs under autocast with a cache",
             where=WHERE,
-            fix="run the engine outside of autocast: its precision is set by the spec",
+            fix="run the engine outside autocast: the spec sets its precision",
         )
 
 

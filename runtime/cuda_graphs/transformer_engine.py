@@ -191,7 +191,8 @@ def _check_keywords(known: Mapping[str, Any]) -> None:
     missing = sorted(GraphArguments((), (), [], [], []).named.keys() - known.keys())
     if missing:
         raise PlanError(
-            f"this version of Transformer Engine is too old: make_graphed_callables knows no {', '.join(missing)}",
+            "this version of Transformer Engine is too old: make_graphed_callables does not accept "
+            f"{', '.join(missing)}",
             where=WHERE,
             fix='pip install -U "transformer-engine[pytorch]>=2.19"',
         )

@@ -27,5 +27,5 @@ def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumpt
                     f"the batch fails a check of the model's forward, in rows {start} to {start + micro - 1}: "
                     f"{assumption.what.replace('does not raise', 'raises')}",
                     where=assumption.where,
-                    fix="give a batch that the unmodified model takes",
+                    fix="give a batch that the unmodified model accepts",
                 )

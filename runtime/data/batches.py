@@ -72,13 +72,13 @@ class BatchLayout:
             if tuple(value.shape) != (size, *shape):
                 whose = "of this dp rank" if local else "of the global batch"
                 raise PlanError(
-                    f"batch[{name!r}] has shape {list(value.shape)}, the plan takes {[size, *shape]}",
+                    f"batch[{name!r}] has shape {list(value.shape)}, the plan expects {[size, *shape]}",
                     where="batch",
-                    fix=f"give the {size} sequences {whose}, each {list(shape)}; or plan for this shape",
+                    fix=f"give the {size} sequences {whose}, each of shape {list(shape)}; or plan for this shape",
                 )
             if value.dtype != dtype:
                 raise PlanError(
-                    f"batch[{name!r}] is {value.dtype}, the plan takes {dtype}",
+                    f"batch[{name!r}] is {value.dtype}, the plan expects {dtype}",
                     where="batch",
                     fix=f"convert it to {dtype}",
                 )

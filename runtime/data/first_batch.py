@@ -13,7 +13,7 @@ from torch.distributed import Store
 from planner.errors import PlanError
 from runtime.data.batches import BatchLayout
 
-NO_BATCH = "rank 0 has no good batch"
+NO_BATCH = "rank 0 has no valid batch"
 
 
 def check_first_batch(
@@ -36,7 +36,7 @@ def check_first_batch(
         check_here(layout, batch, rank, world_size, local=local)
         expected = _fingerprint(batch, local)
         if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
-            own = "this batch is not the one that rank 0 was given"
+            own = "this batch differs from that of rank 0"
     except PlanError as error:
         own = error.what.removeprefix(f"rank {rank}: ")
         raise
@@ -44,14 +44,14 @@ def check_first_batch(
         _tell(store, world_size, rank, own, expected)
     store.wait(["batch/all_checked"], timeout)
     if store.check(["failed"]):
-        raise PlanError(f"not every rank can begin: {store.get('failed').decode()}", fix="look at that rank's output")
+        raise PlanError(f"not every rank can start: {store.get('failed').decode()}", fix="see the output of that rank")
     num_bad = store.add("batch/num_bad", 0)
     if num_bad:
         told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
         raise PlanError(
             "the first batch does not fit on every rank: " + "; ".join(told),
             where="batch",
-            fix="give every rank the same global batch, or its own share with train_step(batch, local=True)",
+            fix="give every rank the same global batch, or its own rows with train_step(batch, local=True)",
         )
 
 

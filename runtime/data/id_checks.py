@@ -40,5 +40,6 @@ def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanE
     return PlanError(
         f"batch[{name!r}] holds {found} at {shown}; {ids.what} has {ids.unit} 0 to {ids.high - 1}{besides}",
         where="batch",
-        fix=f"give {noun} of this range, or a model with more {ids.unit} (its vocabulary is smaller than the data's)",
+        fix=f"use {noun} in this range, or a model with more {ids.unit} (its vocabulary is smaller than that of the "
+        "data)",
     )

@@ -31,7 +31,7 @@ class MixedBatches:
         ends = np.cumsum(np.asarray(weights, np.float64)) / sum(weights)
         self._edges = np.concatenate([[0], np.rint(ends * BLOCK)]).astype(np.int64)
         if (np.diff(self._edges) == 0).any():
-            fix = f"give each text at least 1/{BLOCK} of all, or leave it out"
+            fix = f"give each text a share of at least 1/{BLOCK}, or remove it"
             raise PlanError("--data: the share of a text is too small", where="--data", fix=fix)
 
     @property

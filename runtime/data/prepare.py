@@ -21,10 +21,10 @@ def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
     check_writable(output)
     for file in files:
         if output.exists() and os.path.samefile(file, output):
-            what = f"{shorten(output)} is one of the texts, and would be written over"
-            raise PlanError(what, where="-o", fix="name another file to write")
+            what = f"{shorten(output)} is one of the texts and would be overwritten"
+            raise PlanError(what, where="-o", fix="choose another output file")
         if is_token_file(file):
-            raise PlanError(f"{shorten(file)} holds tokens already", where=shorten(file), fix="name texts")
+            raise PlanError(f"{shorten(file)} is already a token file", where=shorten(file), fix="name texts")
     return files
 
 

@@ -27,8 +27,8 @@ def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
     if source != STDLIB and is_token_file(Path(source)):
         found = open_token_file(Path(source), source)
         if tokenizer is not None:
-            what = f"{source} holds tokens already, of the tokenizer {found.tokenization.name}"
-            raise PlanError(what, where="--tokenizer", fix="leave out --tokenizer")
+            what = f"{source} is already a token file, of the tokenizer {found.tokenization.name}"
+            raise PlanError(what, where="--tokenizer", fix="remove --tokenizer")
         return found
     files = files_of(source)
     encoder: Encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
@@ -49,7 +49,7 @@ def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -
             words.append(num_words)
             num_words = 0
     if not num_tokens:
-        raise PlanError("the data holds no bytes", where=f"--data {source}", fix="name a text file, or write stdlib")
+        raise PlanError("the data is empty", where=f"--data {source}", fix="name a text file, or write stdlib")
     arrays = np.concatenate(ids), np.array(ends, np.int64), np.concatenate(marks), np.array(words, np.int64)
     identity = xxhash.xxh3_128_hexdigest(arrays[0].tobytes() + arrays[1].tobytes())
     return Tokens(*arrays, tokenization, source, identity, int(arrays[0].max()))

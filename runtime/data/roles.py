@@ -46,7 +46,7 @@ def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[
             raise PlanError(
                 f"a text cannot feed the input {name!r}: nothing says what it is",
                 where=f"inputs.{name}",
-                fix=f"say it by data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
+                fix=f"set it with data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
                 "runtime.Engine with batches of your own",
             )
     return {name: given.get(name) or NAMES[name] for name in inputs}
@@ -59,15 +59,15 @@ def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
         wanted = 0 if roles[name] == "sentence_order" else 1
         if len(spec.shape) != wanted:
             shape = "[]" if not wanted else "[length]"
-            what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of a text it has {shape}"
+            what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of a text it needs {shape}"
             raise PlanError(what, where=f"inputs.{name}.shape", fix=f"give it the shape {shape}")
         if wanted:
             lengths[name] = spec.shape[0]
     if len(set(lengths.values())) != 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
         raise PlanError(
-            f"sequences of a text have one length, the inputs differ: {told}" if lengths else told,
+            f"sequences of a text have one length, but the inputs differ: {told}" if lengths else told,
             where="inputs",
-            fix="give all of them one length",
+            fix="give all of them the same length",
         )
     return next(iter(lengths.values()))

@@ -84,7 +84,7 @@ class TokenBatches:
                 raise PlanError(
                     f"the input {name!r} is fed by {role}, which this objective does not make",
                     where=f"inputs.{name}",
-                    fix=f"leave the input out, or choose another data.objective; this one makes {', '.join(given)}",
+                    fix=f"remove the input, or choose another data.objective; this one provides {', '.join(given)}",
                 )
 
 

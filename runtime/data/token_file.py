@@ -28,7 +28,7 @@ VERSION = 1
 BEGIN, _ALIGNED = 4096, 64
 _PRELUDE = struct.Struct("<8sIIQ")
 MOST_HEADER_BYTES = BEGIN - _PRELUDE.size
-_FIX = "write it again by `meshwright prepare TEXT -o FILE`"
+_FIX = "write it again with `meshwright prepare TEXT -o FILE`"
 _SCANNED = 4 * MIB  # elements at once
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=1 << 48)]
@@ -99,19 +99,19 @@ def read_header(path: Path) -> Header:
     except (OSError, ValueError) as error:
         raise cannot_read(path, error) from None
     if not begin.startswith(MAGIC) and not (begin and MAGIC.startswith(begin)):
-        raise _bad(path, "is no token file")
+        raise _bad(path, "is not a token file")
     if len(begin) < BEGIN:
-        raise _bad(path, f"is cut short: it has {size} bytes, its header alone takes {BEGIN}")
+        raise _bad(path, f"is truncated: it has {size} bytes, its header alone takes {BEGIN}")
     _, version, length, digest = _PRELUDE.unpack_from(begin)
     if version > VERSION:
-        fix = "install a newer meshwright, or write the file again by this one"
+        fix = "install a newer meshwright, or write the file again with this one"
         raise _bad(path, f"is of version {version}; this meshwright reads up to {VERSION}", fix)
     text = begin[_PRELUDE.size : _PRELUDE.size + length]
     if version < 1 or length > MOST_HEADER_BYTES or xxhash.xxh3_64_intdigest(text) != digest:
-        raise _bad(path, "is damaged: its header is not the one that was written")
+        raise _bad(path, "is damaged: the checksum of its header does not match")
     header = _parsed(path, text)
     if size != header.num_bytes:
-        how = "is cut short" if size < header.num_bytes else "is damaged"
+        how = "is truncated" if size < header.num_bytes else "is damaged"
         raise _bad(path, f"{how}: it has {size} bytes, {header.num_bytes} are expected")
     return header
 
@@ -139,7 +139,7 @@ def check_content(path: Path) -> None:
         for at in range(begin, end, _SCANNED):
             digest.update(whole[at : min(at + _SCANNED, end)].data)
         if digest.hexdigest() != header.content.get(name):
-            raise _bad(path, f"is damaged: its {name} are not those that were written")
+            raise _bad(path, f"is damaged: the checksum of its {name} does not match")
 
 
 def _parsed(path: Path, text: bytes) -> Header:
@@ -149,7 +149,7 @@ def _parsed(path: Path, text: bytes) -> Header:
         raise _bad(path, "is damaged: its header cannot be read") from None
     largest = max([*header.special.values(), header.largest or 0])
     if largest >= header.vocabulary_size or header.vocabulary_size - 1 > np.iinfo(header.dtype).max:
-        raise _bad(path, "is damaged: its ids lie beyond its own vocabulary")
+        raise _bad(path, "is damaged: its ids exceed its own vocabulary")
     return header
 
 
@@ -158,7 +158,7 @@ def _check_ends(path: Path, header: Header, ends: np.ndarray) -> None:
     for at in range(0, len(ends), _SCANNED):
         part = ends[at : at + _SCANNED]
         if part[0] <= before or (np.diff(part) <= 0).any():
-            raise _bad(path, "is damaged: the ends of its documents do not ascend")
+            raise _bad(path, "is damaged: the ends of its documents are not in ascending order")
         before = int(part[-1])
     if before != header.tokens:
         raise _bad(path, f"is damaged: its last document ends at {before}, not at {header.tokens}")

@@ -74,7 +74,7 @@ class TokenWriter:
     def finish(self, num_bytes: int) -> Header:
         """The file under its name, on the disk. ``num_bytes``: of the text. Raises PlanError."""
         if not self.num_documents:
-            raise PlanError("the text holds no words", where="TEXT", fix="name a text that is not empty")
+            raise PlanError("the text is empty", where="TEXT", fix="give a text that is not empty")
         header = self._header(num_bytes)
         with self._told():
             whole = self._files["ids"]
@@ -130,7 +130,7 @@ class _CannotWrite:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, (OSError, ValueError)) and not isinstance(error, PlanError):
-            fix = "name a writable file, and free space there"
+            fix = "give a writable file, and free space there"
             raise PlanError(f"cannot write {shorten(self.path)}: {reason(error)}", where="-o", fix=fix) from None
 
 
@@ -138,5 +138,5 @@ def check_writable(path: Path) -> None:
     """Before any text is read. Raises PlanError."""
     folder = path.parent
     if is_directory(path) or not is_directory(folder) or not os.access(folder, os.W_OK):
-        why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is no directory to write to"
-        raise PlanError(f"cannot write {shorten(path)}: {why}", where="-o", fix="name a writable file")
+        why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is not a writable directory"
+        raise PlanError(f"cannot write {shorten(path)}: {why}", where="-o", fix="give a writable file")

@@ -19,7 +19,7 @@ def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
     if not share:
         return tokens, None
     first, second = _cut(tokens, round((1.0 - share) * len(tokens.ids)))
-    parts = f"all but what is held out of {tokens.source}", f"the part of {tokens.source} that is held out"
+    parts = f"{tokens.source} without its held-out part", f"the held-out part of {tokens.source}"
     return replace(first, source=parts[0]), replace(second, source=parts[1])
 
 

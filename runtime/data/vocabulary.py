@@ -43,9 +43,9 @@ def _check(tokens: Tokens, high: int, what: str, where: str) -> None:
     if place is None:
         found = f"the tokenizer {how.name} has ids up to {how.vocabulary_size - 1}"
     else:
-        found = f"{tokens.source} holds the id {int(tokens.ids[place])} at position {place}"
+        found = f"{tokens.source} has the id {int(tokens.ids[place])} at position {place}"
     if how.name == "bytes":
-        found += "; text as bytes takes tokens up to 255"
+        found += "; text as bytes has tokens up to 255"
     raise PlanError(
         f"{found}, but {what}",
         where=where,

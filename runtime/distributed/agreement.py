@@ -27,7 +27,7 @@ def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
         found = PlanError(
             f"{error.strerror or error}",
             where=str(error.filename or ""),
-            fix="name files that this user may read and write",
+            fix="use files that this user may read and write",
         )
         found.__cause__ = error
     if rank_0_is_long:

@@ -114,7 +114,7 @@ def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bo
     if unknown := sorted(set(known.values()) - {"gloo", "nccl"}):
         raise _refused(f"talks over {', '.join(unknown)}")
     if device_type == "cpu" and known.get("cpu") != "gloo":
-        raise _refused("talks over NCCL alone, but this run computes on the CPU")
+        raise _refused("uses only NCCL, but this run computes on the CPU")
     return known.get(device_type) == backend
 
 
@@ -122,7 +122,7 @@ def _refused(what: str) -> PlanError:
     return PlanError(
         f"the default process group {what}",
         where="torch.distributed.init_process_group",
-        fix='leave it to Engine, or initialise it with "gloo", "nccl" or "cpu:gloo,cuda:nccl"',
+        fix='let Engine create it, or initialize it with "gloo", "nccl" or "cpu:gloo,cuda:nccl"',
     )
 
 
@@ -136,8 +136,7 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
     absent = [name for name in _ADDRESS if not os.environ.get(name)]
     if absent:
         raise PlanError(
-            f"{world_size} ranks were launched, but the environment does not say where they meet: "
-            f"{' and '.join(absent)} not set",
+            f"{world_size} ranks were launched, but the environment has no rendezvous: {' and '.join(absent)} not set",
             where=absent[0],
             fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same on every rank; "
             "torchrun sets both",
@@ -151,7 +150,7 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
         raise PlanError(
             f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s",
             where="MASTER_ADDR",
-            fix=f"see that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
+            fix=f"check that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
         ) from error
     return store
 

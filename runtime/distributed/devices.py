@@ -34,7 +34,7 @@ LOCAL_WORLD_SIZE = (
     *("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
 )
 ON_THE_CPU = 'use the CPU on every rank: Engine(plan, device="cpu"), or CUDA_VISIBLE_DEVICES=""'
-OWN_DEVICE = 'name it: Engine(plan, device=f"cuda:{index}")'
+OWN_DEVICE = 'name the device: Engine(plan, device=f"cuda:{index}")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ def choose_device(
         return wanted
     num_gpus = device_count if cuda_available else 0
     if wanted is not None and num_gpus == 0:
-        raise PlanError(f'the device "{wanted}" was asked for, but this process sees no GPU', where="device", fix=_SEE)
+        raise PlanError(f'the device "{wanted}" was requested, but this process sees no GPU', where="device", fix=_SEE)
     if num_gpus == 0:
         return torch.device("cpu")
     if wanted is None or wanted.index is None:
         return torch.device("cuda", _own_index(place, num_gpus))
     if wanted.index >= num_gpus:
         raise PlanError(
-            f'the device "{wanted}" was asked for, but this process sees {_gpus(num_gpus)}', where="device", fix=_SEE
+            f'the device "{wanted}" was requested, but this process sees {_gpus(num_gpus)}', where="device", fix=_SEE
         )
     return wanted
 
@@ -109,16 +109,16 @@ def _own_index(place: Launched, num_gpus: int) -> int:
         if place.world_size == 1:
             return 0
         raise PlanError(
-            f"nothing says which of the {num_gpus} GPUs is this rank's: LOCAL_RANK is not set",
+            f"it is not known which of the {num_gpus} GPUs belongs to this rank: LOCAL_RANK is not set",
             where="LOCAL_RANK",
-            fix=f"start the ranks with torchrun, set LOCAL_RANK, let each rank see one GPU alone, or {OWN_DEVICE}",
+            fix=f"start the ranks with torchrun, set LOCAL_RANK, show each rank only one GPU, or {OWN_DEVICE}",
         )
     if max(place.local_rank + 1, place.local_world_size or 0) > num_gpus:
         ranks = f"{place.local_world_size} ranks" if place.local_world_size else f"a local rank {place.local_rank}"
         raise PlanError(
             f"this host runs {ranks}, but a rank sees {_gpus(num_gpus)}",
             where="LOCAL_WORLD_SIZE" if place.local_world_size else "LOCAL_RANK",
-            fix="launch one rank for each GPU (torchrun --nproc-per-node); where each rank sees GPUs of its own, "
+            fix="launch one rank per GPU (torchrun --nproc-per-node); if each rank sees its own GPUs, "
             f"{OWN_DEVICE}; or {ON_THE_CPU}",
         )
     return place.local_rank

@@ -85,7 +85,7 @@ def _require_small(sizes: list[int]) -> None:
         if not 0 < size <= MOST_BYTES:
             raise PlanError(
                 f"rank {rank} has {size} bytes for one exchange between ranks; from 1 to {MOST_BYTES} can be sent",
-                fix="profile fewer steps, if this is a profile; else this is a bug of meshwright",
+                fix="profile fewer steps, if this is a profile; otherwise this is a bug in meshwright",
             )
 
 
@@ -101,4 +101,4 @@ def _read(rank: int, content: Tensor, read: Callable[[Any], T]) -> T:
     try:
         return read(json.loads(content.numpy().tobytes()))
     except _WRONG as error:
-        raise RunError(f"rank {rank} sent another value than this exchange is of ({type(error).__name__})") from error
+        raise RunError(f"rank {rank} sent a value of another exchange ({type(error).__name__})") from error

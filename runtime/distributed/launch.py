@@ -95,7 +95,7 @@ def _results(outcomes: list[Outcome], told: list[Failure], timed_out: bool, time
     last_lines = {outcome.rank: outcome.last_line for outcome in outcomes if outcome.failed}
     if timed_out and failed[0].seconds == inf and not told:
         late = sorted(ranks)
-        raise RankError(f"ranks {late} did not finish in {timeout_seconds:g} s and were ended", last_lines)
+        raise RankError(f"ranks {late} did not finish in {timeout_seconds:g} s and were terminated", last_lines)
     error = outcomes[first.rank].error
     if error is not None:
         raise error

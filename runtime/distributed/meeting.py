@@ -70,7 +70,7 @@ def meet(
         store.set(key, signer.signed(key, json.dumps(asdict(seat))))
         if not _came(store, ["verdict"], timeout + LATE):
             raise _absent([0], world_size, timeout)
-        told = json.loads(signer.checked("verdict", store.get("verdict"), "what rank 0 decided"))
+        told = json.loads(signer.checked("verdict", store.get("verdict"), "the decision of rank 0"))
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)
@@ -121,8 +121,8 @@ def _warn_without_a_secret(seats: Sequence[Seat], signer: Signer) -> None:
     if num_hosts > 1 and not signer and not _has_warned:
         _has_warned = True
         print(
-            f"warning: {num_hosts} hosts share a store without a secret: whoever reaches it can change this run; "
-            f"give every host the same {SECRET}, and use a private network",
+            f"warning: {num_hosts} hosts share a store without a secret: any process that reaches it can change "
+            f"this run; give every host the same {SECRET}, and use a private network",
             file=sys.stderr,
             flush=True,
         )
@@ -138,8 +138,8 @@ def _came(store: Store, keys: list[str], timeout: timedelta) -> bool:
 
 def _absent(ranks: list[int], world_size: int, timeout: timedelta) -> PlanError:
     return PlanError(
-        f"{listed(ranks)} of {world_size} did not come within {timeout.total_seconds():g} s",
-        fix="look at the output of those ranks: they ended, or run something else",
+        f"{listed(ranks)} of {world_size} did not join within {timeout.total_seconds():g} s",
+        fix="see the output of those ranks: they have ended, or run another program",
     )
 
 
@@ -185,7 +185,8 @@ def _mixed(seats: Sequence[Seat], types: Counter[str]) -> PlanError:
         f"{listed(odd)} of {len(seats)} would run on {first.device} (host {first.host}), "
         f"the others on {seats[_first_of(seats, usual)].device}",
         where="device",
-        fix=f"see that every host shows its GPUs (nvidia-smi, CUDA_VISIBLE_DEVICES, torch with CUDA), or {ON_THE_CPU}",
+        fix="check that every host shows its GPUs (nvidia-smi, CUDA_VISIBLE_DEVICES, torch with CUDA), or "
+        f"{ON_THE_CPU}",
     )
 
 
@@ -208,16 +209,16 @@ def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: i
     what = f"{listed(first)} are on one GPU ({seats[first[0]].device} of host {seats[first[0]].host})"
     if not all(seats[rank].named for ranks in shared for rank in ranks):
         raise PlanError(
-            f"{what}: there are more ranks than GPUs, or each rank was shown the same one",
+            f"{what}: there are more ranks than GPUs, or all ranks see the same GPU",
             where="device",
-            fix="launch one rank for each GPU, or show each rank its own (CUDA_VISIBLE_DEVICES); to share one on "
+            fix="launch one rank per GPU, or show each rank its own (CUDA_VISIBLE_DEVICES); to share one on "
             f'purpose, name it on every rank: Engine(plan, device="{seats[first[0]].device}"); or {ON_THE_CPU}',
         )
     if pp > 1:
         raise PlanError(
-            f"{what}, where ranks talk over gloo, and gloo cannot send what pipeline stages give each other from a GPU",
+            f"{what} and communicate over gloo, which cannot send activations between pipeline stages from a GPU",
             where="mesh",
-            fix="use pp 1, or a GPU for each rank",
+            fix="use pp 1, or one GPU per rank",
         )
 
 

@@ -132,7 +132,7 @@ class Notes:
         digests = list(self._digests(sums))
         kinds = {digest < 0 for digest in digests}
         if len(kinds) > 1:
-            raise _differ(step, "some ranks gave it as local, some did not")
+            raise _differ(step, "some ranks passed local=True, others did not")
         for dp in sorted(set(self._dp)) if kinds == {True} else [None]:
             members = [r for r in range(self.size) if dp is None or self._dp[r] == dp]
             usual, _ = Counter(digests[r] for r in members).most_common(1)[0]
@@ -140,7 +140,7 @@ class Notes:
             if odd:
                 others = next(r for r in members if digests[r] == usual)
                 names = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-                raise _differ(step, f"{names} had another than rank {others}")
+                raise _differ(step, f"{names} had another batch than rank {others}")
 
     def _digests(self, sums: Any) -> Any:
         first = len(sums) - NOTES_OF_A_RANK * self.size
@@ -151,5 +151,5 @@ def _differ(step: int, how: str) -> PlanError:
     return PlanError(
         f"the batch of step {step} is not the same on all ranks: {how}",
         where="batch",
-        fix="give every rank the same global batch, or each dp rank its own share with train_step(batch, local=True)",
+        fix="give every rank the same global batch, or each dp rank its own rows with train_step(batch, local=True)",
     )

@@ -12,7 +12,7 @@ def num_ranks_of(plan: Plan, spec: Spec, asked: int | None) -> int:
     world_size = plan.mesh.world_size
     if asked not in (None, world_size):
         raise PlanError(
-            f"--nproc {asked}, but the mesh takes {world_size} processes",
+            f"--nproc {asked}, but the mesh needs {world_size} processes",
             where=spec.location("mesh"),
             fix=f"use --nproc {world_size}, or change the mesh",
         )

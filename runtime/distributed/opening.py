@@ -123,7 +123,7 @@ def _gpu(device: torch.device, host: str) -> str:
 
 def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
     sizes = " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) > 1)
-    started = f"{world_size} were launched" if world_size > 1 else "only this one runs"
+    started = f"{world_size} were launched" if world_size > 1 else "only this one is running"
     return PlanError(
         f"the plan is for {mesh.world_size} ranks ({sizes or 'one alone'}), but {started}",
         where="mesh",

@@ -21,7 +21,7 @@ LEAST_CHARACTERS = 16
 _MARK = "hmac-sha256 "
 _DIGITS = 64
 _MOST_BYTES = 1 << 16
-_MAKE_ONE = "make one by `openssl rand -hex 32`"
+_MAKE_ONE = "create one with `openssl rand -hex 32`"
 
 
 class Signer:
@@ -79,4 +79,4 @@ def secret_in(file: Path) -> str:
 
 
 def _refused(what: str) -> PlanError:
-    return PlanError(what, where=SECRET, fix=f"give every host the same {SECRET}, and keep others out of this network")
+    return PlanError(what, where=SECRET, fix=f"give every host the same {SECRET}, and use a private network")

@@ -32,13 +32,13 @@ class Original:
 def original_of(tokens: Tokens, given: int | None = None) -> Original:
     """``given``, or the words of the text. Raises PlanError where it has none."""
     if given is not None:
-        return Original(given, "original tokens, as given")
+        return Original(given, "original tokens, from the option")
     words = int(tokens.words.sum())
     if not words:
         raise PlanError(
-            f"{tokens.source} holds no words to normalise by",
+            f"{tokens.source} has no words to normalize by",
             where="--data",
-            fix="give a text, or say the number of its original tokens by --original-tokens",
+            fix="give a text, or the number of its original tokens with --original-tokens",
         )
     return Original(words, "words of the text")
 

@@ -48,7 +48,7 @@ class Perplexity:
             ("perplexity of its own tokens", f"{self.of_tokens:.6g}"),
             ("  over", f"{self.num_scored:,} tokens" + _beside(self.num_ignored, "that the loss ignores")),
             ("sum of log P", f"{self.log_probability:.6f} nats"),
-            ("windows", f"{self.num_windows:,} of {self.length} tokens, {self.stride} apart"),
+            ("windows", f"{self.num_windows:,} of {self.length} tokens, stride {self.stride}"),
         ]
 
 
@@ -72,7 +72,7 @@ class Cloze:
     def rows(self) -> list[tuple[str, str]]:
         found = [
             ("accuracy", f"{100 * self.accuracy:.2f} %"),
-            ("passages", f"{self.num_passages:,}, of {self.num_right:,} the last word is right"),
+            ("passages", f"{self.num_passages:,}; the last word of {self.num_right:,} is right"),
             ("cut to a window", f"{self.num_cut:,}, to their last {self.length} tokens"),
         ]
         return [*found, *(("left out", f"{number:,}: {reason}") for reason, number in self.left_out.items())]

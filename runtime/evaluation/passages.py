@@ -19,8 +19,8 @@ from runtime.evaluation.windows import Row
 
 SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)
 NO_WORD, ALONE, TOO_LONG = (
-    "no word is marked in it",
-    "nothing stands before its last word",
+    "it has no marked word",
+    "it has nothing before its last word",
     "its last word is longer than a window",
 )
 
@@ -59,9 +59,9 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
     if not rows:
         told = "; ".join(f"{number:,} documents: {reason}" for reason, number in left_out.items()) or "no document"
         raise PlanError(
-            f"{tokens.source} holds no passage whose last word could be asked for ({told})",
+            f"{tokens.source} has no passage with a last word to predict ({told})",
             where="--data",
-            fix="make each passage a document, as `meshwright prepare FILE -o PASSAGES --split-documents line` does",
+            fix="make each passage a document: `meshwright prepare FILE -o PASSAGES --split-documents line`",
         )
     return Passages(rows, num_cut, left_out)
 

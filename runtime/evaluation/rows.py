@@ -32,8 +32,8 @@ class RowBatches:
     def __init__(self, spec: Spec, scored: Scored) -> None:
         inputs = spec.require_inputs()
         if spec.data.objective != "next_token":
-            what = f"data.objective is {spec.data.objective}: such a model is asked for other tokens than the next"
-            raise spec.error("data.objective", what, "evaluate a model of next tokens")
+            what = f"data.objective is {spec.data.objective}: such a model predicts other tokens than the next one"
+            raise spec.error("data.objective", what, "evaluate a next-token model")
         try:
             self.roles = roles_of(inputs, spec.data.inputs)
             self.length = length_of(inputs, self.roles)
@@ -42,7 +42,7 @@ class RowBatches:
         for name, role in self.roles.items():
             if role not in FED or (name == scored.key and role not in FED[:3]):
                 what = f"the input {name!r} is fed by {role}: an evaluation has no such thing"
-                raise spec.error(f"inputs.{name}", what, "evaluate a model of next tokens")
+                raise spec.error(f"inputs.{name}", what, "evaluate a next-token model")
         self.key, self.ignored = scored.key, {pick.ignored for pick in scored.picks}
         self.offset = int(self.roles[scored.key] == "next_tokens")
         self.span, self.size = self.length + self.offset, spec.batch.global_size
@@ -78,7 +78,7 @@ class RowBatches:
             raise PlanError(
                 f"the model predicts the first of {self.key!r} from a window that holds it: it does not shift them",
                 where=f"inputs.{self.key}",
-                fix=f"say what they are, by data: {{inputs: {{{self.key}: next_tokens}}}}",
+                fix=f"set their role with data: {{inputs: {{{self.key}: next_tokens}}}}",
             )
         return [self._of_row(place, row, scores) for place, row in enumerate(rows)]
 
@@ -90,6 +90,6 @@ class RowBatches:
             raise PlanError(
                 f"the loss does not score every token of {self.key!r} that has one before it",
                 where=f"inputs.{self.key}",
-                fix="evaluate a model whose loss is of every next token",
+                fix="evaluate a model with a loss over every next token",
             )
         return scores.log_probabilities[place, columns][is_scored], scores.is_top[place, columns][is_scored]

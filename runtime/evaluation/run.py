@@ -124,7 +124,7 @@ def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
         elif weights is not None:
             engine.load_pretrained(weights)
         elif leads:
-            print(f"no --load: the weights are those that {asked.model} is built with", file=sys.stderr, flush=True)
+            print(f"no --load: the weights are the initial ones of {asked.model}", file=sys.stderr, flush=True)
         weights_of = engine.averaged_weights() if asked.averaged else nullcontext()
         with weights_of, _shown(num_rows, enabled=leads) as progress:
             found = _measured(engine, asked, tokens, progress)

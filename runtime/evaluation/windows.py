@@ -35,10 +35,10 @@ class Windows:
     def __init__(self, ids: np.ndarray, span: int, stride: int | None, source: str) -> None:
         stride = min(STRIDE, span - 1) if stride is None else stride
         if len(ids) < 2:
-            what = f"{source} holds {len(ids)} tokens: none stands behind another"
+            what = f"{source} holds {len(ids)} tokens, too few to predict one"
             raise PlanError(what, where="--data", fix="give a longer text")
         if not 1 <= stride < span:
-            what = f"a window predicts {span - 1} tokens, a stride of {stride} would leave some out"
+            what = f"a window predicts {span - 1} tokens, a stride of {stride} would skip some"
             raise PlanError(what, where="--stride", fix=f"use --stride 1 to {span - 1}")
         self.ids, self.span, self.stride = ids, span, stride
         self.num_scored = len(ids) - 1

@@ -56,7 +56,7 @@ class Campaign:
                 words = self.run_seed(seed)
                 self.say(f"seed {seed}: {words}   ({progress.told(done)})")
         except KeyboardInterrupt:
-            self.say("interrupted: what was found until now is kept")
+            self.say("interrupted: results so far are kept")
 
     def run_seed(self, seed: int) -> str:
         """The verdict in a word, and of a failure what is wrong, where, and the file."""
@@ -69,7 +69,7 @@ class Campaign:
 
     def note_failure(self, seed: int, case: Case, outcome: Outcome) -> None:
         """The file is written at once, and again for each smaller case: an interrupt leaves the smallest so far."""
-        self.say(f"seed {seed} {outcome.verdict}: {outcome.words}\n  {case}\n  looking for a smaller case")
+        self.say(f"seed {seed} {outcome.verdict}: {outcome.words}\n  {case}\n  searching for a smaller case")
         file, place = self.folder / f"fuzz-{seed}.json", len(self.failures)
         case.save(file)
         self.failures.append(Failure(seed, case, outcome, file))
@@ -90,7 +90,7 @@ class Campaign:
 
 
 def told(failure: Failure) -> str:
-    words = f"seed {failure.seed}, as small as it fails: {failure.outcome.words}"
+    words = f"seed {failure.seed}, reduced: {failure.outcome.words}"
     return f"{words}\n  {failure.case}\n  run it again: meshwright fuzz --case {failure.file}"
 
 

@@ -22,7 +22,7 @@ from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.spec_text import CONTINUED, continued_on, spec_of
 
 VERSION = 2
-_FIX = "give a file that `meshwright fuzz` wrote"
+_FIX = "give a file written by `meshwright fuzz`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Case:
             case = cls({} if own is not None else _listed(values["model"], models.FIELDS), {}, own)
             return replace(case, spec=_listed(values["spec"], case.spec_options))
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise PlanError("this is no case of this version", where=shorten(path), fix=_FIX) from None
+            raise PlanError("this is not a case of this version", where=shorten(path), fix=_FIX) from None
 
 
 def _listed(values: dict[str, Any], options: Options) -> Choices:

@@ -34,4 +34,4 @@ def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:
 def told(chosen: Choices, options: Options) -> str:
     """The fields that are not the simplest, as ``name value``."""
     names = [f"{n} {chosen[n]}" for n, values in options.items() if n in chosen and chosen[n] != values[0]]
-    return ", ".join(names) or "nothing but defaults"
+    return ", ".join(names) or "only defaults"

@@ -82,13 +82,11 @@ def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
     pinned = own.pinned
     axes = {f"mesh.{axis}": pinned.get(f"mesh.{axis}", 1) for axis in _AXES}
     if world_size(axes) > most_ranks:
-        what = f"the spec's mesh has {world_size(axes)} ranks, a case has {most_ranks} at most"
-        raise spec.error("mesh", what, f"give --nproc {world_size(axes)}, or write smaller axes")
+        what = f"the spec's mesh has {world_size(axes)} ranks, but a case has at most {most_ranks}"
+        raise spec.error("mesh", what, f"give --nproc {world_size(axes)}, or reduce the mesh")
     if all(f"mesh.{axis}" in pinned for axis in _AXES):
-        what = f"the spec writes {', '.join(axes)}: no layout is left to draw"
-        raise spec.error(
-            "mesh", what, "leave one of them out, or write auto for it; `meshwright verify` runs one layout"
-        )
+        what = f"the spec writes {', '.join(axes)}: no layout remains to draw"
+        raise spec.error("mesh", what, "remove one of them, or set it to auto; `meshwright verify` runs one layout")
 
 
 def _without_auto(values: Any) -> dict[str, Any]:

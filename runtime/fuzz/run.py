@@ -106,7 +106,7 @@ def _compared(case: Case, decided: Plan, model: nn.Module, spec: Spec, folder: P
     decided.save(folder / "plan.json")
     loaded = Plan.load(folder / "plan.json")
     if loaded != decided or loaded.hash() != decided.hash():
-        return Outcome(Verdict.DIFFERS, "the plan that was saved and loaded is another one", "plan file")
+        return Outcome(Verdict.DIFFERS, "the plan differs after saving and loading", "plan file")
     other, saves = _other_layout(case, model), folder / "saves"
     found: list[OfRank] = host.run_ranks(
         case.world_size, on_rank, decided, model, spec, None if other is None else saves

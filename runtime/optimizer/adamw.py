@@ -76,7 +76,7 @@ class FlatAdamW:
         for shard in self.shards:
             self._state(shard)["step"].add_(1 - found_inf)
         for figures, own in self._groups.items():
-            assert asked is not None, "parts that may rest need the figures of the step"
+            assert asked is not None, "experts that may get no tokens need the counts of the step"
             is_unasked = asked.index_select(0, self._figures[figures]).sum() == 0
             rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
             runs = [(shard, (part.start, part.stop)) for shard, part in own]

@@ -34,7 +34,7 @@ def learning_rate(
         return lr
     if steps is None:
         raise PlanError(
-            f"a {kind} decay needs to know its end",
+            f"a {kind} decay needs its last step",
             where="optimizer.schedule.steps",
             fix="give optimizer.schedule.steps, the number of updates until min_lr",
         )

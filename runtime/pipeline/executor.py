@@ -149,7 +149,7 @@ class Executor:
         activity.off(LAST_SENDS)
         self.transport.drain()
         assert not torch.is_grad_enabled() or not self._saved, "a forward without its backward"
-        assert self.weights is None or not self.weights.num_waiting, "gradients of weights that no W has made"
+        assert self.weights is None or not self.weights.num_waiting, "weight gradients that no W has computed"
         return self._loss
 
     def _post(self, action: Action) -> None:

@@ -65,13 +65,13 @@ class NonFinite:
         at = _ranks_words(self.ranks or (self.rank,)) + (f", stage {self.stage}" if self.stage >= 0 else "")
         at += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         what = {
-            PARAMETER: f"the parameter {self.name} held {self.value} before the step",
-            BATCH: f"the batch's {self.name} holds {self.value}",
-            FORWARD: f"the first {self.value} of the forward is made by {self.op} in {self.name or 'the model'}",
-            BACKWARD: f"the first {self.value} of the backward is made by {self.op} in {self.name or 'the model'}",
-            SUM: f"the gradient of {self.name} is {self.value} only after it was summed up",
-            ONCE: f"the gradient of {self.name} was {self.value} before it was summed up, and is finite when the step "
-            "runs again",
+            PARAMETER: f"the parameter {self.name} had {self.value} before the step",
+            BATCH: f"{self.name} of the batch contains {self.value}",
+            FORWARD: f"the first {self.value} of the forward comes from {self.op} in {self.name or 'the model'}",
+            BACKWARD: f"the first {self.value} of the backward comes from {self.op} in {self.name or 'the model'}",
+            SUM: f"the gradient of {self.name} is {self.value} only after its reduction",
+            ONCE: f"the gradient of {self.name} was {self.value} before its reduction, and is finite in a rerun of "
+            "the step",
         }[self.phase]
         line = f"\n  at:  {self.where}" if self.where is not None and str(self.where) else ""
         return f"{what} ({at}){line}"

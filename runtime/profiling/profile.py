@@ -41,7 +41,7 @@ class Profile:
         self._engine = engine
         self._steps = self.window.steps(engine.step_index)
         if not self._steps and engine.groups.rank == 0:
-            print(f"nothing to profile: steps {self.window.text} are made", file=sys.stderr, flush=True)
+            print(f"nothing to profile: steps {self.window.text} are already done", file=sys.stderr, flush=True)
 
     def before_step(self, number: int) -> None:
         if self._recorder is None and self._steps and number == self._steps[0]:
@@ -74,7 +74,7 @@ class Profile:
 def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
     """The trace of what the ranks recorded."""
     notes = {
-        "planned": "seconds by the cluster's file" if planned.has_seconds else "units, scaled to each measured step",
+        "planned": "seconds from the cluster file" if planned.has_seconds else "units, scaled to each measured step",
         "clocks differ by at most (seconds)": max(offset.error for _, offset in found),
     }
     return trace_of([spans for spans, _ in found], planned, mesh, notes)
@@ -86,7 +86,7 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
         write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
     except OSError as error:
         raise PlanError(
-            f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="name a writable file"
+            f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="give a writable file"
         ) from error
 
 

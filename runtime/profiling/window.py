@@ -24,10 +24,10 @@ class Window:
             raise _error(f"{text!r} names no steps")
         first, last = int(found[1]) if found[1] else None, int(found[2])
         if last < 1 or (first is not None and not 1 <= first <= last):
-            raise _error(f"{text} is no range of steps; they count from 1")
+            raise _error(f"{text} is not a range of steps; steps count from 1")
         made = last if first is not None else last + 1
         if made > num_steps:
-            raise _error(f"--profile {text} reaches to step {made}, but there are {num_steps}")
+            raise _error(f"--profile {text} ends at step {made}, but the run has {num_steps} steps")
         return cls(first, last, text)
 
     def steps(self, made: int) -> range:

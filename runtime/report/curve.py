@@ -62,5 +62,5 @@ def _write(figure: Any, path: Path) -> None:
             figure.savefig(file, dpi=150, format=path.suffix.lower().removeprefix("."))
     except OSError as error:
         raise PlanError(
-            f"cannot write the picture: {error.strerror}", where=Where(file=str(path)), fix="name a writable file"
+            f"cannot write the picture: {error.strerror}", where=Where(file=str(path)), fix="give a writable file"
         ) from error

@@ -61,7 +61,7 @@ class Log:
         return PlanError(
             f"cannot write the log: {error.strerror}",
             where=Where(file=self.path),
-            fix="free space there, or log elsewhere",
+            fix="free space there, or log to another place",
         )
 
 

@@ -52,8 +52,8 @@ class Best:
             self._save()
         if self.is_over:
             self._say(
-                f"stopped after step {self._engine.step_index}: {self.num_since} validations without a smaller loss "
-                f"than {self.loss:.6f} after step {self.step}"
+                f"stopped after step {self._engine.step_index}: {self.num_since} validations without a lower "
+                f"loss than {self.loss:.6f} after step {self.step}"
             )
 
     def _tell(self) -> None:
@@ -85,4 +85,4 @@ def check_best(job: Job) -> None:
     for option, is_asked in (("--keep-best", job.keep_best), ("--patience", job.patience is not None)):
         if is_asked and job.validate_every is None:
             fix = "add --validate-every N, and `data: {validation: 0.05}` to the spec"
-            raise PlanError(f"{option} goes by the validation loss, but nothing is validated", where=option, fix=fix)
+            raise PlanError(f"{option} needs a validation loss, but nothing is validated", where=option, fix=fix)

@@ -51,4 +51,6 @@ class Callback:
     def _error(self, what: str, error: Exception) -> PlanError:
         own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == self._file.resolve()]
         where = Where(file=str(self._file), line=own[-1].lineno or 0, code=own[-1].line or "") if own else None
-        return PlanError(f"{what}: {first_line(error)}", where=where or str(self._file), fix="mend it, or leave it out")
+        return PlanError(
+            f"{what}: {first_line(error)}", where=where or str(self._file), fix="correct it, or remove --callback"
+        )

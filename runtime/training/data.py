@@ -63,7 +63,9 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
         _check_ids(tokens, spec, plan)
     if job.validate_every is not None and not spec.data.validation:
         fix = "add `data: {validation: 0.05}` to the spec"
-        raise PlanError("--validate-every, but the spec holds nothing out", where="--validate-every", fix=fix)
+        raise PlanError(
+            "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
+        )
     parts = [split(tokens, spec.data.validation) for tokens in texts]
     weights = [weight for _, weight in job.mixture]
     content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))
@@ -81,7 +83,7 @@ def require_same_data(data: RunData, groups: Groups) -> None:
     Raises PlanError on every rank, naming those whose text is another.
     """
     found = all_gather_json(groups, str(data.identity["data"]), str)
-    require_equal("the data (by its content)", dict(enumerate(found)), len(found))
+    require_equal("the data (by content)", dict(enumerate(found)), len(found))
 
 
 def _mixed(texts: list[TokenBatches], weights: list[float], spec: Spec) -> TokenBatches | MixedBatches:

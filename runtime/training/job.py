@@ -98,7 +98,7 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
     ``goes_on``: the run has begun to save there, and its ranks were started again.
     """
     if job.keep is not None and job.save is None:
-        raise PlanError("--keep says how many saves stay, but nothing is saved", where="--keep", fix="add --save DIR")
+        raise PlanError("--keep limits the number of saves, but nothing is saved", where="--keep", fix="add --save DIR")
     if job.resume not in (None, AUTO) and not Path(job.resume).is_dir():
         raise PlanError(f"no directory {job.resume}", where="--resume", fix="name a save, or write auto")
     if job.save is None:
@@ -107,7 +107,7 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
     found = saves_in(job.save)
     if found and job.resume is None and not goes_on:
         raise PlanError(
-            f"{job.save} holds saves of an earlier run, the newest {found[-1].name}",
+            f"{job.save} has saves of an earlier run, the newest {found[-1].name}",
             where="--save",
-            fix="add --resume auto to go on from it, or name another directory",
+            fix="add --resume auto to resume from it, or use another directory",
         )

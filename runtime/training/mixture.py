@@ -26,7 +26,7 @@ def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
     for source, weight in parts:
         if weight is None or not 0 < weight < math.inf:
             what = f"--data {source} has no share" if weight is None else f"--data {source}: {weight:g} is no share"
-            raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each of several: --data a.txt=0.7")
+            raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each text: --data a.txt=0.7")
         found.append((source, weight))
     return found[0][0], tuple(found)
 

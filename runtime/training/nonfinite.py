@@ -48,8 +48,9 @@ class NonFiniteGuard:
         first = self.engine.find_nonfinite(batch, local=local, step=step)
         row = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
         figures = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
-        found = first or "computed once more, every value is finite: the step cannot be repeated, or a sum overflowed"
+        found = first or "in a rerun, every value is finite: the step is not reproducible, or a sum overflowed"
         return (
-            f"step {step + 1} is not finite{row} ({figures}); its update was left out, and training stops\n  {found}\n"
-            "  fix: lower the learning rate, warm up, or clip; see docs/limits.md, and precision.nonfinite to go on"
+            f"step {step + 1} has NaN or Inf{row} ({figures}); its update was skipped, and training stops\n  "
+            f"{found}\n  fix: lower the learning rate, warm up, or clip; see docs/limits.md; set "
+            "precision.nonfinite to continue after such steps"
         )

@@ -21,7 +21,11 @@ def check_outputs(job: Job) -> None:
     if job.plot is not None:
         _check_package("matplotlib", "--plot", "plot")
         if Path(job.plot).suffix.lower() not in SUFFIXES:
-            raise PlanError(f"{job.plot} is no kind of picture", where="--plot", fix=f"end it in {', '.join(SUFFIXES)}")
+            raise PlanError(
+                f"{job.plot} is not a supported image format",
+                where="--plot",
+                fix=f"use a name that ends in {', '.join(SUFFIXES)}",
+            )
         _check_replaceable(job.plot, "picture")
     if job.tensorboard is not None:
         _check_package("tensorboard", "--tensorboard", "tensorboard")
@@ -36,7 +40,7 @@ def check_outputs(job: Job) -> None:
         _check_replaceable(job.trace, "trace")
     elif job.profile_to is not None:
         fix = "add --profile STEPS"
-        raise PlanError("--profile-to says where a trace goes, but no step is profiled", where="--profile-to", fix=fix)
+        raise PlanError("--profile-to names a file for a trace, but no step is profiled", where="--profile-to", fix=fix)
 
 
 def _check_log(job: Job) -> None:
@@ -74,9 +78,9 @@ def _check_package(name: str, option: str, extra: str | None = None) -> None:
         raise PlanError(
             f"{option} needs the package {name}, which is not installed",
             where=option,
-            fix=f"pip install {wanted}, or leave out {option}",
+            fix=f"pip install {wanted}, or remove {option}",
         )
 
 
 def _cannot_write(what: str, path: str, error: OSError) -> PlanError:
-    return PlanError(f"cannot write the {what}: {error.strerror}", where=Where(file=path), fix="name a writable file")
+    return PlanError(f"cannot write the {what}: {error.strerror}", where=Where(file=path), fix="give a writable file")

@@ -119,7 +119,7 @@ class RunSaves:
         saves, skipped = by_newest(self.job.save)
         found = tuple(map(str, saves))
         if not found and not skipped:
-            self._say(f"no save in {self.job.save}: training begins anew")
+            self._say(f"no save in {self.job.save}: training starts from step 1")
         return _Origin(found, found, tuple(map(str, skipped)))
 
     def _first_good(self, origin: _Origin) -> Path | None:
@@ -134,17 +134,17 @@ class RunSaves:
                 skipped.append(str(error))
                 continue
             for told in skipped:
-                self._say(f"passed over a newer save: {told}")
+                self._say(f"skipped a newer save: {told}")
             return taken
         if first is not None or skipped:
             raise first or PlanError(
-                skipped[0].partition("\n")[0], where=self.job.save, fix="name a save by --resume DIR"
+                skipped[0].partition("\n")[0], where=self.job.save, fix="name a save with --resume DIR"
             )
         return None
 
     def _take(self, save: Path) -> Path:
         extra = self.taken = self.engine.load(save)
-        self._say(f"going on from {save}: {self.engine.step_index} steps are made")
+        self._say(f"resuming from {save}: {self.engine.step_index} steps are done")
         if self.job.save is not None and save.resolve().parent == Path(self.job.save).resolve():
             self._saved = self.engine.step_index
         for name, value in self.extra.items():
@@ -156,11 +156,11 @@ class RunSaves:
         """Name what lies beside the saves of this run, and is not followed."""
         if others := on_line(saves_in(directory), line)[1]:
             self._say(
-                f"warning: {_listed(others)} in {directory} belong to another line of saves: no restart goes on from "
-                "them, --keep does not count them, and they stay as they are"
+                f"warning: {_listed(others)} in {directory} belong to another line of saves: restarts and --keep "
+                "ignore them"
             )
         if incomplete := without_manifest(directory):
-            self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest: they are no saves")
+            self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest and are not saves")
 
     def _begin(self) -> None:
         """A save that goes on beside the next steps; those that the one before has made needless go."""

@@ -71,7 +71,7 @@ class Showing:
         self._stack.close()
         if self.leads and self.job.plot is not None and (rows := [*self._before, *self.rows]):
             draw_curve(rows, self.job.plot)
-            print(f"curve of the loss: {self.job.plot}", file=sys.stderr, flush=True)
+            print(f"loss curve: {self.job.plot}", file=sys.stderr, flush=True)
 
     def step(self, report: StepReport, seen: Seen) -> None:
         if not self.leads:

@@ -90,7 +90,8 @@ class NamedDraws(TorchDispatchMode):
             first = self._left[0]
             self._left.clear()
             raise PlanError(
-                f"one process does not draw as captured: {first.kind} of {list(first.place.shape)} did not come",
+                f"one process does not draw random numbers as captured: {first.kind} of "
+                f"{list(first.place.shape)} is missing",
                 where=first.where,
                 fix=_FIX,
             )
@@ -110,9 +111,10 @@ class NamedDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(made, Tensor):
             if not self._is_forward:
                 raise PlanError(
-                    f"one process draws in its backward ({func}), as torch.utils.checkpoint does: it has no name",
+                    f"one process draws random numbers in its backward ({func}), as torch.utils.checkpoint "
+                    "does, which cannot be mapped",
                     where=self._sites.here(),
-                    fix=f"turn checkpointing in the model off, or {_FIX}",
+                    fix=f"turn off checkpointing in the model, or {_FIX}",
                 )
             if self._left and _fits(self._left[0], func, made, args):
                 made.copy_(self._values(self._left.popleft(), made, args))

@@ -40,7 +40,7 @@ class Untouched:
             raise PlanError(
                 f"the plan or its engine has changed the model: {names[0]}, {len(names)} tensors in all",
                 where=names[0].rpartition(".")[0],
-                fix="this is meshwright's own fault: please report it with the model",
+                fix="this is a bug in meshwright: please report it with the model",
             )
 
 

@@ -162,7 +162,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     precision = str(beside.precision).removeprefix("torch.")
     notes = (
         _note_of_dropout(draws[0] if draws else None),
-        f"tolerances for {precision}, the lowest precision that the model computes in",
+        f"tolerances for {precision}, the lowest precision in the computation of the model",
     )
     return VerifyReport(tuple(beside.rows), notes)
 
@@ -186,10 +186,10 @@ def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
 def _note_of_dropout(draws: NamedDraws | None) -> str:
     if draws is None:
         return (
-            "dropout is off (model.eval()), its masks depend on the order of drawing; "
-            "with dropout: layout_invariant they do not, and it is on"
+            "dropout is off (model.eval()), because its masks depend on the order of draws; dropout: "
+            "layout_invariant removes this and turns it on"
         )
-    return f"dropout is on: one process draws the numbers of the same names, {len(draws.draws)} draws in a forward"
+    return f"dropout is on: one process uses the same mapped random numbers, {len(draws.draws)} draws per forward"
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:

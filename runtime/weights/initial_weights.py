@@ -73,9 +73,9 @@ def differing(plan: Plan, groups: Groups, mode: str) -> list[InitialTensor]:
         (tensor, rank), others = found[0], len(found) - 1
         more = f" (and {others} more)" if others else ""
         raise PlanError(
-            f"rank {rank} begins with other weights than rank 0: {tensor.kind} {tensor.name}{more}",
+            f"rank {rank} starts with other weights than rank 0: {tensor.kind} {tensor.name}{more}",
             where="initial_weights",
-            fix="call torch.manual_seed with one number on every rank before the model is built, or set "
+            fix="call torch.manual_seed with the same number on every rank before building the model, or set "
             "initial_weights: broadcast",
         )
     return [tensor for tensor, _ in found]
@@ -112,7 +112,7 @@ def take_weights(
 def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
     decisions, _ = plan.to_run()
     model = decisions.model
-    assert model is not None, "the model was let go before its weights were compared"
+    assert model is not None, "the model was released before its weights were compared"
     values = {
         "parameter": dict(model.named_parameters(remove_duplicate=False)),
         "buffer": dict(model.named_buffers(remove_duplicate=False)),

@@ -64,11 +64,11 @@ class OwnMethods:
             self._last = (key, self._run(calls))
         value = self._last[1].get(wanted)
         if value is None or value.isnan().any():
-            words = "is written by no method of the model" if value is None else "is not written whole"
+            words = "is not initialized by any method of the model" if value is None else "is not fully initialized"
             raise PlanError(
                 f"parameter {fqn} on the meta device {words} (reset_parameters or _init_weights)",
                 where=Where(module=fqn.rpartition(".")[0] or type(self._model).__name__),
-                fix="give its module a reset_parameters() that writes it, or set initialization.method: normal",
+                fix="give its module a reset_parameters() that initializes it, or set initialization.method: normal",
             )
         return value.to(dtype).view(shape)
 

@@ -83,7 +83,7 @@ def _values(source: WeightSource, parameter: LocalParameter, part: Part, device:
     if tuple(full.shape) != tuple(parameter.global_shape):
         raise PlanError(
             f"parameter {parameter.fqn} is {list(full.shape)}, the plan has {list(parameter.global_shape)}",
-            fix="give the model that was planned",
+            fix="use the planned model",
         )
     # A copy always: the rank's weights must not alias the user's model.
     local = shard(full, part).to(device=device, dtype=parameter.dtype, copy=True)
@@ -167,5 +167,5 @@ def _place_constants(module: nn.Module, device: torch.device) -> None:
         if value.is_meta:
             raise PlanError(
                 f"the constant {name} of the model has no values: the model was built on the meta device",
-                fix="build the model inside `with planner.meta_parameters():`, which leaves other tensors real",
+                fix="build the model inside `with planner.meta_parameters():`, which keeps other tensors real",
             )

@@ -65,7 +65,7 @@ class ModelWeights:
         return self.parameter(fqn, shape, dtype)[rows[0] : rows[1]]
 
     def buffer(self, fqn: str) -> Tensor:
-        assert self._model is not None, "the model was let go"
+        assert self._model is not None, "the model was released"
         return buffer_value(self._model, fqn)
 
 
@@ -143,7 +143,7 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     if model is None:
         raise PlanError(
             "the planned model is gone: the first Engine took its weights",
-            fix="plan the model again, or keep it alive while several engines take weights from it",
+            fix="plan the model again, or keep a reference while several engines take weights from it",
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModelWeights(model)
@@ -161,6 +161,7 @@ def _real(tensor: Tensor, what: str) -> Tensor:
     if tensor.is_meta:
         raise PlanError(
             f"{what} has no values: the model was built on the meta device",
-            fix="build buffers for real (parameters may stay on meta), or load weights with load_pretrained(dir)",
+            fix="build buffers on a real device (parameters may stay on meta), or load weights with "
+            "load_pretrained(dir)",
         )
     return tensor

@@ -134,7 +134,7 @@ def test_the_users_model_is_not_changed_by_training():
 def test_gradients_are_not_given_after_the_update():
     engine = engine_for(micro=2)
     engine.train_step(build_batch(SIZE))
-    with pytest.raises(PlanError, match="an update has used them up"):
+    with pytest.raises(PlanError, match="an update has consumed them"):
         engine.gather_gradients()
 
 
@@ -147,7 +147,7 @@ def test_forward_backward_twice_replaces_the_gradients():
 
 
 def test_too_few_launched_ranks_is_one_clear_error():
-    with pytest.raises(PlanError, match=r"the plan is for 2 ranks \(pp 2\), but only this one runs"):
+    with pytest.raises(PlanError, match=r"the plan is for 2 ranks \(pp 2\), but only this one is running"):
         engine_for(pp=2)
 
 
@@ -160,9 +160,9 @@ def test_a_batch_with_other_keys_is_refused():
 
 def test_a_batch_of_another_shape_or_dtype_is_refused():
     engine = engine_for()
-    with pytest.raises(PlanError, match=r"batch\['x'\] has shape \[7, 6\], the plan takes \[8, 6\]"):
+    with pytest.raises(PlanError, match=r"batch\['x'\] has shape \[7, 6\], the plan expects \[8, 6\]"):
         engine.train_step({name: value[1:] for name, value in build_batch(SIZE).items()})
-    with pytest.raises(PlanError, match=r"batch\['x'\] is torch.float32, the plan takes torch.float64"):
+    with pytest.raises(PlanError, match=r"batch\['x'\] is torch.float32, the plan expects torch.float64"):
         engine.train_step({name: value.float() for name, value in build_batch(SIZE).items()})
 
 
@@ -201,7 +201,7 @@ def run_with_other_batch(bad: str) -> str | None:
 @pytest.mark.slow
 def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
     good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=60)
-    assert "rank 1: batch['x'] has shape [7, 6], the plan takes [8, 6]" in bad
+    assert "rank 1: batch['x'] has shape [7, 6], the plan expects [8, 6]" in bad
     assert "the first batch does not fit on every rank: rank 1: batch['x'] has shape [7, 6]" in good
 
 

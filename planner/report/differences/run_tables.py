@@ -50,7 +50,7 @@ def _graphs(s: GraphSlots) -> str:
 
 
 def recompute_changes(before: Tables, after: Tables) -> list[Change]:
-    """What all blocks together freed and compute again in one microbatch; then line by line."""
+    """Bytes freed and recomputed in one microbatch: of all blocks together, then row by row."""
     table = Table(
         "Recompute",
         name=lambda r: r.where if r.where.startswith(r.block) else f"{r.block} {r.where}",

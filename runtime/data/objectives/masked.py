@@ -151,23 +151,23 @@ def _check(tokens: Tokens, length: int, capacity: int) -> None:
         )
     if len(set(special.values())) >= tokens.tokenization.vocabulary_size:
         raise PlanError(
-            f"the tokenization {name} has special tokens alone",
+            f"the tokenization {name} has only special tokens",
             where=tokens.source,
-            fix="prepare the text with a tokenizer that has others too",
+            fix="prepare the text with a tokenizer that has other tokens too",
         )
     if capacity < 2:
         raise PlanError(
-            f"a sequence of {length} tokens has no room for special tokens and words",
+            f"a sequence of {length} tokens is too short for special tokens and words",
             where="inputs",
-            fix="give inputs of at least 5 tokens",
+            fix="use inputs of at least 5 tokens",
         )
 
 
 def _no_sample(tokens: Tokens, *, is_paired: bool) -> PlanError:
     if not is_paired:
-        return PlanError("the data holds no tokens", where=tokens.source, fix="give a longer text")
+        return PlanError("the data contains no tokens", where=tokens.source, fix="give a longer text")
     return PlanError(
-        "no document of the data has two sentences, of which a pair could be made",
+        "no document of the data has two sentences, which a pair needs",
         where=tokens.source,
         fix="give a text with sentences, or a model without token_type_ids and sentence order",
     )

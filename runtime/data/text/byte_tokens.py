@@ -57,9 +57,9 @@ def check_is_text(part: Part) -> None:
     if found.any():
         at = int(found.argmax())
         raise PlanError(
-            f"{part.file} holds the byte {part.content[at]}, which text does not hold: it is no text",
+            f"{part.file} contains the byte {part.content[at]}, which cannot occur in text",
             where=part.where(at),
-            fix="name a text file, or a token file that `meshwright prepare` wrote",
+            fix="give a text file, or a token file written by `meshwright prepare`",
         )
 
 

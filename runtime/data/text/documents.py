@@ -62,7 +62,7 @@ class _Told:
         while line := self._told(self.file.readline(MOST_LINE_BYTES + 1)):
             if len(line) > MOST_LINE_BYTES:
                 what = f"a line of {shorten(self.file.name)} is longer than {MOST_LINE_BYTES // MIB} MiB"
-                raise PlanError(what, where=f"byte {self.place - len(line)}", fix="cut the text into lines")
+                raise PlanError(what, where=f"byte {self.place - len(line)}", fix="split the text into lines")
             yield line
 
     def _told(self, content: bytes) -> bytes:
@@ -114,7 +114,7 @@ def _by_json(file: _Told, path: Path, field: str) -> Iterator[Part]:
 
 
 def _field_of(line: bytes, where: str, field: str) -> bytes:
-    fix = "give one JSON object a line, and its field of text by --field"
+    fix = "write one JSON object per line, and name its text field with --field"
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -126,7 +126,7 @@ def _field_of(line: bytes, where: str, field: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise PlanError(f"a line of JSON holds what is no character: {error}", where=where, fix=fix) from None
+        raise PlanError(f"a line of JSON has an invalid character: {error}", where=where, fix=fix) from None
 
 
 _SPLITS = {Split.file: _by_file, Split.line: _by_line, Split.blank_line: _by_blank_line, Split.json: _by_json}

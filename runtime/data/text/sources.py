@@ -24,5 +24,5 @@ def files_of(source: str, option: str = "--data") -> list[Path]:
     if is_directory(path):
         return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     raise PlanError(
-        f"no file or directory {shorten(source)}", where=option, fix="name a text file or directory, or write stdlib"
+        f"no file or directory {shorten(source)}", where=option, fix="give a text file or directory, or stdlib"
     )

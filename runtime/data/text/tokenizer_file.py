@@ -17,7 +17,7 @@ from runtime.data.tokens import SENTENCE, WORD, Tokenization
 MOST_BYTES = 64 * MIB  # of one document: cut apart, it could give other tokens
 _BATCH_BYTES = MIB
 _FILE = "tokenizer.json"
-_FIX = "name the tokenizer.json of the model, as the library `tokenizers` writes it"
+_FIX = "give the model's tokenizer.json, as written by the library `tokenizers`"
 _KNOWN = {
     "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
     "class": ("[CLS]", "<s>"),
@@ -87,7 +87,7 @@ def _documents(parts: Iterable[Part]) -> Iterator[list[Part]]:
             raise PlanError(
                 f"a document of {shorten(part.file)} is longer than {MOST_BYTES // MIB} MiB",
                 where=found[0].where(0),
-                fix="cut it by --split-documents line or blank-line",
+                fix="split it with --split-documents line or blank-line",
             )
         if part.closes:
             yield found
@@ -102,7 +102,7 @@ def _decoded(document: list[Part]) -> str:
         raise PlanError(
             f"{shorten(document[0].file)} is not UTF-8: {error.reason}, 0x{content[error.start]:02x}",
             where=document[0].where(error.start),
-            fix="save the text as UTF-8, or leave out --tokenizer to take its bytes",
+            fix="save the text as UTF-8, or remove --tokenizer to use its bytes",
         ) from None
 
 
@@ -113,7 +113,7 @@ def _load(path: Path) -> Any:
         raise PlanError(
             "the library `tokenizers` is not installed",
             where="--tokenizer",
-            fix="pip install 'meshwright[text]', or leave out --tokenizer to take bytes",
+            fix="pip install 'meshwright[text]', or remove --tokenizer to use bytes",
         ) from None
     path = path / _FILE if path.is_dir() else path
     content = read_text(path, "tokenizer", most_bytes=256 * MIB, fix=_FIX)
@@ -126,7 +126,7 @@ def _load(path: Path) -> Any:
         raise
     except BaseException as error:  # the library's own panics are no Exception
         words = shorten(str(error).strip() or type(error).__name__, 120)
-        raise PlanError(f"{shorten(path)} is no tokenizer: {words}", where=shorten(path), fix=_FIX) from None
+        raise PlanError(f"{shorten(path)} is not a valid tokenizer: {words}", where=shorten(path), fix=_FIX) from None
     return tokenizer
 
 
@@ -143,7 +143,7 @@ def _tokenization(tokenizer: Any, path: str, end: str | None) -> Tokenization:
     }
     if end is not None:
         if end not in vocabulary:
-            fix = "name a token of the vocabulary"
+            fix = "use a token of the vocabulary"
             raise PlanError(f"the tokenizer has no token {end!r}", where="--end-token", fix=fix)
         special["end"] = vocabulary[end]
     return Tokenization(Path(path).name, max(vocabulary.values()) + 1, special)

@@ -24,7 +24,7 @@ DENOMINATORS, FORWARD, LAST_SENDS, GRADIENTS, UPDATE = (
     "sum of gradients",
     "update",
 )
-BATCH, SEARCH = "batch", "search for what is not finite"  # calls of an engine, as errors name them
+BATCH, SEARCH = "batch", "search for NaN and Inf"  # calls of an engine, as errors name them
 _OF_THE_NEXT_STEP = (BATCH, UPDATE)
 WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}  # of the kinds of actions
 _OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))

@@ -79,7 +79,7 @@ class Failure:
         if self.frames and os.environ.get(TRACEBACK):
             lines.append(self.frames.rstrip())
         elif self.frames:
-            lines.append(f"  {TRACEBACK}=1 shows the lines that led there")
+            lines.append(f"  {TRACEBACK}=1 shows the traceback")
         return "\n".join(lines)
 
     @property

@@ -122,7 +122,7 @@ class Faults:
         first = self._first_failure(is_of_time(error))
         if first is not None:
             return self._peer_error(lost, first)
-        return StepError(f"{self.activity}: {lost}; no rank has told of a failure, and none was found dead or stuck")
+        return StepError(f"{self.activity}: {lost}; no rank reported a failure, and none was found dead or stuck")
 
     def _peer_error(self, lost: str, first: Failure) -> BaseException:
         if first.is_input:

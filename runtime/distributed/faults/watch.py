@@ -182,7 +182,7 @@ class Watch(threading.Thread):
         if self.is_closing or self.activity.is_failing or silent < UNREACHABLE_SECONDS:
             return
         host = f"{os.environ.get('MASTER_ADDR', 'the store')}:{os.environ.get('MASTER_PORT', '')}"
-        whose = "what launched the ranks" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") else "rank 0"
+        whose = "the launcher of the ranks" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") else "rank 0"
         told = f"the store at {host} has not answered for {silent:.0f} s ({type(error).__name__}): {whose} has ended"
         self._end(Failure(self.activity.rank, str(self.activity), told))
 

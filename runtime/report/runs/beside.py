@@ -40,7 +40,7 @@ def memory_beside(log: Path) -> MemoryReport | None:
         except ValidationError as error:
             first = error.errors()[0]
             told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            words = f"this is no report of memory of this version: {shorten(told, 200)}"
+            words = f"this is not a memory report of this version: {shorten(told, 200)}"
             fix = f"{_MOVE}: meshwright memory MODEL SPEC --format json > {shorten(path.name)}"
             raise PlanError(words, where=shorten(path), fix=fix) from None
         return MemoryReport(tuple(read.rows), tuple(read.notes), tuple(read.actions))
@@ -70,5 +70,5 @@ def _object(path: Path, what: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        raise PlanError(f"the {what} is damaged: this is no JSON", where=shorten(path), fix=_MOVE) from None
+        raise PlanError(f"the {what} is damaged: it is not JSON", where=shorten(path), fix=_MOVE) from None
     return values if isinstance(values, dict) else {}

@@ -54,11 +54,11 @@ FIGURES = (
     Figure("step_seconds", "Seconds a step"),
     Figure("data_share", "Time spent on data", "share of a step", share),
     Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
-    Figure("memory_bytes", "Memory", "most that a rank has held", size, is_bytes=True),
-    Figure("peak_share", "FLOP/s of a device", "share of its peak", share),
+    Figure("memory_bytes", "Memory", "peak of the fullest rank", size, is_bytes=True),
+    Figure("peak_share", "FLOP/s per device", "share of its peak", share),
     Figure("loss_scale", "Loss scale"),
-    Figure("imbalance", "Imbalance of experts", "most tokens over the mean"),
-    Figure("dropped", "Choices of experts without a slot", "share", share),
+    Figure("imbalance", "Imbalance of experts", "tokens of the busiest expert over the mean"),
+    Figure("dropped", "Dropped expert choices", "share", share),
 )
 
 

@@ -59,7 +59,7 @@ def category_bars(runs: Sequence[Run]) -> Bars | None:
                 held = zip((row.category for row in of_rank), sizes, strict=True)
                 named = [(part, size, f"{part}, {word}: {format_bytes(size)}") for part, size in held]
                 rows.append((f"{run.name}, pp rank {pp_rank}, {word}", named, format_bytes(sum(sizes))))
-    note = "Of each pp rank, the rank that holds the most; activations with logits, as autograd keeps them at the peak."
+    note = "The fullest rank of each pp rank; activations include logits, as saved by autograd at the peak."
     return bars_of("Memory, measured and planned", rows, PARTS, note=note) if rows else None
 
 
@@ -76,7 +76,7 @@ def over_actions(runs: Sequence[Run]) -> list[OverActions]:
             lines = [Line(MEASURED, "measured", tuple(_points(actions, "measured")))]
             if planned := tuple(_points(actions, "predicted")):
                 lines.append(Line(PLANNED, "planned", planned))
-            title, unit = f"{run.name}, pp rank {pp_rank}", f"kept for microbatches in flight, rank {rank}"
+            title, unit = f"{run.name}, pp rank {pp_rank}", f"saved for microbatches in flight, rank {rank}"
             figure = Figure("", title, unit, size, along="action", is_bytes=True, from_zero=True)
             found.append(OverActions(figure, tuple(lines), tuple(action.action for action in actions)))
     return found
@@ -94,7 +94,7 @@ def memory_sections(runs: Sequence[Run]) -> list[Section]:
         ranks += [(run.name, *_cells(row)) for row in report.rows]
         drawn = set(fullest(report).values())
         actions += [(run.name, *_action_cells(action)) for action in report.actions if action.rank in drawn]
-    note = "kept for microbatches in flight; of each pp rank the fullest"
+    note = "saved for microbatches in flight; the fullest rank of each pp rank"
     found = [
         Section("Memory of ranks", _RANKS, tuple(ranks), "by `meshwright memory`", frozenset(_RANKS[3:])),
         Section("Memory by action", _ACTIONS, tuple(actions), note, frozenset(_ACTIONS[4:])),

@@ -77,5 +77,5 @@ def _time_bars(runs: Sequence[Run]) -> Bars | None:
                 if value is not None:
                     words = f"{value:.3f} ms"
                     rows.append((f"{name}, {part}", [(part, value, f"{name}, {part}: {words}")], words))
-    note = "Medians over the traced steps, waits included."
+    note = "Medians over the traced steps, including waits."
     return bars_of("Time of actions, measured and planned", rows, _TIMES, note=note) if rows else None

@@ -54,7 +54,7 @@ class Rows:
             num_steps += 1
             yield row
         if not num_steps:
-            raise PlanError("the log holds no step", where=shorten(self.log), fix=FIX)
+            raise PlanError("the log has no steps", where=shorten(self.log), fix=FIX)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -82,7 +82,7 @@ def _logs_at(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.glob(f"*{LOG}"))
     if not found:
-        raise PlanError("the directory holds no log of steps (*.jsonl)", where=shorten(path), fix=FIX)
+        raise PlanError("the directory has no step logs (*.jsonl)", where=shorten(path), fix=FIX)
     return found
 
 
@@ -95,17 +95,17 @@ def _rows(log: Path) -> Iterator[StepRow]:
         except (ValueError, RecursionError):
             if not is_ended:  # the last one
                 return
-            raise _damaged(log, number, f"this is no JSON: {shorten(line, 60)}") from None
+            raise _damaged(log, number, f"this is not JSON: {shorten(line, 60)}") from None
         yield _row(log, number, values)
 
 
 def _row(log: Path, number: int, values: Any) -> StepRow:
     if not isinstance(values, dict):
-        raise _damaged(log, number, "this is no object of JSON")
+        raise _damaged(log, number, "this is not a JSON object")
     missing, foreign = sorted(_NEEDED - values.keys()), sorted(values.keys() - _KEYS)
     if missing or foreign:
         told = [*_told("misses", missing), *_told("has the unknown", foreign)]
-        words = f"the steps were logged by another version, or by another program: a step {', and '.join(told)}"
+        words = f"another version or another program has written this log: a step {', and '.join(told)}"
         raise PlanError(words, where=_at(log, number), fix="report it with the version that wrote it")
     try:
         return _adapter().validate_python(values)
@@ -126,7 +126,7 @@ def _told(verb: str, names: Iterable[str]) -> list[str]:
 
 
 def _damaged(log: Path, number: int, words: str) -> PlanError:
-    return PlanError(f"the log is damaged: {words}", where=_at(log, number), fix="give the log as it was written")
+    return PlanError(f"the log is damaged: {words}", where=_at(log, number), fix="provide an undamaged copy of the log")
 
 
 def _at(log: Path, number: int) -> str:

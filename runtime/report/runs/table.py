@@ -24,7 +24,7 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
         (t.run, str(t.stage), t.kind, str(t.count), f"{t.measured:.3f}", _or_none(t.planned, 3), _or_none(t.ratio, 2))
         for t in times
     )
-    note = "medians over the traced steps, waits included"
+    note = "medians over the traced steps, including waits"
     found += [Section("Time of actions", _ACTIONS, cells, note, frozenset(_ACTIONS[3:]))] if cells else []
     return [*found, *memory_sections(runs)]
 

@@ -73,7 +73,7 @@ def test_what_linears_alone_read_is_gathered_again_and_the_plan_says_what_that_s
 def test_what_another_op_reads_too_is_kept_and_told():
     made = planned(Model(peek=True))
     assert gathers(made) == [False, False, True]
-    kept = [row for row in made.diagnostics if "is kept for the backward" in row.what]
+    kept = [row for row in made.diagnostics if "is saved for the backward" in row.what]
     assert len(kept) == 2
     assert all("test_regather.py" in row.where for row in kept)
 

@@ -30,7 +30,7 @@ def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--nproc", "0"], "0 ranks cannot be measured"),
         (["--nproc", "100000"], "100000 ranks cannot be measured"),
-        (["--seconds", "0"], "measuring for 0 s says nothing"),
+        (["--seconds", "0"], "0 s are too short to measure anything"),
         (["--seconds", "nan"], "nan s are too long"),
         (["--seconds", "1e9"], "1e+09 s are too long"),
         (["-o", "no/such/folder/c.yaml"], "cannot write no/such/folder/c.yaml"),

@@ -139,7 +139,7 @@ def test_the_comments_say_when_how_and_what_was_seen():
 
 def test_what_no_machine_has_makes_no_file():
     broken = replace(found(), machine=replace(found().machine, memory=100))
-    with pytest.raises(RunError, match=r"makes no cluster file: device\.memory is 100 bytes"):
+    with pytest.raises(RunError, match=r"do not make a valid cluster file: device\.memory is 100 bytes"):
         fitted(broken)
 
 

@@ -100,7 +100,7 @@ def test_what_a_killed_attempt_left_is_removed_by_the_next(target):
 def test_the_second_of_two_writers_is_told_so_and_changes_nothing(target):
     with replaced_directory(target, lambda name: False) as new:
         (new / "a").write_text("first")
-        with pytest.raises(PlanError, match="another process is writing to this directory now"):
+        with pytest.raises(PlanError, match="another process is writing to this directory"):
             replace(target, "a")
         assert (new / "a").read_text() == "first"
     assert contents(target) == {"a": "first", "b": "old"}

@@ -123,7 +123,7 @@ def hold(directory: Path) -> subprocess.Popen[str]:
 def test_a_second_run_on_one_directory_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     first = hold(tmp_path)
     try:
-        with pytest.raises(PlanError, match=f"another run writes here: process {first.pid} on "), owned(tmp_path):
+        with pytest.raises(PlanError, match=f"another run is writing here: process {first.pid} on "), owned(tmp_path):
             pass
     finally:
         first.kill()
@@ -159,7 +159,7 @@ def test_old_saves_are_pruned_and_the_last_one_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{"x": math.nan}, {"x": math.inf}, {"x": {1, 2}}, {"x": b"1"}, 5], ids=str)
 def test_what_json_does_not_hold_is_refused(extra: Any) -> None:
-    with pytest.raises(PlanError, match="extra does not fit into JSON"):
+    with pytest.raises(PlanError, match="extra cannot be stored as JSON"):
         json_of(extra)
 
 

@@ -181,9 +181,9 @@ def pickled(directory: Path) -> None:
 
 
 DAMAGES = {
-    "cut short": (cut_short, r"model\.safetensors is cut short or no safetensors file"),
-    "empty file": (lambda d: (d / SINGLE).write_bytes(b""), r"model\.safetensors is cut short"),
-    "text": (lambda d: (d / SINGLE).write_text("version https://git-lfs"), r"model\.safetensors is cut short or no "),
+    "cut short": (cut_short, r"model\.safetensors is truncated or not a safetensors file"),
+    "empty file": (lambda d: (d / SINGLE).write_bytes(b""), r"model\.safetensors is truncated"),
+    "text": (lambda d: (d / SINGLE).write_text("version https://git-lfs"), r"model\.safetensors is truncated or not "),
     "no weights": (lambda d: (d / SINGLE).unlink(), r"not a model directory: neither model\.safetensors nor"),
     "no directory": (shutil.rmtree, "no directory"),
     "pickled": (pickled, r"the weights are pickled \(pytorch_model\.bin\)"),

@@ -109,7 +109,7 @@ def test_from_layout_to_layout_every_bit_stays(four_ranks):
 @on_four_ranks
 def test_a_directory_that_one_rank_cannot_read_is_an_error_on_every_rank_and_loads_nowhere(four_ranks):
     told = [result[len(STEPS) + 3] for result in four_ranks[1]]
-    assert all("model.safetensors is cut short" in error for error, _ in told)
+    assert all("model.safetensors is truncated" in error for error, _ in told)
     assert "rank 1:" in told[0][0]
     assert all(unchanged for _, unchanged in told)
 
@@ -117,7 +117,7 @@ def test_a_directory_that_one_rank_cannot_read_is_an_error_on_every_rank_and_loa
 @on_four_ranks
 def test_a_save_that_rank_0_cannot_write_is_an_error_on_every_rank(four_ranks):
     told = [result[len(STEPS) + 4] for result in four_ranks[1]]
-    assert all("not a directory" in error for error in told)
+    assert all("a file has this name; a directory is needed" in error for error in told)
 
 
 # ---- command line
@@ -134,5 +134,5 @@ def test_verify_of_a_broken_directory_exits_2_before_any_process_starts(tmp_path
     spec.write_text(json.dumps(ranks.spec_of(tp=2)))
     result = CliRunner().invoke(app, ["verify", f"hf:{tmp_path / 'in'}", str(spec)])
     assert result.exit_code == 2, result.output
-    assert "model.safetensors is cut short" in result.stderr
+    assert "model.safetensors is truncated" in result.stderr
     assert "Traceback" not in result.output

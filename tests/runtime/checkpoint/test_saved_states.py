@@ -77,7 +77,7 @@ def test_what_was_trained_and_is_frozen_now_is_refused_by_name(tmp_path: Path) -
     model = Own()
     model.unused.requires_grad_(False)
     model.up.bias.requires_grad_(False)
-    with pytest.raises(PlanError, match=r"up\.bias was saved with parameter, exp_avg, exp_avg_sq, and to go on takes"):
+    with pytest.raises(PlanError, match=r"up\.bias was saved with parameter, exp_avg, exp_avg_sq, and resuming needs"):
         own_engine(model).load(tmp_path)
 
 

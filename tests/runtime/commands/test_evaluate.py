@@ -85,7 +85,7 @@ def test_the_original_tokens_may_be_told(files: Path) -> None:
 def test_cloze_accuracy_is_that_of_the_definition(files: Path) -> None:
     found = json.loads(ran(files, "--data", f"{files}/passages", "--cloze", "--format", "json").stdout)
     assert (found["num_passages"], found["num_cut"]) == (3, 1)
-    assert found["left_out"] == {"nothing stands before its last word": 1}
+    assert found["left_out"] == {"it has nothing before its last word": 1}
     assert found["accuracy"] == found["num_right"] / 3
     table = ran(files, "--data", f"{files}/passages", "--cloze").stdout
     assert "left out" in table
@@ -132,7 +132,7 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     assert CliRunner().invoke(app, ["train", *given, "--steps", "1", "--save", f"{files}/run"]).exit_code == 0
     options = ("--data", f"{files}/text.txt", "--ema")
     assert "add --load DIR" in ran(files, *options, code=2).stderr
-    assert "holds no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
+    assert "has no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
 
 
 @pytest.mark.sampled(2)
@@ -143,10 +143,10 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
         (["--data", "{files}/text.txt", "--cloze", "--stride", "4"], "--stride applies to perplexity only"),
         (["--data", "{files}/text.txt", "--cloze", "--perplexity"], "--perplexity and --cloze cannot be combined"),
         (["--data", "{files}/none.txt"], "no file or directory"),
-        (["--data", "{files}/space.txt"], "holds no words to normalise by"),
-        (["--data", "{files}/one.txt", "--cloze"], "holds no passage whose last word could be asked for"),
+        (["--data", "{files}/space.txt"], "has no words to normalize by"),
+        (["--data", "{files}/one.txt", "--cloze"], "has no passage with a last word to predict"),
         (["--data", "{files}/text.txt", "--load", "{files}/nowhere"], "nowhere"),
-        (["--data", "{files}/text.txt", "--nproc", "2"], "--nproc 2, but the mesh takes 1 processes"),
+        (["--data", "{files}/text.txt", "--nproc", "2"], "--nproc 2, but the mesh needs 1 processes"),
     ],
 )
 def test_bad_input_is_one_message(files: Path, options: list[str], what: str) -> None:
@@ -176,7 +176,7 @@ def test_a_spec_of_another_task_is_refused(files: Path, change: tuple[str, str],
 def test_ids_that_the_model_does_not_have_are_refused(files: Path) -> None:
     (files / "model.py").write_text(MODEL.replace("256", "100"))
     result = ran(files, "--data", f"{files}/text.txt", code=2)
-    assert "holds the id 104 at position 1" in result.stderr
+    assert "has the id 104 at position 1" in result.stderr
     assert "the embedding tokens has rows 0 to 99" in result.stderr
 
 
@@ -211,4 +211,4 @@ def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
     assert {k: v for k, v in two.items() if k.startswith("num")} == {
         k: v for k, v in one.items() if k.startswith("num")
     }
-    assert "the weights are those that" in result.stderr
+    assert "the weights are the initial ones" in result.stderr

@@ -105,11 +105,11 @@ def test_microbatches_have_graphs_of_their_own_where_they_overlap(schedule):
 @pytest.mark.parametrize(
     ("order", "layers", "why"),
     [
-        ([], [1], "whole numbers"),
-        ([1, 0, -1], [1], "whole numbers"),
-        ([1, -1, -1.5], [1], "whole numbers"),
-        ([1, 2, -2, -1], [1], "names 2 chunks, and there are layers for 1"),
-        ([1, -1], [1, 1], "names 1 chunks, and there are layers for 2"),
+        ([], [1], "integers other than 0"),
+        ([1, 0, -1], [1], "integers other than 0"),
+        ([1, -1, -1.5], [1], "integers other than 0"),
+        ([1, 2, -2, -1], [1], "names 2 chunks, but there are layers for 1"),
+        ([1, -1], [1, 1], "names 1 chunks, but there are layers for 2"),
         ([1, -1], [-1], "numbers of layers"),
         ([1, -1], [1.0], "numbers of layers"),
         ([2, -2], [1, 1], "not 0 and 0 for chunk 0, 1 and 1 for chunk 1"),
@@ -136,24 +136,24 @@ def with_sample(*values: Any) -> Callable[[GraphArguments], GraphArguments]:
 
 
 WRONG: dict[str, tuple[Callable[[GraphArguments], GraphArguments], str]] = {
-    "a module missing": (lambda made: replace(made, modules=made.modules[:-1]), "2 layers, and 1 modules"),
-    "hooks missing": (lambda made: replace(made, hooks=[]), "2 layers, and hooks of 0"),
+    "a module missing": (lambda made: replace(made, modules=made.modules[:-1]), "2 layers, but 1 modules"),
+    "hooks missing": (lambda made: replace(made, hooks=[]), "2 layers, but hooks of 0"),
     "an input missing": (lambda made: replace(made, sample_args=made.sample_args[1:]), "4 microbatches, and 7 inputs"),
     "no module": (
         lambda made: replace(made, modules=(made.modules[0], print)),
-        "callable 1 is no module but a builtin",
+        "callable 1 is not a module but a builtin",
     ),  # type: ignore[arg-type]
-    "evaluation": (with_module(lambda m: m.eval()), "module 1 is in evaluation"),
+    "evaluation": (with_module(lambda m: m.eval()), "module 1 is in eval mode"),
     "a hook": (with_module(lambda m: m.register_forward_hook(print)), "module 1 has hooks"),
     "a hook before": (with_module(lambda m: m.register_full_backward_pre_hook(print)), "module 1 has hooks"),
     "a trained buffer": (
         with_module(lambda m: m.register_buffer("shift", torch.zeros(1, requires_grad=True))),
         "buffers of module 1 require a gradient: shift",
     ),
-    "a number": (with_sample(torch.zeros(2), 3), "input 0 holds something else than tensors"),
+    "a number": (with_sample(torch.zeros(2), 3), "input 0 contains values that are not tensors"),
     "no gradient": (
         lambda made: with_sample(*(torch.zeros_like(t) for t in made.sample_args[0]))(made),
-        "shares memory with one whose gradients",
+        "shares memory with an input that gets gradients",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_refused(name):
 
 
 def test_backwards_in_another_order_than_forwards_are_refused():
-    with pytest.raises(PlanError, match=r"that of its k-th forward, .*chunk 0 .*: F0.0 F1.0 B1.0 B0.0"):
+    with pytest.raises(PlanError, match=r"with its k-th forward, .*chunk 0 .*: F0.0 F1.0 B1.0 B0.0"):
         graphs_of(parse_order("F0.0 F1.0 B1.0 B0.0"), [1])
 
 

@@ -46,7 +46,7 @@ def test_a_stage_that_reads_no_input_has_empty_microbatches():
 
 
 def test_a_global_batch_given_as_local_is_refused():
-    with pytest.raises(PlanError, match=r"has shape \[8, 2\], the plan takes \[4, 2\]") as caught:
+    with pytest.raises(PlanError, match=r"has shape \[8, 2\], the plan expects \[4, 2\]") as caught:
         layout().check(rows(8), local=True)
     assert "the 4 sequences of this dp rank" in caught.value.fix
 

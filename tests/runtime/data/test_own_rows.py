@@ -101,4 +101,4 @@ def refused(job: Job) -> str:
 def test_a_rank_with_another_text_is_named(tmp_path: Path):
     told = launch(refused, 2, job_in(tmp_path, 2), timeout_seconds=120)
     assert told[0] == told[1]
-    assert told[0].startswith("the data (by its content) differs between ranks: rank 1 of 2 (rank 1 has")
+    assert told[0].startswith("the data (by content) differs between ranks: rank 1 of 2 (rank 1 has")

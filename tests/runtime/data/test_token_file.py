@@ -62,7 +62,7 @@ def test_a_file_gives_what_memory_would_hold(
     ]
     path = tmp_path_factory.mktemp("file") / "tokens"
     if not pieces:
-        with pytest.raises(PlanError, match="holds no words"):
+        with pytest.raises(PlanError, match="the text is empty"):
             written(path, pieces, how)
         assert list(path.parent.iterdir()) == []
         return
@@ -139,19 +139,19 @@ def resealed(content: bytes, **changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c[:-1], "is cut short: it has 4351 bytes, 4352 are expected"),
-        (lambda c: c[:100], "is cut short: it has 100 bytes"),
-        (lambda c: c[:4], "is cut short: it has 4 bytes"),
+        (lambda c: c[:-1], "is truncated: it has 4351 bytes, 4352 are expected"),
+        (lambda c: c[:100], "is truncated: it has 100 bytes"),
+        (lambda c: c[:4], "is truncated: it has 4 bytes"),
         (lambda c: c + b"\0", "is damaged: it has 4353 bytes, 4352 are expected"),
         (lambda c: c[:8] + struct.pack("<I", 2) + c[12:], "is of version 2; this meshwright reads up to 1"),
-        (lambda c: c[:40] + b"x" + c[41:], "its header is not the one that was written"),
-        (lambda c: c[:4224] + struct.pack("<q", 21) + c[4232:], "the ends of its documents do not ascend"),
+        (lambda c: c[:40] + b"x" + c[41:], "the checksum of its header does not match"),
+        (lambda c: c[:4224] + struct.pack("<q", 21) + c[4232:], "the ends of its documents are not in ascending order"),
         (lambda c: c[:4232] + struct.pack("<q", 20) + c[4240:], "its last document ends at 20, not at 21"),
         (lambda c: resealed(c, tokens=0), "its header cannot be read"),
         (lambda c: resealed(c, tokens=1e3), "its header cannot be read"),
         (lambda c: resealed(c, dtype="float32"), "its header cannot be read"),
-        (lambda c: resealed(c, vocabulary_size=20), "its ids lie beyond its own vocabulary"),
-        (lambda c: resealed(c, tokens=1 << 40), "is cut short"),
+        (lambda c: resealed(c, vocabulary_size=20), "its ids exceed its own vocabulary"),
+        (lambda c: resealed(c, tokens=1 << 40), "is truncated"),
         (lambda c: resealed(c, surprise=1), "its header cannot be read"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_told_by_name(small: Path, tmp_path: Path, change, wor
 
 
 def test_a_foreign_file_is_told() -> None:
-    with pytest.raises(PlanError, match="is no token file"):
+    with pytest.raises(PlanError, match="is not a token file"):
         open_token_file(Path(__file__), "")
 
 
@@ -205,7 +205,7 @@ def test_mutated_files_load_or_give_one_error(small: Path, tmp_path: Path) -> No
         num_loaded += 1
         assert tokens.ends[-1] == len(tokens.ids)
         if mutated != content and mutated[4096:4117] != content[4096:4117]:
-            with pytest.raises(PlanError, match="its ids are not those that were written"):
+            with pytest.raises(PlanError, match="the checksum of its ids does not match"):
                 check_content(path)
     assert 20 < num_loaded < 380
 

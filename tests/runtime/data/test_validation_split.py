@@ -51,5 +51,5 @@ def test_a_part_is_named_as_such(make_tokens: Make) -> None:
     tokens = make_tokens([1], [2])
     first, second = split(tokens, 0.5)
     assert second is not None
-    assert second.source == f"the part of {tokens.source} that is held out"
-    assert first.source == f"all but what is held out of {tokens.source}"
+    assert second.source == f"the held-out part of {tokens.source}"
+    assert first.source == f"{tokens.source} without its held-out part"

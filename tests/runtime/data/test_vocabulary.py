@@ -30,9 +30,9 @@ def test_a_vocabulary_that_fits_is_not_looked_at(make_tokens: Make) -> None:
 @pytest.mark.parametrize("largest", [None, 150])
 def test_the_first_bad_id_is_named_with_file_and_position(make_tokens: Make, largest: int | None) -> None:
     tokens = replace(make_tokens([1, 99, 100, 150], vocabulary_size=200), source="a.tokens", largest=largest)
-    with pytest.raises(PlanError, match=r"a\.tokens holds the id 100 at position 2, but the embedding wte"):
+    with pytest.raises(PlanError, match=r"a\.tokens has the id 100 at position 2, but the embedding wte"):
         check(tokens, ranges=[ROWS])
-    with pytest.raises(PlanError, match=r"a.tokens holds the id 150 at position 3, but inputs.x.high is 120") as error:
+    with pytest.raises(PlanError, match=r"a.tokens has the id 150 at position 3, but inputs.x.high is 120") as error:
         check(tokens, high=120)
     assert error.value.where == "inputs.x.high"
     assert "at least 200" in error.value.fix

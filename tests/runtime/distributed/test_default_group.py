@@ -40,7 +40,7 @@ def test_the_default_group_carries_the_device_or_one_is_made_beside_it(backends,
 @pytest.mark.parametrize(
     ("backends", "device", "backend", "told"),
     [
-        (NCCL, "cpu", "gloo", "talks over NCCL alone, but this run computes on the CPU"),
+        (NCCL, "cpu", "gloo", "uses only NCCL, but this run computes on the CPU"),
         ({"cpu": "mpi", "cuda": "mpi"}, "cuda", "nccl", "talks over mpi"),
         ({"cpu": "fake", "cuda": "fake"}, "cpu", "gloo", "talks over fake"),
     ],
@@ -49,7 +49,7 @@ def test_the_default_group_carries_the_device_or_one_is_made_beside_it(backends,
 def test_a_default_group_that_cannot_be_completed_is_refused(backends, device, backend, told):
     with pytest.raises(PlanError, match=f"the default process group {told}") as caught:
         can_carry(backends, device, backend)
-    assert "initialise it with" in caught.value.fix
+    assert "initialize it with" in caught.value.fix
 
 
 def open_in(backend: str) -> tuple[list[int], bool, bool]:

@@ -115,7 +115,7 @@ def test_a_rank_alone_reads_its_own():
 )
 def test_bytes_that_are_no_such_value_are_one_error_that_names_the_rank(content):
     sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    with pytest.raises(RunError, match="rank 3 sent another value than this exchange is of"):
+    with pytest.raises(RunError, match="rank 3 sent a value of another exchange"):
         exchange_json._read(3, sent, Seen.of_json)
 
 

@@ -76,7 +76,7 @@ def test_a_killed_rank_is_named_with_its_signal():
 
 
 def test_ranks_that_take_too_long_are_ended():
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were ended"):
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated"):
         launch(time.sleep, 2, 60, timeout_seconds=1)
 
 

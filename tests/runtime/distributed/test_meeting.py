@@ -60,7 +60,7 @@ REFUSED = {
     "one GPU, named, with stages": (
         gpus("a", "a", named=True),
         2,
-        "over gloo, and gloo cannot send what pipeline stages",
+        "over gloo, which cannot send activations between pipeline stages",
     ),
     "another torch": (
         [Seat(identity={"torch": v}) for v in ("2.13", "2.11", "2.13")],
@@ -122,7 +122,7 @@ def test_those_who_did_not_come_are_named_to_those_who_did():
     heard = meet_all([CPU] * 4, [0, 2], 0.2)
     assert set(heard) == {0, 2}
     assert len(set(heard.values())) == 1
-    assert str(heard[0]).startswith("ranks 1, 3 of 4 did not come within 0.2 s")
+    assert str(heard[0]).startswith("ranks 1, 3 of 4 did not join within 0.2 s")
 
 
 def open_with_a_gpu_on_rank_1() -> str:
@@ -176,6 +176,6 @@ def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(PlanError, match="does not say where they meet: MASTER_ADDR and MASTER_PORT not set") as caught:
+    with pytest.raises(PlanError, match="has no rendezvous: MASTER_ADDR and MASTER_PORT not set") as caught:
         open_groups(Mesh(dp=2), {}, [], timeout_seconds=5)
     assert "set MASTER_ADDR to the host of rank 0" in caught.value.fix

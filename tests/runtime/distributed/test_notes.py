@@ -51,14 +51,14 @@ def test_global_batches_are_alike_on_all_ranks_and_local_ones_on_those_of_one_pl
     assert told([same, same, other, other], [True] * 4) == ("", {False})
     what, differ = told([same, same, other, same], [False] * 4)
     assert (what, differ) == (
-        "the batch of step 5 is not the same on all ranks: rank 2 had another than rank 0",
+        "the batch of step 5 is not the same on all ranks: rank 2 had another batch than rank 0",
         {True},
     )
     what, differ = told([same, same, other, same], [True] * 4)
-    assert "rank 3 had another than rank 2" in what
+    assert "rank 3 had another batch than rank 2" in what
     assert True in differ
     what, differ = told([same] * 4, [True, True, False, False])
-    assert "some ranks gave it as local" in what
+    assert "some ranks passed local=True" in what
     assert differ == {True}
 
 

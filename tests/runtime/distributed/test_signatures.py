@@ -81,7 +81,7 @@ def test_ranks_of_one_secret_meet():
 def test_a_rank_without_the_secret_is_named_on_all(odd, of_rank_0, of_rank_2):
     heard = meet_with(OURS, OURS, odd)
     assert heard[0] == heard[1] == f"the seat of rank 2 in the store {of_rank_0}"
-    assert heard[2] == f"what rank 0 decided in the store {of_rank_2}"
+    assert heard[2] == f"the decision of rank 0 in the store {of_rank_2}"
 
 
 def test_several_hosts_without_a_secret_are_warned_once(capsys, monkeypatch):

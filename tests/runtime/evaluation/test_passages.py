@@ -53,7 +53,5 @@ def test_white_space_at_the_end_of_bytes_is_no_part_of_the_word(tmp_path: Path) 
 
 
 def test_a_text_without_passages_is_refused_with_the_reasons() -> None:
-    with pytest.raises(
-        PlanError, match=r"holds no passage whose last word could be asked for .*2 documents: nothing stands"
-    ):
+    with pytest.raises(PlanError, match=r"has no passage with a last word to predict .*2 documents: it has nothing"):
         passages_of(tokens_of("A.", "B."), 8)

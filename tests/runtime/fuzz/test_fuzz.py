@@ -171,7 +171,7 @@ def test_progress_tells_what_is_left():
         (["--nproc", "1"], "at least 2 ranks"),
         (["--folder", "/none/such"], "directory not found"),
         (["--case", "/none/such"], "/none/such"),
-        (["--case", "{damaged}"], "no case of this version"),
+        (["--case", "{damaged}"], "not a case of this version"),
         (["m.py:build"], "MODEL needs inputs and a batch"),
         (["m.py:build", "--case", "x.json"], "cannot be combined with MODEL"),
     ],

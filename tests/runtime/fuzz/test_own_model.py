@@ -67,8 +67,8 @@ def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["owned.py:Model", "pinned.yaml"], "no layout is left to draw"),
-        (["owned.py:Model", "large.yaml"], "the spec's mesh has 8 ranks, a case has 4 at most"),
+        (["owned.py:Model", "pinned.yaml"], "no layout remains to draw"),
+        (["owned.py:Model", "large.yaml"], "the spec's mesh has 8 ranks, but a case has at most 4"),
         (["owned.py:Asks", "free.yaml"], "owned.py:18"),
         (["owned.py:Model", "none.yaml"], "none.yaml"),
         (["owned.py:Missing", "free.yaml"], "Missing"),

@@ -45,6 +45,6 @@ def test_decay_that_ends_within_the_warmup_goes_straight_to_min_lr():
 def test_unknown_kind_and_missing_end_are_named_with_a_fix():
     with pytest.raises(PlanError, match="unknown learning-rate schedule 'cosin'"):
         learning_rate(0, 1.0, kind="cosin")
-    with pytest.raises(PlanError, match="a cosine decay needs to know its end") as error:
+    with pytest.raises(PlanError, match="a cosine decay needs its last step") as error:
         learning_rate(0, 1.0, kind="cosine")
     assert error.value.where == "optimizer.schedule.steps"

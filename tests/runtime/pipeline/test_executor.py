@@ -172,7 +172,7 @@ def test_a_w_that_no_order_has_is_told_at_the_end_of_the_step():
     handle = WeightGradients()
     run = waiting(handle)
     run.order = tuple(a for a in WAITING if a != Action("W", 1, 0))
-    with pytest.raises(AssertionError, match="gradients of weights that no W has made"):
+    with pytest.raises(AssertionError, match="weight gradients that no W has computed"):
         run.run(step_of())
 
 

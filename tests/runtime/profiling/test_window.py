@@ -32,11 +32,11 @@ def test_a_number_of_steps_after_the_first_of_the_run_or_steps_by_their_numbers(
         ("-3", "names no steps"),
         ("²", "names no steps"),
         ("9" * 30, "names no steps"),
-        ("0", "no range of steps"),
-        ("0:3", "no range of steps"),
-        ("4:3", "no range of steps"),
-        ("18:21", "reaches to step 21, but there are 20"),
-        ("20", "reaches to step 21, but there are 20"),
+        ("0", "not a range of steps"),
+        ("0:3", "not a range of steps"),
+        ("4:3", "not a range of steps"),
+        ("18:21", "ends at step 21, but the run has 20 steps"),
+        ("20", "ends at step 21, but the run has 20 steps"),
     ],
 )
 def test_what_names_no_step_of_the_training_is_one_error(text, words):

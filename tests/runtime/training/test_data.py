@@ -169,10 +169,14 @@ def test_a_tokenizer_cuts_the_text_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "where"),
     [
-        ({"section": {"validation": 0.001}}, "data.validation = 0.001 holds out too little: the part of", "spec.yaml"),
-        ({"validate_every": 2}, "--validate-every, but the spec holds nothing out", "--validate-every"),
-        ({"high": 100}, r"text holds the id 119 at position 0.*, but inputs.input_ids.high is 100", "spec.yaml"),
-        ({"vocabulary": 128}, "text as bytes takes tokens up to 255, but the embedding", "spec.yaml"),
+        (
+            {"section": {"validation": 0.001}},
+            "data.validation = 0.001 holds out too little: the held-out part of",
+            "spec.yaml",
+        ),
+        ({"validate_every": 2}, "--validate-every needs held-out text", "--validate-every"),
+        ({"high": 100}, r"text has the id 119 at position 0.*, but inputs.input_ids.high is 100", "spec.yaml"),
+        ({"vocabulary": 128}, "text as bytes has tokens up to 255, but the embedding", "spec.yaml"),
         ({"tokenizer": "none.json"}, "there is no tokenizer file none.json", "none.json"),
         ({"data": "none"}, "no file or directory none", "--data"),
     ],
@@ -197,7 +201,7 @@ def test_a_token_file_whose_ids_were_changed_is_refused(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "tokens").read_bytes())
     content[4100] ^= 1
     (tmp_path / "tokens").write_bytes(content)
-    with pytest.raises(PlanError, match="tokens is damaged: its ids are not those that were written"):
+    with pytest.raises(PlanError, match="tokens is damaged: the checksum of its ids does not match"):
         checked(job_in(tmp_path, data=str(tmp_path / "tokens")))
 
 
@@ -207,4 +211,4 @@ def test_the_command_ends_with_one_error_for_a_file_cut_short(tmp_path: Path) ->
     job = job_in(tmp_path, data=str(tmp_path / "tokens"))
     result = CliRunner().invoke(app, ["train", job.model, job.spec, "--data", job.data])
     assert result.exit_code == 2
-    assert "is cut short: it has 5000 bytes" in result.output
+    assert "is truncated: it has 5000 bytes" in result.output

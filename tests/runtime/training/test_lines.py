@@ -80,7 +80,7 @@ def test_a_restart_goes_on_from_the_named_save_and_not_from_a_later_one_of_anoth
     assert own.startswith("step-00000004-")
     assert latest_in(tmp_path) == tmp_path / own
     assert runs.start("second", 5, restart=2, resume=named) == 4
-    assert f"going on from {tmp_path / own}" in capfd.readouterr().err
+    assert f"resuming from {tmp_path / own}" in capfd.readouterr().err
     assert runs.start("third", 5, resume=AUTO) == 4  # of the line that was written last
 
 
@@ -110,7 +110,7 @@ def test_only_saves_of_its_own_line_count_for_keep(runs: Runs, tmp_path: Path) -
 
 def test_a_restart_before_the_first_save_takes_nothing_of_an_earlier_run(runs: Runs, tmp_path: Path) -> None:
     runs.start("first", 2)
-    with pytest.raises(PlanError, match="holds saves of an earlier run"):
+    with pytest.raises(PlanError, match="has saves of an earlier run"):
         runs.start("second", 3, restart=1)
     check_saves(runs.job, goes_on=True)
 
@@ -149,4 +149,4 @@ def test_a_save_that_lost_its_manifest_is_named(runs: Runs, tmp_path: Path, capf
     runs.start("first", 4)
     (tmp_path / "step-00000004" / MANIFEST).unlink()
     assert runs.start("second", 3, resume=AUTO) == 2
-    assert f"warning: step-00000004 in {tmp_path} have no manifest: they are no saves" in capfd.readouterr().err
+    assert f"warning: step-00000004 in {tmp_path} have no manifest and are not saves" in capfd.readouterr().err

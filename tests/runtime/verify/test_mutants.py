@@ -75,7 +75,7 @@ def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
 def test_a_number_beyond_the_last_is_refused():
     decided = plan(build(), SPEC)
     last = num_collectives(decided)
-    with pytest.raises(PlanError, match=f"there is no collective {last} to take out") as caught:
+    with pytest.raises(PlanError, match=f"there is no collective {last} to remove") as caught:
         without_collective(decided, 0, last)
     assert f"hold {last} of them, numbered from 0" in caught.value.fix
 

@@ -59,7 +59,7 @@ def test_one_process_draws_what_every_layout_draws(tmp_path: Path, name: str, se
     report = verified(tmp_path, name, **sections)
     assert report.passed, str(report)
     assert {row.kind for row in report.rows} == {"loss", "norm", "gradient", "parameter"}
-    assert "dropout is on: one process draws the numbers of the same names" in str(report)
+    assert "dropout is on: one process uses the same mapped random numbers" in str(report)
 
 
 def test_numbers_of_other_names_are_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_draw_that_no_loss_reads_has_no_name_and_the_rest_repeat() -> None:
 
 
 def test_a_draw_in_the_backward_is_refused_at_its_line() -> None:
-    with pytest.raises(PlanError, match="one process draws in its backward") as error:
+    with pytest.raises(PlanError, match="one process draws random numbers in its backward") as error:
         losses(lambda x: checkpoint(lambda y: F.dropout(y, 0.3), x, use_reentrant=False))
     assert "test_named_draws.py" in str(error.value)
 
@@ -115,5 +115,5 @@ def test_a_process_that_draws_otherwise_than_captured_is_refused() -> None:
     model = Dropping(lambda x: F.dropout(x, 0.3))
     one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), 7))
     model.way = lambda x: x
-    with pytest.raises(PlanError, match=r"dropout of \[4, 8\] did not come"):
+    with pytest.raises(PlanError, match=r"dropout of \[4, 8\] is missing"):
         one.forward_backward({"x": torch.randn(4, 8)})

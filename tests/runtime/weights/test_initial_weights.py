@@ -125,7 +125,7 @@ def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent
     found = launch(errors_of_engines, 2, ((1, 2), (1, 1)), timeout_seconds=200)
     assert found[0] == found[1]
     refused, equal = found[0]
-    assert refused.startswith("rank 1 begins with other weights than rank 0: parameter frozen (and ")
+    assert refused.startswith("rank 1 starts with other weights than rank 0: parameter frozen (and ")
     assert "torch.manual_seed" in refused
     assert equal == "equal"  # differing() was empty: take_weights has nothing to send
 

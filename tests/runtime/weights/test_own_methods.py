@@ -104,8 +104,8 @@ class Failing(Bare):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Bare, "parameter scale on the meta device is written by no method"),
-        (Half, "parameter scale on the meta device is not written whole"),
+        (Bare, "parameter scale on the meta device is not initialized by any method"),
+        (Half, "parameter scale on the meta device is not fully initialized"),
         (Failing, "reset_parameters of the model failed on the meta device"),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_plan_without_cost_beside_one_with_it(small_plan: Plan):
 def test_plans_that_decide_the_same_say_so(small_plan: Plan):
     text = differences_text(differences(small_plan, replace(small_plan, diagnostics=())), "a.json", "b.json")
     assert "both plans make the same decisions: only estimates, diagnostics or remarks differ" in text
-    assert "both decide the same" not in differences_text(
+    assert "both plans make the same decisions" not in differences_text(
         differences(small_plan, replace(small_plan, collectives=())), "a.json", "b.json"
     )
 

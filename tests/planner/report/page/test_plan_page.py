@@ -122,7 +122,7 @@ def test_an_item_tells_reason_source_line_shapes_and_bytes(moe_plan: Plan, moe_p
     assert facts["read at"].startswith("moe.py:")
     assert facts["shape"] == "[128, 128], per rank [128, 64]"
     assert facts["drawn"] == "dim 1 over tp 2"
-    assert facts["bytes"] == "64.00 KiB, on a rank 32.00 KiB"
+    assert facts["bytes"] == "64.00 KiB, per rank 32.00 KiB"
 
 
 def test_ids_are_unique_and_every_reference_to_one_is_met(moe_page: Element):

@@ -178,10 +178,10 @@ def test_random_ids_are_all_but_the_special_ones():
     ("make", "said"),
     [
         (lambda: MaskedWords(tokens_of(TEXT, {"end": 0, "mask": 3}), 64, True, 1), "lacks: class, separator, padding"),
-        (lambda: MaskedWords(replace(tokens_of(TEXT), tokenization=ONLY_SPECIAL), 64, True, 1), "special tokens alone"),
-        (lambda: MaskedWords(tokens_of(TEXT), 4, True, 1), "no room"),
+        (lambda: MaskedWords(replace(tokens_of(TEXT), tokenization=ONLY_SPECIAL), 64, True, 1), "only special tokens"),
+        (lambda: MaskedWords(tokens_of(TEXT), 4, True, 1), "too short for special tokens"),
         (lambda: MaskedWords(tokens_of(["One sentence.", ""]), 64, True, 1), "no document of the data"),
-        (lambda: MaskedWords(tokens_of([""]), 64, False, 1), "holds no tokens"),
+        (lambda: MaskedWords(tokens_of([""]), 64, False, 1), "contains no tokens"),
     ],
 )
 def test_what_cannot_be_masked_is_one_plan_error(make, said):

@@ -81,7 +81,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         ('"text"', r"has no text 'text' \(there is: it is a str\)"),
         ('{"body": "a", "id": 1}', r"has no text 'text' \(there is: body, id\)"),
         ('{"text": 1}', "has no text 'text'"),
-        ('{"text": "\\ud800"}', "holds what is no character"),
+        ('{"text": "\\ud800"}', "has an invalid character"),
         ("\\xff", "cannot be read"),
     ],
 )

@@ -115,11 +115,11 @@ def test_a_directory_of_a_model_stands_for_its_tokenizer(bpe: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "is no tokenizer"),
-        ("{}", "is no tokenizer"),
-        ("not JSON", "is no tokenizer"),
+        ("", "is not a valid tokenizer"),
+        ("{}", "is not a valid tokenizer"),
+        ("not JSON", "is not a valid tokenizer"),
         ('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "tokenizer"),
-        ("[1, 2]", "is no tokenizer"),
+        ("[1, 2]", "is not a valid tokenizer"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_one_error(tmp_path: Path, content: str, words: str) -> None:

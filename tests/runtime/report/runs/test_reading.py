@@ -36,7 +36,7 @@ def test_a_last_line_cut_short_is_left_out_but_none_before_it(tmp_path):
     log = write(tmp_path / "run.jsonl", rows(), tail='{"step": 4, "lo')
     assert len(list(Rows(log))) == 3
     log.write_text(log.read_text() + "\n" + json.dumps(asdict(rows()[0])) + "\n")
-    with pytest.raises(PlanError, match="this is no JSON") as error:
+    with pytest.raises(PlanError, match="is not JSON") as error:
         list(Rows(log))
     assert "line 4" in str(error.value)
 
@@ -60,10 +60,10 @@ def test_metrics_that_are_not_ours_are_one_error_by_line(tmp_path, change, words
 
 def test_what_holds_no_step_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(PlanError, match="holds no step"):
+    with pytest.raises(PlanError, match="has no steps"):
         read_runs([tmp_path / "empty.jsonl"])
     (tmp_path / "run").mkdir()
-    with pytest.raises(PlanError, match="holds no log"):
+    with pytest.raises(PlanError, match="has no step logs"):
         read_runs([tmp_path / "run"])
     with pytest.raises(PlanError, match="there is no log file"):
         read_runs([tmp_path / "nothing.jsonl"])
@@ -97,9 +97,9 @@ def test_what_lies_beside_a_log_is_read_or_is_one_error(tmp_path):
     assert read_runs([tmp_path])[0].memory == report
     older = {name: value for name, value in report.to_dict().items() if name != "actions"}
     for name, text, words in (
-        ("memory.json", json.dumps(older), "no report of memory of this version: actions"),
-        ("memory.json", "", "memory is damaged: this is no JSON"),
-        ("trace.json", '{"traceEvents": [', "trace is damaged: this is no JSON"),
+        ("memory.json", json.dumps(older), "not a memory report of this version: actions"),
+        ("memory.json", "", "memory is damaged: it is not JSON"),
+        ("trace.json", '{"traceEvents": [', "trace is damaged: it is not JSON"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(PlanError, match=words) as error:
@@ -112,7 +112,7 @@ def test_what_lies_beside_a_log_is_read_or_is_one_error(tmp_path):
 def test_deep_json_is_one_error(tmp_path, beside):
     write(tmp_path / "run.jsonl", rows())
     (tmp_path / beside).write_text("[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(PlanError, match="this is no JSON"):
+    with pytest.raises(PlanError, match="is not JSON"):
         read_runs([tmp_path / "run.jsonl"])
 
 
