@@ -96,7 +96,7 @@ class PassError(RuntimeError):
             lines.append(f"  at:       {where_of(node)}")
         lines.append(f"  expected: {violation.expected}")
         lines.append(f"  found:    {violation.found}")
-        lines.append("This is a bug of meshwright, not of your model or spec: please report it, with this message.")
+        lines.append("This is a bug in meshwright, not of your model or spec: please report it, with this message.")
         super().__init__("\n".join(lines))
 
 

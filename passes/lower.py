@@ -226,7 +226,7 @@ def _constants_of(decisions: Decisions, graph: fx.GraphModule) -> nn.Module:
         if node.op == "placeholder" and node.name in program.constants:
             root.register_buffer(node.name, program.constants[node.name].detach().clone())
         elif node.op == "placeholder" and node.name in program.buffers:
-            assert decisions.model is not None, "the model was let go before its buffers were read"
+            assert decisions.model is not None, "the model was released before its buffers were read"
             value = buffer_value(decisions.model, program.buffers[node.name])
             root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
     return root

@@ -111,7 +111,7 @@ def find_layouts(
     """The ``top`` fastest layouts of what ``spec`` leaves to auto, and why others lose. Arguments as of plan()."""
     checked = _checked(model, spec)
     if not checked.mesh.has_auto:
-        raise checked.error("mesh", "no axis of the mesh is auto: there is nothing to search", "write mesh: auto")
+        raise checked.error("mesh", "no axis of the mesh is auto, so that nothing is searched", "write mesh: auto")
     with _planning(checked, model):
         return _search(model, checked, example_inputs, top, progress)[1]
 
@@ -127,7 +127,7 @@ def _checked(
         raise PlanError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             where=f"{call}(model, …)",
-            fix="give the module itself",
+            fix="pass an nn.Module",
         )
     return Spec.load(spec)
 
@@ -162,7 +162,7 @@ def _search(
     """Capture once, then search."""
     if spec.cluster is None:
         fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
-        raise spec.error("mesh", "the mesh is auto, but the spec names no cluster: what is fast depends on it", fix)
+        raise spec.error("mesh", "the mesh is auto, but the spec names no cluster, on which the search depends", fix)
     cluster = read_cluster(spec.cluster)
     check_before_capture(spec, cluster)
     start = time.perf_counter()
@@ -205,7 +205,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     captured = _captured(model, spec, example_inputs)
     prepared = prepare(captured, spec)
     program, terms = prepared.program, prepared.terms
-    with shown_if_slow(f"cutting the sequence over cp {mesh.cp}"):
+    with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = keep_own_keys(program, cut_sequence(program, mesh.cp), mesh.tp)
     found = find_experts(program)
     experts = open_experts(program, found, mesh)
@@ -217,7 +217,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu,
     )  # fmt: skip
-    with shown_if_slow("laying out what each rank holds and exchanges"):
+    with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)
         if spec.recompute == "none" and spec.cuda_graphs.impl == "none":
             decisions.context = keep_own_tokens(decisions, shards)
@@ -248,7 +248,7 @@ def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placement
     asked = spec.tensor_parallel
     with shown_if_slow("finding the repeated blocks"):
         blocks = kinds_by_override(program, find_blocks(program), asked.overrides)
-    with shown_if_slow(f"deciding how to cut {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
+    with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
         placements = decide_placements(
             program,
             blocks,

@@ -116,14 +116,14 @@ class Captured:
             raise PlanError(what, where="loss", fix=f"{_AGAIN}, or set loss: {_loss(self.loss)}")
         if dtype_of(spec) != self.dtype:
             asked, seen = _name(dtype_of(spec)), _name(self.dtype)
-            what = f"the model was captured with parameters in {seen}; the spec asks for {asked}"
+            what = f"the model was captured with parameters in {seen}; the spec has {asked}"
             fix = f"{_AGAIN}, or set precision.parameters: {'null' if self.dtype is None else seen}"
             raise PlanError(what, where="precision.parameters", fix=fix)
 
     def _check_input(self, name: str, asked: Tensor, seen: Tensor) -> None:
         if (asked.shape, asked.stride(), asked.dtype) == (seen.shape, seen.stride(), seen.dtype):
             return
-        what = f"the model was captured with {name} {_text(seen)}; the spec asks for {_text(asked)}"
+        what = f"the model was captured with {name} {_text(seen)}; the spec has {_text(asked)}"
         if asked.shape[1:] == seen.shape[1:] and asked.shape[0] != seen.shape[0]:
             raise PlanError(what, where="batch.micro", fix=f"{_AGAIN}, or set batch.micro: {seen.shape[0]}")
         raise PlanError(what, where=f"inputs.{name}", fix=_AGAIN)
@@ -178,13 +178,13 @@ def _checked(spec: Spec, example_inputs: Mapping[str, Any]) -> dict[str, Tensor]
             raise PlanError(
                 f"example_inputs[{name!r}] is a {type(value).__name__}",
                 where="plan(…, example_inputs)",
-                fix="give tensors, on any device",
+                fix="pass tensors, on any device",
             )
         if value.dim() == 0 or value.shape[0] != spec.batch.micro:
             raise PlanError(
                 f"example_inputs[{name!r}] has shape {list(value.shape)}, a microbatch {spec.batch.micro} rows",
                 where="batch.micro",
-                fix=f"give {spec.batch.micro} rows of each input, or set batch.micro",
+                fix=f"give {spec.batch.micro} rows for each input, or set batch.micro",
             )
     return dict(example_inputs)
 

@@ -61,7 +61,7 @@ class RunError(RuntimeError):
 def require(ok: bool, what: str) -> None:
     """Raise a PlanError unless ``ok``: a row that contradicts itself, mostly from a file that was changed by hand."""
     if not ok:
-        raise PlanError(f"the plan contradicts itself: {what}", fix="make the plan again from the model and the spec")
+        raise PlanError(f"the plan contradicts itself: {what}", fix="plan the model again from the spec")
 
 
 def first_line(error: BaseException) -> str:

@@ -86,7 +86,7 @@ class Plan(Tables):
     def to_run(self) -> tuple[Decisions, Shards]:
         """What a run needs beside the rows. Raises PlanError for a loaded plan."""
         if self.decisions is None or self.shards is None:
-            raise PlanError("a loaded plan holds no model", fix="plan the model again")
+            raise PlanError("a loaded plan has no model", fix="plan the model again")
         return self.decisions, self.shards
 
     def describe(self, *, full: bool = False) -> str:
@@ -113,7 +113,7 @@ class Plan(Tables):
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """What ``save`` wrote. Raises PlanError for a file that is missing, cut short or of another version."""
-        values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="give a saved plan", damaged="save the plan again")
+        values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
         try:
             return Plan.from_dict(values)
         except PlanError as error:

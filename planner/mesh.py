@@ -180,7 +180,7 @@ def _check_size(axis: str, size: object) -> None:
 
 def _too_many(axis: str) -> PlanError:
     return PlanError(
-        f"{axis} is more than {MOST_RANKS}, the most ranks that there may be",
+        f"{axis} is more than {MOST_RANKS}, the maximum number of ranks",
         where="mesh" if axis == "world size" else f"mesh.{axis}",
         fix="check the number of digits",
     )
@@ -218,7 +218,7 @@ def _check_same_pp(mesh: Mesh, dense: RankGenerator, expert: RankGenerator) -> N
     fix = f"end the order in pp, for example {DEFAULT_ORDER}"
     if dense_stride != expert_stride:
         raise PlanError(
-            f"order `{mesh.order}` puts neighbouring pipeline stages {dense_stride} ranks apart for the dense layers, "
+            f"order `{mesh.order}` puts adjacent pipeline stages {dense_stride} ranks apart for the dense layers, "
             f"but {expert_stride} apart for the experts: the pp groups differ",
             where="mesh.order",
             fix=fix,

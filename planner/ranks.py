@@ -53,7 +53,7 @@ class RankGenerator:
         size = dict(zip(self.axes, self.sizes, strict=True))
         if size.get("cp", 1) > 1 and size.get("ep", 1) > 1:
             raise PlanError(
-                f"cp = {size['cp']} and ep = {size['ep']} stand in one rank generator",
+                f"cp = {size['cp']} and ep = {size['ep']} are in one rank generator",
                 where="mesh",
                 fix="cp belongs to the dense generator and ep to the expert one: describe both axes with one Mesh",
             )
@@ -128,7 +128,7 @@ def check_order(order: str) -> None:
 
 def _missing_axis(order: str, axis: str, size: int, owner: str) -> PlanError:
     return PlanError(
-        f"order `{order}` leaves out the axis {axis}, whose size is {size}" + (f" for the {owner}" if owner else ""),
+        f"order `{order}` lacks the axis {axis} of size {size}" + (f" for the {owner}" if owner else ""),
         where="mesh.order",
         fix=f"use {order}-pp" if axis == "pp" else f"add {axis} to the order, as in {DEFAULT_ORDER}",
     )

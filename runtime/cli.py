@@ -61,7 +61,7 @@ def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
         raise PlanError(
             "--rank selects a rank for --passes, which is not given",
             where="--rank",
-            fix="add --passes, or leave out --rank",
+            fix="add --passes, or remove --rank",
         )
     if passes and format is not PlanFormat.table:
         raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")

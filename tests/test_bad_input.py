@@ -136,13 +136,13 @@ def test_a_bad_layout_is_one_error_at_its_line_that_points_at_the_character(
     [
         (refused.Branch, "layers.1", "data-dependent", "torch.where"),
         (refused.MaskedRows, "", "depends on data", "x[token] or x[mask]"),
-        (refused.NumberInPython, "", "a number read out of a tensor", "without .item()"),
+        (refused.NumberInPython, "", "a number read from a tensor", "without .item()"),
         (refused.Numpy, "", "numpy", "no numpy"),
         (refused.TensorHook, "layers.1", "a hook on a gradient would be lost", "remove the hook"),
         (refused.ParameterHook, "head", "a hook on the gradients of parameter head.weight", "remove the hook"),
         (refused.ModuleHook, "layers.1", "a hook on the gradients of module layers.1", "remove the hook"),
         (refused.MaxNorm, "embed", "writes into parameter embed.weight", "max_norm"),
-        (refused.ScaledByFrequency, "embed", "counts within the batch", "leave out scale_grad_by_freq"),
+        (refused.ScaledByFrequency, "embed", "counts in the batch", "remove scale_grad_by_freq"),
     ],
 )
 def test_a_model_that_cannot_be_captured_names_its_line(
@@ -320,8 +320,8 @@ EXPERTS = "tests/models/experts.py"
             "",
             ["world size 2 is not divisible by etp·ep·pp", "spec.yaml:1"],
         ),
-        (f"{EXPERTS}:not_understood", "{dp: 2, ep: 2}", "", ["not understood", "experts.py:", "set ep: 1"]),
-        (f"{BAD}:Base", "{tp: 2, dp: 2, ep: 2}", "", ["has no experts that stand behind a router", "spec.yaml:1"]),
+        (f"{EXPERTS}:not_understood", "{dp: 2, ep: 2}", "", ["not recognized", "experts.py:", "set ep: 1"]),
+        (f"{BAD}:Base", "{tp: 2, dp: 2, ep: 2}", "", ["has no experts with a router", "spec.yaml:1"]),
         (
             f"{EXPERTS}:small",
             "{dp: 2, ep: 2}",

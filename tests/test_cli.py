@@ -131,10 +131,10 @@ def test_help_shows_an_example(command):
         (["plan", GPT, GPT_SPEC, "--rank", 1], ["--rank selects a rank for --passes", "fix: add --passes"]),
         (["plan", GPT, GPT_SPEC, "--passes", "--format", "json"], ["--passes prints text, not json", "fix:"]),
         (["plan", "no_such_file.py:build", GPT_SPEC], ["no file no_such_file.py"]),
-        (["plan", f"{GPT}s", GPT_SPEC], ["there is no 'builds'", "build"]),
+        (["plan", f"{GPT}s", GPT_SPEC], ["no 'builds'", "build"]),
         (["verify", GPT, "no_such.yaml"], ["no_such.yaml"]),
         (["memory", GPT, "no_such.yaml"], ["no_such.yaml"]),
-        (["train", GPT, GPT_SPEC], ["there is no text to train on", "data: {mixture: {PATH: 1}}"]),
+        (["train", GPT, GPT_SPEC], ["no text to train on", "data: {mixture: {PATH: 1}}"]),
         (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
         (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh needs 4 processes"]),
         (["nonsense"], ["No such command"]),
@@ -298,7 +298,7 @@ def test_a_name_of_the_hub_is_not_looked_up_and_the_message_says_how_to_get_it(t
     monkeypatch.chdir(tmp_path)
     result = run("plan", "hf:meta/tiny-2", GPT_SPEC)
     assert_bad_input(
-        result, "names of the Hugging Face Hub are not looked up", "hf download meta/tiny-2 --local-dir tiny-2"
+        result, "names on the Hugging Face Hub are not supported", "hf download meta/tiny-2 --local-dir tiny-2"
     )
 
 

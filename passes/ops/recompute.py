@@ -128,7 +128,7 @@ def _unpack(holder: _Holder) -> Tensor:
     if holder.tensor is None:
         assert holder.forward is not None
         holder.forward.run_again()
-        assert holder.tensor is not None, "a value that was let go was not computed again"
+        assert holder.tensor is not None, "a freed value was not recomputed"
     return holder.tensor
 
 

@@ -91,7 +91,7 @@ class WeightGradients:
     @contextmanager
     def put_aside(self, key: Key | None) -> Iterator[None]:
         """Around the backward of ``key``: what weights need is kept for ``run(key)``. None: it is done at once."""
-        assert key not in self._kept, f"the work of (chunk, microbatch) {key} was put aside and has not run"
+        assert key not in self._kept, f"the work of (chunk, microbatch) {key} was deferred and has not run"
         if key is not None:
             self._aside = self._kept[key] = deque()
         try:
@@ -101,7 +101,7 @@ class WeightGradients:
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
         """Put ``work`` aside. ``begin`` starts an exchange while the work before is done; ``work`` takes its result."""
-        assert self._aside is not None, "nothing is put aside now"
+        assert self._aside is not None, "no work is being deferred"
         self._aside.append((begin, work))
 
     # ---- the schedule
@@ -114,7 +114,7 @@ class WeightGradients:
     @torch.no_grad()
     def run(self, key: Key) -> None:
         """Do what the backward of ``key`` put aside, in its order, and let go of it. It runs once."""
-        assert key in self._kept, f"no backward has put work aside for (chunk, microbatch) {key}, or it has run"
+        assert key in self._kept, f"no backward has deferred work for (chunk, microbatch) {key}, or it has run"
         kept = self._kept.pop(key)
         ending = _begun(kept)
         while kept:

@@ -15,7 +15,7 @@ from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors
 
-FIX = "update it outside of the forward, or give what changes from step to step as an input"
+FIX = "update it outside the forward, or pass changing values as an input"
 
 
 def notes_of_writes(
@@ -38,8 +38,8 @@ def notes_of_writes(
             continue
         if nodes[holder] in reaching:
             raise PlanError(
-                f"the forward updates {names[holder]} and computes with it: a plan would keep its first value",
+                f"the forward updates {names[holder]} and computes with it: a plan would freeze its first value",
                 where=where_of(nodes[last]),
                 fix=FIX,
             )
-        yield f"the forward updates buffer {names[holder]}: the update is not carried out"
+        yield f"the forward updates buffer {names[holder]}: the plan drops this update"

@@ -16,8 +16,9 @@ from planner.errors import PlanError
 from planner.graph.source_lines import where_of
 
 FIX = (
-    "control flow and shapes may depend on shapes and settings, not on the values of tensors: "
-    "replace the branch by torch.where, a mask or a flag (x[mask] and nonzero() only to select rows that go back there)"
+    "control flow and shapes may depend on shapes and settings, not on the values of tensors: replace the branch "
+    "by torch.where, a mask or a flag (x[mask] and nonzero() are supported only to select rows that are written "
+    "back to their positions)"
 )
 
 NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values of tensors (data-dependent)"
@@ -25,7 +26,7 @@ NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values 
 
 def depends_on_data(error: PlanError) -> bool:
     """Whether a refusal is of a branch, a shape or a number that only the values of tensors tell."""
-    return error.fix == FIX or "data-dependent" in error.what or "read out of a tensor" in error.what
+    return error.fix == FIX or "data-dependent" in error.what or "read from a tensor" in error.what
 
 
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
@@ -49,7 +50,7 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     for node in _calls(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise PlanError(
-                "the model cannot be captured: Python computes with a number read out of a tensor",
+                "the model cannot be captured: Python computes with a number read from a tensor",
                 where=where_of(node),
                 fix="compute with the tensor itself, without .item() or int()",
             )

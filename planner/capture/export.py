@@ -67,8 +67,8 @@ from planner.graph.source_lines import where_of
 from planner.slow_steps import see_one
 
 FORWARD_MUST_WORK = (
-    "call the model's forward with one microbatch of these inputs: it must work, also on tensors that "
-    "have shapes but no values (no numpy, no lists of their elements)"
+    "call the model's forward with one microbatch of these inputs: it must also work on tensors without values (no "
+    "numpy, no lists of elements)"
 )
 
 
@@ -277,7 +277,7 @@ def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.Exported
         return _quietly(lambda: exported.run_decompositions({}))
     except Exception as error:
         raise PlanError(
-            f"the model cannot be captured: its ops in place cannot be made functional: {error}",
+            f"the model cannot be captured: its in-place ops cannot be made functional: {error}",
             fix="write them out of place (`x = x + y` for `x += y`)",
         ) from error
 
@@ -300,7 +300,7 @@ def _export(
         where = CallSites(model).of(error)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
             raise PlanError(
-                f"the model does not take these inputs: {error}",
+                f"the model does not accept these inputs: {error}",
                 where="inputs",
                 fix="name the keys under `inputs` as the arguments of the model's forward",
             ) from error

@@ -26,7 +26,7 @@ def plain_structure(output: Any) -> Any:
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(
-            f"the forward returns a {type(output).__name__}, in which no tensors can be found",
+            f"the forward returns a {type(output).__name__}, which contains no tensors",
             where=Where(),
             fix="return a tensor, or a tuple, dict or dataclass of tensors",
         )

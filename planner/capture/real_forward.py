@@ -28,7 +28,7 @@ from planner.graph.program import Program
 CHEAP = 10**8  # elements of weights times elements of inputs
 DEAR = 2 * 10**10  # where the capture had to take another path than eager mode would
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
-_FIX = "compute the same whether traced or not: no questions about tracing, and none about the classes of tensors"
+_FIX = "compute the same with and without tracing: do not test for tracing or for classes of tensors"
 
 
 def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> None:
@@ -47,7 +47,7 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
         if captured and not any(_close([loss], captured) for loss in eager):
             where = next(iter(program.traced), Where())
             raise PlanError(
-                f"the model cannot be captured: run once, its loss is {float(eager[0]):.6g}, and as traced "
+                f"the model cannot be captured: in eager mode its loss is {float(eager[0]):.6g}, but traced it is "
                 f"{float(captured[0]):.6g}",
                 where=where,
                 fix=_FIX,

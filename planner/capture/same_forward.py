@@ -50,9 +50,9 @@ def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProg
         reader = _reader_of_another_constant(first, other)
         if reader is not None:
             raise PlanError(
-                "the model cannot be captured: a constant depends on what data selects (data-dependent)",
+                "the model cannot be captured: a constant depends on a data-dependent selection",
                 where=where_of(reader),
-                fix="compute it by tensors: a mask and its sum, no numbers of Python",
+                fix="compute it with tensors, such as a mask and its sum, not with Python numbers",
             )
 
 

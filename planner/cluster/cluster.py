@@ -35,24 +35,24 @@ def _with_peaks(flops: dict[Float, float]) -> dict[Float, float]:
 
 
 class Device(Section):
-    name: Name = required("of the device", "H100 SXM")
-    flops: Annotated[dict[Float, Flops], AfterValidator(_with_peaks)] = required(
-        "peak operations a second, by dtype", _FLOPS
-    )
+    name: Name = required("name of the device", "H100 SXM")
+    flops: Annotated[dict[Float, Flops], AfterValidator(_with_peaks)] = required("peak FLOP/s, by dtype", _FLOPS)
     memory: Bytes = required("bytes", 80_000_000_000)
-    bandwidth: Bandwidth = required("peak bytes a second of the memory", 3.35e12)
-    product_fraction: Share = key(0.7, "of the peak that large products reach")
-    half_tile: Count = key(64, "the side at which a product runs at half its speed: half a tile of the kernels")
-    attention_fraction: Share = key(0.5, "of the peak that the products of attention reach")
-    bandwidth_fraction: Share = key(0.8, "of the bandwidth that what is no product reaches")
+    bandwidth: Bandwidth = required("peak memory bandwidth, in bytes per second", 3.35e12)
+    product_fraction: Share = key(0.7, "fraction of the peak that large matrix products reach")
+    half_tile: Count = key(64, "matrix size at which a product reaches half its speed: half a tile of the kernels")
+    attention_fraction: Share = key(0.5, "fraction of the peak that attention reaches")
+    bandwidth_fraction: Share = key(0.8, "fraction of the bandwidth that ops other than matrix products reach")
     processors: Devices | None = key(
-        None, "multiprocessors of a GPU, each of which computes one tile of a product at a time; null: one"
+        None, "multiprocessors of a GPU; each computes one tile of a product at a time; null: one"
     )
-    launch: Seconds = key(5e-6, "seconds that the smallest op takes")
+    launch: Seconds = key(5e-6, "seconds of the smallest op")
     at_once: Devices | None = key(
-        None, "devices that compute at this speed at the same time: the cores that more processes share; null: all"
+        None,
+        "devices that compute at this speed at the same time: the number of cores, if more processes share "
+        "them; null: all",
     )
-    usable_memory: Share = key(0.92, "of the memory that a process may fill")
+    usable_memory: Share = key(0.92, "fraction of the memory that a process may use")
 
     @property
     def is_gpu(self) -> bool:
@@ -61,21 +61,21 @@ class Device(Section):
 
 
 class Link(Section):
-    name: Name = required("of the link", "NVSwitch")
-    devices: Devices = required("devices that it joins, all those of the links before it included", 8)
-    bandwidth: Bandwidth = required("bytes a second that each device can send over it while it receives as many", 450e9)
-    latency: Seconds = required("seconds of one message", 3e-6)
-    fraction: Share = key(0.8, "of the bandwidth that large collectives reach")
+    name: Name = required("name of the link", "NVSwitch")
+    devices: Devices = required("devices that the link joins, including those of inner links", 8)
+    bandwidth: Bandwidth = required("bytes per second that each device can send while it receives as many", 450e9)
+    latency: Seconds = required("seconds per message", 3e-6)
+    fraction: Share = key(0.8, "fraction of the bandwidth that large collectives reach")
     reduce_scatter: Times = key(
         1.0,
-        "times as long as a ring takes for it: 3 or so where the library sums all parts on every device, as gloo does",
+        "duration relative to a ring: about 3 if the library sums all parts on every device, as gloo does",
     )
 
 
 def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
     """Each link joins whole groups of the one before it."""
     if not links:
-        raise SpecError("is empty", fix="give one link at least, which joins all devices")
+        raise SpecError("is empty", fix="give at least one link, which joins all devices")
     errors = []
     for index, (inner, outer) in enumerate(pairwise(links), start=1):
         at = f"links.{index}.devices"
@@ -84,7 +84,7 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
             fix = "list links from the inside outwards, each with all devices that it joins"
             errors.append(SpecError(what, where=at, fix=fix))
         elif outer.devices % inner.devices:
-            what = f"{at} = {outer.devices} is no multiple of the {inner.devices} devices of the link before it"
+            what = f"{at} = {outer.devices} is not a multiple of the {inner.devices} devices of the link before it"
             whole = outer.devices // inner.devices * inner.devices
             errors.append(SpecError(what, where=at, fix=f"set it to {whole} or {whole + inner.devices}"))
     if errors:
@@ -95,13 +95,13 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
 class Cluster(Section):
     """The whole file. Frozen; equal clusters compare equal wherever they were read from."""
 
-    name: Name = required("of the cluster", "dgx-h100")
+    name: Name = required("name of the cluster", "dgx-h100")
     device: Device = required(
         "all devices are alike", {"name": "H100 SXM", "flops": _FLOPS, "memory": 80_000_000_000, "bandwidth": 3.35e12}
     )
     links: Annotated[tuple[Link, ...], AfterValidator(_nested)] = required("from the inside outwards", [_LINK])
     overlap: Annotated[float, Field(strict=True, ge=0, le=1)] = key(
-        1.0, "of a collective that runs beside independent work, the part that costs nothing"
+        1.0, "fraction of a collective's time that overlap with independent work hides"
     )
     _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
 
@@ -131,10 +131,10 @@ class Cluster(Section):
         for index, (inner, outer) in enumerate(pairwise(self.links), start=1):
             if outer.bandwidth > inner.bandwidth:
                 what = (
-                    f"{outer.name} carries {outer.bandwidth:g} bytes a second for each device, more than {inner.name} "
+                    f"{outer.name} carries {outer.bandwidth:g} bytes per second per device, more than {inner.name} "
                     f"inside of it ({inner.bandwidth:g})"
                 )
-                fix = "check that both bandwidths are those of one device, in bytes, one way"
+                fix = "check that both bandwidths are per device, in bytes, in one direction"
                 yield self.error(f"links.{index}.bandwidth", what, fix)
 
     def to_dict(self) -> dict[str, Any]:

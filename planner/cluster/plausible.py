@@ -42,8 +42,8 @@ def _count(least: int, most: int, unit: str, fix: str) -> Any:
     )
 
 
-Flops = Annotated[float, *_real(1e8, 1e18, "operations a second", "write it out: a TFLOP/s is 1.0e12")]
+Flops = Annotated[float, *_real(1e8, 1e18, "FLOP/s", "write FLOP/s: a TFLOP/s is 1.0e12")]
 Bytes = Annotated[int, *_count(10**7, 10**14, "bytes", "write bytes: a GB is 1.0e9")]
-Bandwidth = Annotated[float, *_real(1e5, 1e15, "bytes a second", "write bytes a second: a GB/s is 1.0e9")]
+Bandwidth = Annotated[float, *_real(1e5, 1e15, "bytes per second", "write bytes per second: a GB/s is 1.0e9")]
 Seconds = Annotated[float, *_real(1e-9, 1.0, "seconds", "write seconds: a microsecond is 1.0e-6")]
-Devices = Annotated[int, *_count(1, 10**8, "devices", "write how many devices it joins")]
+Devices = Annotated[int, *_count(1, 10**8, "devices", "write the number of devices that it joins")]

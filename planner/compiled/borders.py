@@ -29,8 +29,8 @@ KERNELS = PRODUCTS | set(ops_named("addmm baddbmm embedding convolution conv1d c
 _ATTENTION = aten.scaled_dot_product_attention
 _MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}
 
-PRODUCT = "a kernel of its own"
-MEETING = "ranks meet in it"
+PRODUCT = "a separate kernel"
+MEETING = "it contains a collective"
 _BY_DESIGN = {PRODUCT, MEETING}
 
 
@@ -46,9 +46,9 @@ class Borders:
         if node.target is operator.getitem:
             return self.reason(node.all_input_nodes[0])
         if isinstance(target, OwnBackward):
-            return "an autograd.Function of its own, which may do anything in Python"
+            return "a custom autograd.Function, which may run any Python code"
         if domain_of(node) is not None:
-            return "how many rows experts get follows the routing"
+            return "the number of rows per expert depends on the routing"
         if target is aten.cross_entropy_loss.default and loses_logits(node):
             return PRODUCT
         if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or packet_of(target) is _ATTENTION:
@@ -60,11 +60,11 @@ class Borders:
         if is_random(node):
             return "a random draw"
         if target.namespace != "aten":
-            return f"an op of {target.namespace}, not of torch"
+            return f"an op of {target.namespace}, not a torch op"
         if getattr(mesh, axis) > 1 and self._decisions.placements.options[node.name].form in _MEET:
             return MEETING
         if reads_on_host(target, node.args, lambda value: value.meta["val"]):
-            return "its size follows values"
+            return "its size is data-dependent"
         if is_mutable(target):
             return "it writes into an argument"
         values = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]

@@ -30,15 +30,15 @@ def valid_cp(size: int, cp: int) -> list[int]:
 
 def reads_whole(node: fx.Node, value: fx.Node) -> PlanError:
     return PlanError(
-        f"cp: {op(node)} reads the whole sequence, {list(shape_of(value))}, and what it makes of it is no smaller",
+        f"cp: {op(node)} reads the whole sequence, {list(shape_of(value))}, and its result is no smaller",
         where=where_of(node),
-        fix=f"{WITHOUT}, or write it so that each token needs no other",
+        fix=f"{WITHOUT}, or write it without dependence between tokens",
     )
 
 
 def no_typing(node: fx.Node) -> PlanError:
     return PlanError(
-        f"cp: {op(node)} has no form in which it works on a part of the sequence, or on partial sums of it",
+        f"cp: {op(node)} cannot run on a shard of the sequence or on partial sums",
         where=where_of(node),
         fix=WITHOUT,
     )
@@ -46,9 +46,9 @@ def no_typing(node: fx.Node) -> PlanError:
 
 def no_sequence(cp: int) -> PlanError:
     return PlanError(
-        f"cp = {cp}: no input has a sequence that could be cut",
+        f"cp = {cp}: no input has a sequence to shard",
         where="mesh.cp",
-        fix=f"{WITHOUT}; a sequence is the dim behind the batch, of ids [b, s] or of floats [b, s, features]",
+        fix=f"{WITHOUT}; a sequence is the dim after the batch, of ids [b, s] or of floats [b, s, features]",
     )
 
 

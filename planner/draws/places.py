@@ -56,7 +56,7 @@ def name_draws(program: Program, micro: int) -> None:
     random = [n for n in program.graph.graph.nodes if n.op == "call_function" and is_random(n)]
     for site, node in enumerate(random):
         if node.target is not aten.dropout.default and node.target not in KINDS:
-            raise _refused(node, "draws in a way that has no number for each element")
+            raise _refused(node, "draws without one number per element")
         find = _of_batch if node in on_batch else _of_sizes
         node.meta["draw"] = Draw(site, shape_of(node), *find(node, runs, micro))
 
@@ -67,9 +67,9 @@ def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
     if micro == 1:
         return None, True
     if found is None:
-        raise _refused(node, "follows the batch in a way that is not known")
+        raise _refused(node, "depends on the batch in an unsupported way")
     if len(found) != 1 or next(iter(found))[2] != micro:
-        raise _refused(node, f"holds the {micro} sequences of a microbatch in a way that is not known")
+        raise _refused(node, f"holds the {micro} sequences of a microbatch in an unsupported layout")
     return next(iter(found)), True
 
 
@@ -95,7 +95,10 @@ def _refused(node: fx.Node, what: str) -> PlanError:
     return PlanError(
         f"dropout: layout_invariant: {node.target} {what}, {list(shape_of(node))}",
         where=where_of(node),
-        fix="write dropout: fast, or draw by F.dropout, torch.rand or torch.bernoulli, with the batch in front",
+        fix=(
+            "write dropout: fast, or draw with F.dropout, torch.rand or torch.bernoulli, with the batch as the "
+            "first dim"
+        ),
     )
 
 
@@ -103,4 +106,4 @@ def check_draws(program: Program) -> None:
     """Raise PlanError for numbers of rows that experts hold: which tokens those are, the routing alone knows."""
     for node in program.graph.graph.nodes:
         if "draw" in node.meta and domain_of(node) is not None:
-            raise _refused(node, "acts on the rows of experts that have axes of their own")
+            raise _refused(node, "acts on the rows of experts with ep or etp")

@@ -48,9 +48,9 @@ def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
     for pick in decisions.scored.picks:
         if not decisions.stages.runs_on(pick.node, last):
             raise PlanError(
-                "a part of the loss is computed before the last stage, and only that one scores labels",
+                "a part of the loss is computed before the last stage, but only the last stage scores labels",
                 where=where_of(decisions.program.node(pick.node)),
-                fix="set mesh.pp: 1, or name other blocks in pipeline.split",
+                fix="set mesh.pp: 1, or change pipeline.split",
             )
     return tuple(row for pick in decisions.scored.picks for row in _rows_of_pick(decisions, pick))
 

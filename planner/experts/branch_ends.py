@@ -38,7 +38,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
     """Raises what ``refusal`` makes where the tips are put together otherwise."""
     meeting = next(meetings(tips, most=MOST * len(tips)), None)
     if meeting is None:
-        raise refusal(tips[0], "what they make is not put together to one value")
+        raise refusal(tips[0], "their results are not combined into one value")
     if packet_of(meeting.target) in JOINS and len(meeting.users) == 1:
         (user,) = meeting.users
         if packet_of(user.target) is aten.gather and user.args[0] is meeting:
@@ -56,11 +56,11 @@ def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Ro
     ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
     if not is_in_order or along != dim or not isinstance(ids, fx.Node):
-        raise refusal(pick, "what they make is not put side by side in their order, and then picked")
+        raise refusal(pick, "their results are not concatenated in order and then indexed")
     tokens = routing.num_rows // routing.top_k
     same_rest = shape_of(ids)[dim + 1 :] == shape_of(joined)[dim + 1 :]
     if prod(shape_of(ids)[:dim]) != tokens or not same_rest or not routing.are_choices(ids):
-        raise refusal(pick, "what is picked is not what each token chose")
+        raise refusal(pick, "the indexing does not follow the choice of each token")
 
 
 def _join_dim(joined: fx.Node) -> int:
@@ -90,7 +90,7 @@ class _Summands:
             node, masks = work.pop()
             if node in self.tips:
                 if node in self.end.hidden:
-                    raise self.refusal(node, "what one makes is added twice")
+                    raise self.refusal(node, "the result of one is added twice")
                 self.end.hidden[node] = masks
             elif node not in self.below and not (masks and _overwrites(node)):
                 self._base(node, masks)
@@ -103,7 +103,7 @@ class _Summands:
         if is_zero(node):
             return
         if shape_of(node) != shape_of(self.end.node):
-            raise self.refusal(node, "what is added beside them has another shape")
+            raise self.refusal(node, "another value in the sum has a different shape")
         self.end.bases.append(node)
         self.end.hidden[node] = masks
 
@@ -120,7 +120,7 @@ class _Summands:
             dim = _join_dim(joined)
             if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:
                 return [(n, masks) for n in joined.args[0]]  # pyright: ignore
-        raise self.refusal(node, "what they make is not simply summed")
+        raise self.refusal(node, "their results are not summed directly")
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -145,7 +145,7 @@ def check_hidden(end: End, gates: Mapping[fx.Node, fx.Node], tokens: int, routin
         return all(apart) and all(_any([seen[m] for m in masked[n]]) for n in covered)
 
     if not routing.holds(nodes, holds):
-        raise refusal(end.node, "what one makes is overwritten by what another makes")
+        raise refusal(end.node, "the result of one is overwritten by that of another")
     end.bases = [n for n in end.bases if n not in covered]
 
 

@@ -49,16 +49,14 @@ def branches_of(space: Space) -> Branches | str | None:
         return None
     each = len(tips) // space.size  # one, or one for each choice of a token
     if sorted(tips.values()) != sorted([*range(space.size)] * each):
-        return (
-            f"weights of their own have {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
-        )
+        return f"they have weights for {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
     last = sorted(tips, key=lambda n: (tips[n], n))
     orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
     for first in range(each):
         if len({_form(space, order, values) for order in orders[first::each]}) != 1:
             return f"the branches of its {space.size} numbers differ from each other"
     if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
-        return f"the branches of one of its {space.size} numbers have other weights than each other"
+        return f"the branches of one of its {space.size} numbers have different weights"
     return _branches(space, last, orders, each)
 
 

@@ -62,10 +62,10 @@ def _of_stacks(space: Space, products: list[Product]) -> ExpertLayer | str:
     first, last = ends(products, space.above)
     tokens = tokens_of(space, [p.x for p in first])
     if len(tokens) != 1:
-        return f"its {space.size} experts read {len(tokens)} values, not the tokens alone"
+        return f"its {space.size} experts read {len(tokens)} values, not only the tokens"
     combined = combined_of(space, [p.node for p in last], tokens[0])
     if combined is None:
-        return f"what its {space.size} experts give is not summed to one value a token"
+        return f"the results of its {space.size} experts are not summed to one value per token"
     dispatch, capacity = dispatch_of(space, first, tokens[0])
     weights = weights_of(space, products, first, last)
     nodes = [p.node for p in products]
@@ -97,10 +97,10 @@ def _of_branches(space: Space) -> ExpertLayer | str:
         return found or ""
     tokens = tokens_of(space, found.first)
     if len(tokens) != 1:
-        return f"its {space.size} branches read {len(tokens)} values, not the tokens alone"
+        return f"its {space.size} branches read {len(tokens)} values, not only the tokens"
     combined = combined_of(space, found.last, tokens[0], joins=True)
     if combined is None:
-        return f"what its {space.size} branches give is not summed to one value a token"
+        return f"the results of its {space.size} branches are not summed to one value per token"
     dispatch = Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN
     weights, tips = found.weights, found.last
     return _made(space, found.products, tokens[0], combined, dispatch, found.capacity, weights, tips)
@@ -119,7 +119,7 @@ def _made(
 ) -> ExpertLayer | str:
     chosen, top_k = (space.chosen, 0) if takes else choices_of(space, combined)
     if not takes and not 0 < top_k <= space.size:
-        return f"it is not clear how many of its {space.size} experts a token goes to"
+        return f"the number of its {space.size} experts per token is unknown"
     way, carried = between(products, combined)
     before = carrying(space, tokens, products)
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})

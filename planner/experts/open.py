@@ -25,9 +25,9 @@ def open_experts(program: Program, experts: Experts, mesh: Mesh) -> Experts:
         raise _not_understood(experts.doubts[0])
     if not experts.layers:
         raise PlanError(
-            f"ep = {mesh.ep}, etp = {mesh.etp}: the model has no experts that stand behind a router",
+            f"ep = {mesh.ep}, etp = {mesh.etp}: the model has no experts with a router",
             where="mesh.ep" if mesh.ep > 1 else "mesh.etp",
-            fix="set ep: 1 and leave etp out",
+            fix="set ep: 1 and remove etp",
         )
     for layer in experts.layers:
         _check_sizes(program, layer, mesh)
@@ -59,7 +59,7 @@ def _check_sizes(program: Program, layer: ExpertLayer, mesh: Mesh) -> None:
             raise PlanError(
                 f"{name} {list(weight.shape)}: the experts' width {width} is not divisible by etp = {mesh.etp}",
                 where="mesh.etp",
-                fix=f"choose etp from {{{', '.join(map(str, _divisors(width)[:8]))}}}; left out, it is tp",
+                fix=f"choose etp from {{{', '.join(map(str, _divisors(width)[:8]))}}}; the default is tp",
             )
 
 
@@ -69,7 +69,7 @@ def _divisors(number: int) -> list[int]:
 
 def _not_understood(doubt: Doubt) -> PlanError:
     return PlanError(
-        f"what looks like a layer of experts is not understood, so nothing can be spread over ep: {doubt.why}",
+        f"an apparent expert layer is not recognized, so that ep cannot distribute it: {doubt.why}",
         where=doubt.where,
-        fix="set ep: 1 and leave etp out, or weight and sum what each expert makes of the tokens that chose it",
+        fix="set ep: 1 and remove etp, or weight and sum the results of each expert for the tokens that chose it",
     )

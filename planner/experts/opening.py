@@ -73,24 +73,26 @@ class _Opening:
     def _check(self) -> None:
         for stack in self.stacks:
             if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
-                raise self._refusal(stack, "a stack of experts is read where no expert is meant")
+                raise self._refusal(stack, "a stack of experts is read outside the expert layer")
         for node in sorted(self.inside):
             if is_random(node):
-                raise self._refusal(node, "dropout inside of experts draws for rows, which other ranks hold")
+                raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
             for value in self._outer(node):
                 self._check_read(node, value)
 
     def _check_read(self, node: fx.Node, value: fx.Node) -> None:
         if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
-            raise self._refusal(node, f"experts share {value.name}, which belongs to none of them")
+            raise self._refusal(node, f"experts share {value.name}, which does not belong to one expert")
         if self._is_ends(node, value):
             if not self.routing.are_ends(value):
-                raise self._refusal(node, "its rows are not counted by what the router chose")
+                raise self._refusal(node, "its row counts do not come from the choices of the router")
         elif self._is_ids(node, value):
             if not self.routing.are_ids(value):
                 raise self._refusal(node, "its rows are not sorted by expert")
         elif not self._is_rows(value):
-            raise self._refusal(node, f"{value.name} {list(shape_of(value))} is neither rows nor of experts")
+            raise self._refusal(
+                node, f"{value.name} {list(shape_of(value))} has neither a dim of rows nor one of experts"
+            )
 
     @staticmethod
     def _is_ends(node: fx.Node, value: fx.Node) -> bool:
@@ -111,7 +113,7 @@ class _Opening:
                     rows.known.setdefault(value, 0)
             dim = rows.follow(node)
             if dim is None or not keeps_rows(node, rows.known):
-                raise self._refusal(node, "what is computed of one row depends on others")
+                raise self._refusal(node, "the result of one row depends on other rows")
             found[node] = Domain(rows=dim)
         return found
 
@@ -120,14 +122,17 @@ class _Opening:
         rows.known.update(self.stacks)
         for node in sorted(self.of_stacks - set(self.stacks)):
             if rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts is laid out anew")
+                raise self._refusal(node, "the stack of experts changes its layout")
         return rows.known
 
     def _refusal(self, node: fx.Node, why: str) -> PlanError:
         return PlanError(
-            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
             where=where_of(node),
-            fix="compute each row by its expert alone, as a grouped product over sorted rows does, or set mesh.ep: 1",
+            fix=(
+                "compute each row with only its expert, for example with a grouped matrix product over sorted "
+                "rows, or set mesh.ep: 1"
+            ),
         )
 
     # ---- the rewrite

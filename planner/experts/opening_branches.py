@@ -103,7 +103,7 @@ class _Opening:
 
     def _check(self) -> None:
         if not self.routing.are_distinct:
-            raise self._refusal(self.chosen, "its choices are not the best k of one topk")
+            raise self._refusal(self.chosen, "its choices are not the result of one topk")
         if len({len(body) for body in self.bodies} | {0}) != 2:
             raise self._refusal(self.end.node, "their branches differ")
         if not self.end.picks:
@@ -112,7 +112,7 @@ class _Opening:
         for body in self.bodies:
             for node in body:
                 if is_random(node):
-                    raise self._refusal(node, "dropout inside of experts draws for rows, which other ranks hold")
+                    raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """What a branch reads that is zero for all tokens which did not choose its expert, and by which its tip is."""
@@ -126,13 +126,16 @@ class _Opening:
                     zero.add(node)
             if tip in zero:
                 return entry
-        raise self._refusal(tip, "a token may get something of an expert that it did not choose")
+        raise self._refusal(tip, "a token may get a result from an expert that it did not choose")
 
     def _refusal(self, node: fx.Node, why: str) -> PlanError:
         return PlanError(
-            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
             where=where_of(node),
-            fix="weigh each expert's output by what its tokens' choices gave it, and add it up, or set mesh.ep: 1",
+            fix=(
+                "weight each expert's output with the router weights of its tokens, and add the results, or set "
+                "mesh.ep: 1"
+            ),
         )
 
     # ---- the rewrite

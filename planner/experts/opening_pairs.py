@@ -99,14 +99,14 @@ class _Opening:
 
     def _check(self) -> None:
         if not self.routing.are_distinct:
-            raise self._refusal(self.routing.chosen[0], "its choices are not the best k of one topk")
+            raise self._refusal(self.routing.chosen[0], "its choices are not the result of one topk")
         for stack in self.stacks:
             dim = self.layer.num_experts
             if shape_of(stack)[self.stacks[stack]] != dim:
-                raise self._refusal(stack, "a stack has not one part for each expert")
+                raise self._refusal(stack, "a stack does not have one slice per expert")
         for node in self.way:
             if is_random(node):
-                raise self._refusal(node, "dropout inside of experts draws for rows, which other ranks hold")
+                raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
 
     def _reads_chosen(self, node: fx.Node) -> bool:
         found = lookup(node)
@@ -117,12 +117,12 @@ class _Opening:
         picks = [n for n in self.way if self._is_pick(n)]
         ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
         if len(ends) != 1:
-            raise self._refusal(self.combined, f"what they make is put together in {len(ends)} places")
+            raise self._refusal(self.combined, f"their results are combined in {len(ends)} places")
         inside = set(self.way) & set(self._above(ends))
         left = [n for n in sorted(inside) if n not in ends and any(u not in inside for u in n.users)]
         beside = [s for s in sorted(self.seeds) if s not in inside]
         if left or beside:
-            raise self._refusal([*left, *beside][0], "what is computed by expert is read elsewhere too")
+            raise self._refusal([*left, *beside][0], "a per-expert result is also read elsewhere")
         return ends[0]
 
     def _is_last(self, node: fx.Node) -> bool:
@@ -141,9 +141,9 @@ class _Opening:
 
     def _refusal(self, node: fx.Node, why: str) -> PlanError:
         return PlanError(
-            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
             where=where_of(node),
-            fix="compute each token by its experts alone, weighted by what it chose, or set mesh.ep: 1",
+            fix="compute each token with only its experts, weighted by its router weights, or set mesh.ep: 1",
         )
 
     # ---- values
@@ -161,7 +161,7 @@ class _Opening:
         rows.known.update(self.stacks)
         for node in sorted(self.of_stacks):
             if node not in self.stacks and rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts is laid out anew")
+                raise self._refusal(node, "the stack of experts changes its layout")
             node.meta["domain"] = Domain(experts=rows.known[node])
         for node, dim in rows.known.items():
             if any(u in self.way or u in self.looked_up for u in node.users):
@@ -171,13 +171,13 @@ class _Opening:
             assert found is not None
             table, dim, ids = found
             if dim != rows.known[table] or prod(shape_of(ids)) != self.routing.num_rows:
-                raise self._refusal(node, "ids look up something else than experts")
+                raise self._refusal(node, "ids look up something other than experts")
             features = [n for d, n in enumerate(shape_of(table)) if d != dim]
             if dim:
                 raise self._refusal(node, "ids look up experts that are not the first dim of their stack")
             layout = self._by_choice(shape_of(ids), features)
             if layout is None:
-                raise self._refusal(node, "ids look up experts in an order that is not followed")
+                raise self._refusal(node, "ids look up experts in an unsupported order")
             self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
 
     def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
@@ -204,9 +204,9 @@ class _Opening:
             if self._is_ready(value):
                 continue
             if count > MOST or value.op != "call_function" or is_weight(value):
-                raise self._refusal(node, f"experts share {value.name}, which belongs to no token of theirs")
+                raise self._refusal(node, f"experts share {value.name}, which does not belong to one token")
             if is_random(value) or not any(n in self.ops.held for n in value.all_input_nodes):
-                raise self._refusal(value, f"{value.name} {list(shape_of(value))} is not of tokens")
+                raise self._refusal(value, f"{value.name} {list(shape_of(value))} has no dim of tokens")
             self.ops.held[value] = self.ops.again(value)
             if stays_zero(value, self.zero):
                 self.zero.add(value)
@@ -268,12 +268,12 @@ class _Opening:
             layout = self.ops.held[source].layout
             dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
             if layout.dim_of(Counts.EXPERTS) != dim or not layout.permuted(_others(layout, dim)).is_by_token():
-                raise self._refusal(end, "what is picked is not in the order of the tokens")
+                raise self._refusal(end, "the indexed results are not in the order of the tokens")
             return self.ops.held[source].node
         for n in end.all_input_nodes:
             self._rows_of(n)
         if not any(n in self.zero for n in end.all_input_nodes):
-            raise self._refusal(end, "a token may get something of an expert that it did not choose")
+            raise self._refusal(end, "a token may get a result from an expert that it did not choose")
         return self._summed_product(end) if end.target in PRODUCTS else self._summed(end)
 
     def _summed(self, end: fx.Node) -> fx.Node:
@@ -283,9 +283,9 @@ class _Opening:
         dim = layout.dim_of(Counts.EXPERTS)
         same = end.meta["val"].dtype == source.meta["val"].dtype
         if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
-            raise self._refusal(end, "what experts make is not simply summed over them")
+            raise self._refusal(end, "the results of experts are not summed directly")
         if not layout.permuted(_others(layout, dim)).is_by_token():
-            raise self._refusal(end, "what experts make is not in the order of the tokens")
+            raise self._refusal(end, "the results of experts are not in the order of the tokens")
         return self.ops.held[source].node
 
     def _summed_product(self, end: fx.Node) -> fx.Node:
@@ -294,7 +294,7 @@ class _Opening:
         of_experts = [c for c in gone if [p.counts for p in axes[c]] == [Counts.EXPERTS]]
         layout = Layout(tuple(axes[c] for c in out))
         if any(h.is_stack for h in operands) or gone != of_experts or len(gone) != 1 or not layout.is_by_token():
-            raise self._refusal(end, "what experts make is not simply weighted and summed over them")
+            raise self._refusal(end, "the results of experts are not weighted and summed directly")
         return self.ops.multiplied(end, operands, words, out, axes)
 
     def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
@@ -308,7 +308,7 @@ class _Opening:
         elif self.looked_up and not self.ops.held[end].layout.is_by_token():
             raise self._refusal(end, "what experts make is not in the order of the tokens")
         if prod(shape) != rows.meta["val"].numel():
-            raise self._refusal(end, "what experts make has not one value for each token")
+            raise self._refusal(end, "the results of experts do not have one value per token")
         return build.call(aten.reshape.default, rows, shape)
 
 

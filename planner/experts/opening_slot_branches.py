@@ -77,7 +77,7 @@ class _Opening:
         join = next(iter(self.tips[0].users))
         is_all = packet_of(join.target) in JOINS and list(join.args[0]) == self.tips  # pyright: ignore
         if not is_all or any(len(tip.users) != 1 for tip in self.tips):
-            raise self.refusal(self.tips[0], "what they make of slots is not put together by one cat or stack")
+            raise self.refusal(self.tips[0], "their results for slots are not combined with one cat or stack")
         return join
 
     def _body(self, number: int) -> list[fx.Node]:
@@ -96,20 +96,20 @@ class _Opening:
                 body.add(node)
                 work += node.all_input_nodes
             else:
-                raise self.refusal(min(body), f"it reads {node.name}, which is no part of the slots of all")
+                raise self.refusal(min(body), f"it reads {node.name}, which is not a slice of all slots")
         if len(found) != 1:
-            raise self.refusal(tip, "a branch reads more than its part of the slots of all")
+            raise self.refusal(tip, "a branch reads more than its slice of all slots")
         self.parts += found
         for node in sorted(body):
             if is_random(node):
-                raise self.refusal(node, "dropout inside of experts draws for slots, which other ranks hold")
+                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
         return sorted(body)
 
     def _whole(self) -> tuple[fx.Node, int]:
         """What all parts are of."""
         found = {(p.whole, p.dim, p.keeps) for p in self.parts}
         if len(found) != 1 or any(u not in self._inside() for p in self.parts for u in p.node.users):
-            raise self.refusal(self.join, "their branches read parts of several values")
+            raise self.refusal(self.join, "their branches read slices of several values")
         whole, dim, _ = found.pop()
         return whole, dim
 
@@ -129,7 +129,7 @@ class _Opening:
                 continue
             if all(n in found for n in inside):
                 return found
-        raise refused or self.refusal(min(inside), "what is computed of one slot of one expert depends on others")
+        raise refused or self.refusal(min(inside), "the result of one slot of one expert depends on others")
 
     # ---- the rewrite
 

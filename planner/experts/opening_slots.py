@@ -73,23 +73,23 @@ class _Opening:
     def _check(self) -> None:
         for stack in self.stacks:
             if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
-                raise self.refusal(stack, "a stack of experts is read where no expert is meant")
+                raise self.refusal(stack, "a stack of experts is read outside the expert layer")
         for node in sorted(self.inside):
             if is_random(node):
-                raise self.refusal(node, "dropout inside of experts draws for slots, which other ranks hold")
+                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
         for value, node in self.entries.items():
             if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
-                raise self.refusal(node, f"experts share {value.name}, which belongs to none of them")
+                raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")
 
     def _slots(self, experts: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """The dim of every value that counts slots. Where several are kept by all calls, the last."""
         first, word, kept = next(self._products())
-        self._check_known(experts, "counts no experts")
+        self._check_known(experts, "has no dim of experts")
         refused: PlanError | None = None
         for label in reversed(kept):
             try:
                 found = followed({first: word.index(label)}, self.inside, self.refusal)
-                self._check_known(found, "has no slots, or not all of them")
+                self._check_known(found, "has no slots, or only some of them")
                 return found
             except PlanError as error:
                 refused = refused or error

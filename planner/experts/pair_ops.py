@@ -63,7 +63,7 @@ class PairOps:
         if packet is aten.permute and given[0].is_stack:
             return self._permuted_stack(node, given[0])
         if any(h.is_stack for h in given) and not is_pointwise(node.target):
-            raise self.refusal(node, "a stack of experts is laid out in a way that is not followed")
+            raise self.refusal(node, "a stack of experts has an unsupported layout")
         if packet is aten.reshape:
             return self._reshaped(node, given[0])
         if packet is aten.permute:
@@ -72,7 +72,7 @@ class PairOps:
             return self._pointwise(node)
         if node.target is getitem or packet in PARTING or packet in JOINS or packet in NORMS or node.target in ALONG:
             return self._along(node, given)
-        raise self.refusal(node, "it is not known what this does to one token of one expert")
+        raise self.refusal(node, "the effect of this op on one token of one expert is unknown")
 
     # ---- shapes
 
@@ -87,7 +87,7 @@ class PairOps:
     def sound(self, node: fx.Node, layout: Layout | None) -> Layout:
         """The layout, if it says of each element which token and which expert it is of."""
         if layout is None or not layout.is_pure:
-            raise self.refusal(node, "tokens, experts and features are laid out in a way that is not followed")
+            raise self.refusal(node, "tokens, experts and features have an unsupported layout")
         for counts, size in self.sizes.items():
             total = 1
             for part in (p for axis in layout.axes for p in axis if p.counts is counts):
@@ -174,7 +174,7 @@ class PairOps:
         layout, packet = given[0].layout, packet_of(node.target)
         args, kwargs = self._given(node, {n: self.held[n].node for n in node.all_input_nodes if n in self.held})
         if len({h.layout.counted - {Counts.FEATURES} for h in given}) != 1:
-            raise self.refusal(node, "it puts values of different tokens together")
+            raise self.refusal(node, "it combines values of different tokens")
         if node.target is getitem:
             return Held(self.build.call(getitem, *args), self._resized(node, layout, shape_of(node)))
         if packet in NORMS:
@@ -184,7 +184,7 @@ class PairOps:
         else:
             dims = sorted(reduced_dims(node))
         if any(layout.is_row(d) for d in dims):
-            raise self.refusal(node, "what is computed of one token of one expert depends on others")
+            raise self.refusal(node, "the result of one token of one expert depends on others")
         if packet not in NORMS:
             args, kwargs = _with_dims(node, args, kwargs, [layout.row_dim(d) for d in dims])
         made = self.build.call(node.target, *args, **kwargs, domain=ROWS)
@@ -197,7 +197,7 @@ class PairOps:
     def _resized(self, node: fx.Node, layout: Layout, shape: tuple[int, ...]) -> Layout:
         """The same dims, those of features as long as ``shape`` says."""
         if len(layout.axes) != len(shape):
-            raise self.refusal(node, "its parts are taken apart in a way that is not followed")
+            raise self.refusal(node, "its slices are taken in an unsupported way")
         axes = [
             axis if layout.is_row(d) else (Part(Counts.FEATURES, n),) if n > 1 else ()
             for d, (axis, n) in enumerate(zip(layout.axes, shape, strict=True))
@@ -226,12 +226,12 @@ class PairOps:
         """Its operands, their labels, those of the result, and what each label counts."""
         found = equation(node)
         if found is None or len(found[0]) != 2 or any(n not in self.held for n in found[0]):
-            raise self.refusal(node, "a product is not of what experts read and their weights")
+            raise self.refusal(node, "a matrix product is not of an input of experts and their weights")
         operands, axes = [self.held[n] for n in found[0]], dict[str, Axis]()
         for held, word in zip(operands, found[1], strict=True):
             for label, axis in zip(word, held.layout.axes, strict=True):
                 if axes.setdefault(label, axis) != axis:
-                    raise self.refusal(node, "dims that meet in a product count different things")
+                    raise self.refusal(node, "contracted dims of a product count different things")
         return operands, found[1], found[2], axes
 
     def _grouped(
@@ -271,7 +271,7 @@ class PairOps:
         for held, word in zip(operands, words, strict=True):
             own = [c for c in word if axes[c] and axes[c][0].counts is Counts.FEATURES]
             if own != [c for c in kept if c in own]:
-                raise self.refusal(node, "a product sums over features of what experts make, or turns them round")
+                raise self.refusal(node, "a product sums over features of the experts' results, or transposes them")
             sizes = [axes[c][0].size if c in own else 1 for c in kept]
             rows.append(self.shaped(self.of_pairs(held), [self.num_rows, *sizes]))
         return self.build.call(aten.mul.Tensor, *rows, domain=ROWS)

@@ -73,7 +73,7 @@ class Sending:
 
     def refusal(self, node: fx.Node, why: str) -> PlanError:
         return PlanError(
-            f"these {self.layer.num_experts} experts cannot be spread over ep: {why}",
+            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
             where=where_of(node),
-            fix="compute each slot by its expert alone, experts and slots being dims of their own, or set mesh.ep: 1",
+            fix="compute each slot with only its expert, with separate dims for experts and slots, or set mesh.ep: 1",
         )

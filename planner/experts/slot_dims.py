@@ -16,7 +16,7 @@ from planner.experts.ties import ties
 from planner.graph.ops.aten import aten, packet_of, shape_of
 
 Refusal = Callable[[fx.Node, str], PlanError]
-MIXED = "what is computed of one slot of one expert depends on others"
+MIXED = "the result of one slot of one expert depends on others"
 
 
 def followed(start: Mapping[fx.Node, int], calls: Collection[fx.Node], refusal: Refusal) -> dict[fx.Node, int]:

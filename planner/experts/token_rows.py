@@ -49,7 +49,7 @@ class TokenRows:
         shape = shape_of(node)
         lead = self.lead(shape)
         if not lead:
-            raise refusal(node, f"they read {node.name} {list(shape)}, which is not of tokens")
+            raise refusal(node, f"they read {node.name} {list(shape)}, which has no dim of tokens")
         return [self.num_tokens, *shape[lead:]]
 
     def part(self, rows: fx.Node) -> Tensor:
@@ -85,7 +85,7 @@ class TokenRows:
         """A call of the branch once more, on rows. Raises what ``refusal`` makes where it mixes tokens."""
         lead = self.lead(shape_of(node))
         if not lead or not self._keeps_tokens(node, own):
-            raise refusal(node, "what is computed of one token depends on others")
+            raise refusal(node, "the result of one token depends on others")
         given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
         args, kwargs = given
         if packet_of(node.target) in (aten.reshape, aten.expand):

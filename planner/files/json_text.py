@@ -29,7 +29,7 @@ def read_json(
     try:
         return parse_json(text)
     except ValueError as error:
-        words = f"the {what} is damaged or cut short: {error}"
+        words = f"the {what} is damaged or truncated: {error}"
         raise PlanError(words, where=shorten(path), fix=damaged or fix) from None
 
 

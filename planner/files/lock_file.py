@@ -28,5 +28,7 @@ def open_lock_file(path: Path) -> IO[str]:
 
 
 def _refused(path: Path, mode: int) -> OSError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "a file with other names" if stat.S_ISREG(mode) else "no regular file")
+    kind = _KINDS.get(
+        stat.S_IFMT(mode), "a file with more than one hard link" if stat.S_ISREG(mode) else "not a regular file"
+    )
     return OSError(errno.EINVAL, f"{path.name} is {kind}: remove it", str(path))

@@ -47,7 +47,7 @@ def read_text(
         raise error(f"cannot read the {what} {shown}: {reason(failed)}", where=shown, fix=fix) from None
     if len(content) > most_bytes:
         size = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes // KIB} KiB"
-        raise error(f"the {what} {shown} is larger than {size}", where=shown, fix=f"give a {what} that is smaller")
+        raise error(f"the {what} {shown} is larger than {size}", where=shown, fix=f"use a smaller {what}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
@@ -121,7 +121,7 @@ def reason(error: Exception) -> str:
 
 
 def cannot_read(path: Path, error: Exception) -> PlanError:
-    return PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path), fix="name a readable file")
+    return PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path), fix="give a readable file")
 
 
 def shorten(text: object, most: int = 300) -> str:

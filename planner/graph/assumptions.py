@@ -56,5 +56,5 @@ class Assumption:
     condition: Condition | None = None
 
     def __str__(self) -> str:
-        checked = "checked on the host for each batch" if self.condition else "nothing checks it while training"
+        checked = "checked on the host for each batch" if self.condition else "not checked during training"
         return f"assumed: {self.what}; {checked}"

@@ -190,7 +190,7 @@ def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int
         cuts[rep[node.name]] = evenly(dim, shape[dim], tp)
     if not cuts:
         raise PlanError(
-            "sequence parallelism: the model has no repeated blocks whose activations could be cut",
+            "sequence parallelism: the model has no repeated blocks with activations to shard",
             where="tensor_parallel.sequence_parallel",
             fix="set tensor_parallel.sequence_parallel: false",
         )

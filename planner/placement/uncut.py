@@ -25,12 +25,12 @@ def check_something_is_cut(
     if placements.styles and all(placements.styles.get(name) == "replicate" for name in matrices):
         return
     if not matrices:
-        raise PlanError(f"tp = {tp} cuts nothing: the model has no matrix", where="mesh.tp", fix="set mesh.tp: 1")
+        raise PlanError(f"tp = {tp} shards nothing: the model has no matrix", where="mesh.tp", fix="set mesh.tp: 1")
     sizes = [n for n in _sizes(matrices) if not sites or any(site.divides(n) for site in sites)]
     found = list(_that_cut(program, blocks, tp, sizes, vocabulary_multiple))
     choice = f"choose tp from {{{', '.join(map(str, [1, *sorted(found)]))}}}" if found else "set mesh.tp: 1"
     raise PlanError(
-        f"tp = {tp} cuts nothing: no size of any layer can be divided among {tp} ranks to advantage",
+        f"tp = {tp} shards nothing: no layer gains from sharding over {tp} ranks",
         where="mesh.tp",
         fix=choice,
     )

@@ -22,7 +22,7 @@ def kinds_of_blocks(asked: str | Mapping[str, str], blocks: Blocks) -> dict[int,
     globs = {"*": asked} if isinstance(asked, str) else asked
     if globs and set(globs.values()) != {NONE} and not paths:
         raise PlanError(
-            "recompute: the model has no repeated blocks", where="recompute", fix="set recompute: none, or leave it out"
+            "recompute: the model has no repeated blocks", where="recompute", fix="set recompute: none, or remove it"
         )
     found: dict[int, str] = {}
     for pattern, kind in globs.items():

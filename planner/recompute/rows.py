@@ -30,7 +30,7 @@ class RecomputeRow:
     moved: int
 
     def __post_init__(self) -> None:
-        require(self.kind in (FULL, SELECTIVE), f"{self.block} is computed again in the unknown way {self.kind}")
+        require(self.kind in (FULL, SELECTIVE), f"{self.block} is recomputed in the unknown way {self.kind}")
         require(min(self.bytes, self.flops, self.moved) >= 0, f"{self.ops} of {self.block} has a negative size")
 
 

@@ -28,24 +28,24 @@ def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refus
         return found
     for node in nodes:
         if decisions.stages.stage_of[node.name] != stage:
-            return node, f"{node.target} runs on another stage than the block begins on"
+            return node, f"{node.target} runs on a later stage than the start of the block"
     returning = _comes_back(nodes)
     if returning is None:
         return None
-    return returning, f"{returning.target} reads what left the region and was computed on outside"
+    return returning, f"{returning.target} reads a value that was computed outside from a result of the region"
 
 
 def uncapturable(nodes: Iterable[fx.Node]) -> Iterator[Refusal]:
     """The calls that no graph captures, wherever they stand."""
     for node in nodes:
         if isinstance(node.target, OwnBackward):
-            yield node, f"{node.target} is an autograd.Function of its own, which may do anything in Python"
+            yield node, f"{node.target} is a custom autograd.Function, which may run any Python code"
         elif _is_routed(node):
-            yield node, "rows go to the ranks of their experts, and the host waits to know how many"
+            yield node, "rows are dispatched to the ranks of their experts, and the host waits for the counts"
         elif is_grouped(node) and node.target.namespace != "aten":  # pyright: ignore
-            yield node, f"{node.target} reads on the host where the rows of each expert end"
+            yield node, f"{node.target} reads the row counts of experts on the host"
         elif reads_on_host(node.target, node.args, lambda value: value.meta["val"]):
-            yield node, f"the shape that {node.target} gives depends on values: the host would wait for them"
+            yield node, f"the output shape of {node.target} is data-dependent: the host would wait for it"
 
 
 def _is_routed(node: fx.Node) -> bool:

@@ -125,7 +125,7 @@ def _check_scope(scope: Collection[str], regions: Sequence[Region], decisions: D
     if not missing:
         return
     doubts = decisions.experts.doubts if EXPERT_PARTS & set(missing) else ()
-    why = "".join(f"; what looks like experts is not understood: {doubt.why}" for doubt in doubts[:1])
+    why = "".join(f"; apparent experts are not recognized: {doubt.why}" for doubt in doubts[:1])
     raise PlanError(
         f"no block of the model has a part {' or '.join(missing)} that a graph could capture{why}",
         where=doubts[0].where if doubts else "cuda_graphs.scope",
@@ -179,7 +179,7 @@ def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decision
     node = of_uncertain_size(nodes, decisions.experts.layers) if part == WHOLE else None
     if node is None or domain_of(node) is not None:
         return None
-    return node, f"how many rows {node.target} takes of each expert follows the routing: moe needs slots of one size"
+    return node, f"the number of rows per expert in {node.target} depends on the routing: moe needs fixed-size slots"
 
 
 def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:

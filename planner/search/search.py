@@ -112,7 +112,7 @@ class _Search:
         with self._clock("cuts"):
             cuts = list(self.space.cuts())
             for done, cut in enumerate(cuts):
-                self.progress(f"cutting the model over {cut}", done, len(cuts))
+                self.progress(f"sharding the model over {cut}", done, len(cuts))
                 points += self._of_cut(cut)
         if not points:
             raise no_layout(self.spec, self.devices, self.space, list(self.refused.values()))

@@ -155,7 +155,7 @@ def lay_out(
         raise PlanError(
             f"bucket size {bucket_size} is below one element",
             where="optimizer.bucket_size",
-            fix="give a positive number of elements, or leave it out",
+            fix="give a positive number of elements, or remove it",
         )
     filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment, high_bus_bandwidth))
     for name, num_elements in reversed(list(parameters)):

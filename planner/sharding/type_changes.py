@@ -111,7 +111,7 @@ def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Progra
             del counts["", ""]  # no message
         if any(counts != found[0] for counts in found):
             raise PlanError(
-                f"over etp = {mesh.etp}, experts of different ep ranks would exchange different things",
+                f"over etp = {mesh.etp}, experts on different ep ranks would run different collectives",
                 where=where_of(alone[0][1]),
-                fix="set mesh.etp: 1, or let all of every expert train",
+                fix="set mesh.etp: 1, or train all weights of every expert",
             )

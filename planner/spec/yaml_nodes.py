@@ -76,7 +76,9 @@ class Nodes(SafeLoader):
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(AliasEvent):
-            raise ComposerError(None, None, "aliases are not supported: write the value in full", self.peek_event().start_mark)
+            raise ComposerError(
+                None, None, "aliases are not supported: write the value in full", self.peek_event().start_mark
+            )
         return super().compose_node(parent, index)
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:

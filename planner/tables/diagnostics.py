@@ -114,10 +114,10 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
             "warning",
-            f"in a step where data selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process leaves them "
-            "as they are; here weight decay and momentum go on",
+            f"in a step where data selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process does not "
+            "update them; here weight decay and momentum still apply",
             names[0].rpartition(".")[0],
-            "read them in every step, without the question whether any row is selected",
+            "read them in every step, without a branch on the selection",
         )
 
 
@@ -133,8 +133,8 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
     for what, where in decisions.terms.doubts:
         yield Diagnostic(
             "warning",
-            f"{what} in the loss has a number or a constant of which it is not known how it "
-            "follows the size of the batch: it is taken as it is in one microbatch",
+            f"{what} in the loss has a constant that may depend on the batch size: the plan uses its value for one "
+            "microbatch",
             str(where),
             "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
         )
@@ -158,8 +158,7 @@ def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
             elif option.out.is_sharded:
                 yield Diagnostic(
                     "info",
-                    f"{what}, cut over dim {option.out.dim}, where it was shown to work part by "
-                    "part, forward and backward",
+                    f"{what}, sharded over dim {option.out.dim}, after trials on shards, forward and backward",
                     places.text(node),
                 )
             else:

@@ -116,9 +116,9 @@ class Audit:
         size = len(next(iter(sample.rows.values())))
         text = (
             f"audit of step {step_index + 1}: the engine has loss {loss:.9g}, your module has {own:.9g}, for "
-            f"microbatch {sample.index} ({size} sequences); allowed is a relative difference of {allowed:.1e}\n"
-            "  fix: the forward does not compute what it did when it was captured: look for what it keeps from call to "
-            "call outside of tensors, and give that as an input; `meshwright verify` tells whether the plan is at fault"
+            f"microbatch {sample.index} ({size} sequences); allowed is a relative difference of {allowed:.1e}\n  "
+            "fix: the forward does not compute the same as at its capture: find Python state that it keeps between "
+            "calls, and pass it as an input; `meshwright verify` shows whether the plan is wrong"
         )
         if self._asked.on_difference == "stop":
             raise AuditError(text)
@@ -178,10 +178,10 @@ def refuse_too_large(num_bytes: int, available: int | None) -> None:
     """Raise PlanError where the weights do not fit beside what the host holds. ``available``: None if not known."""
     if available is not None and num_bytes > available:
         raise PlanError(
-            f"audit: the weights of one step are {format_bytes(num_bytes)}, gathered on the host of rank 0, which has "
-            f"{format_bytes(available)} of memory left",
+            f"audit: the weights of one step are {format_bytes(num_bytes)}to gather on the host of rank 0, which "
+            f"has {format_bytes(available)} of memory left",
             where="audit",
-            fix="leave out audit, give rank 0 a host with more memory, or audit a smaller model of the same code",
+            fix="remove audit, give rank 0 a host with more memory, or audit a smaller model of the same code",
         )
 
 
@@ -190,9 +190,9 @@ def refuse_draws(decisions: Decisions) -> None:
     for node in decisions.program.graph.graph.nodes:
         if node.op == "call_function" and is_random(node) and packet_of(node.target) not in _DROPOUTS:
             raise PlanError(
-                f"audit: the forward draws random numbers ({node.target}), which eager mode would draw otherwise",
+                f"audit: the forward draws random numbers ({node.target}), which would differ in eager mode",
                 where=where_of(node),
-                fix="leave out audit, or draw the numbers outside of the forward and give them as an input",
+                fix="remove audit, or draw the numbers outside the forward and pass them as an input",
             )
 
 

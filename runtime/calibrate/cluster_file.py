@@ -38,7 +38,7 @@ def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
     for key, value in values["device"].items():
         said = f"  {key}: {_value(value)}"
         lines.append(f"{said:<42}  # {_comment(key, found)}" if _comment(key, found) else said)
-    lines.append(f"{'links:':<42}  # bandwidth: bytes a second, one way, of one rank; latency: seconds")
+    lines.append(f"{'links:':<42}  # bandwidth: bytes per second, one direction, per rank; latency: seconds")
     lines += [f"  - {_value(link)}" for link in values["links"]]
     lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
     return "\n".join(lines) + "\n"
@@ -54,7 +54,7 @@ def _head(found: Found, date: str) -> list[str]:
     ]
     if machine.sharing > 1:
         lines += [
-            f"{machine.sharing:g} ranks shared a core: peaks and bandwidths below are that many times what was seen,",
+            f"{machine.sharing:g} ranks shared a core: peaks and bandwidths below are multiplied by this factor,",
             "latency and launch the measured values divided by it: values of a rank with a core of its own.",
         ]
     lines += ["", "Measured, on one rank while the others run:"]
@@ -62,7 +62,7 @@ def _head(found: Found, date: str) -> list[str]:
     lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in found.attention]
     lines += [f"  {_seen(t, 'B/s')}" for t in found.moved]
     lines += [f"  {_exchange(t)}" for t in found.exchanged]
-    lines += [f"  left out: {what}" for what in found.skipped]
+    lines += [f"  skipped: {what}" for what in found.skipped]
     return [f"# {line}".rstrip() for line in lines]
 
 

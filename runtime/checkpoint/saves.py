@@ -119,7 +119,7 @@ def check_average(save: Path, manifest: Manifest) -> None:
         raise PlanError(
             "the save has no running mean of the weights",
             where=str(save),
-            fix="leave out --ema; runs with optimizer: {ema: 0.999} in their spec save the mean",
+            fix="remove --ema; runs with optimizer: {ema: 0.999} in their spec save the mean",
         )
 
 

@@ -34,7 +34,7 @@ def is_saved_plan(path: Path) -> bool:
     except ValueError as error:
         if '"version"' not in text:
             return False  # YAML in braces: the spec's own reader tells what is wrong with it
-        words = f"the plan is damaged or cut short: {error}"
+        words = f"the plan is damaged or truncated: {error}"
         raise PlanError(words, where=shorten(path), fix="save the plan again") from None
     return isinstance(values, dict) and "version" in values
 

@@ -93,7 +93,7 @@ class CompiledPieces:
             return None if torch._C._len_torch_dispatch_stack() > 0 else self.function_of(call, inputs)
         key = call.structure, signature_of(inputs)
         if key not in self._functions:
-            self.report.eager.append((call.where, "a graph captured it before it was compiled"))
+            self.report.eager.append((call.where, "a graph was captured before its compilation"))
         return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:

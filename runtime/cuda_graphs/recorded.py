@@ -113,7 +113,7 @@ class RecordedGraph:
     def record(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run one op of the capture; its results, in the memory that the graph keeps for them."""
         if reads_on_host(target, args):
-            raise CaptureError(f"{target} reads a value on the host, or gives a shape that follows values")
+            raise CaptureError(f"{target} reads a value on the host, or has a data-dependent shape")
         if self._is_of_an_exchange(target, args):
             return target(*args, **kwargs)
         self._free()

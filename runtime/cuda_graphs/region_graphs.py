@@ -180,7 +180,7 @@ class RegionGraphs:
         return of_inputs, of_shared
 
     def _replay(self, captured: tuple[Graph, Counted] | None) -> None:
-        assert captured is not None, f"{self.region.call} is replayed, and was not captured"
+        assert captured is not None, f"{self.region.call} is replayed, but was not captured"
         graph, counted = captured
         graph.replay()
         count_again(counted)

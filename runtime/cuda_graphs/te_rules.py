@@ -73,7 +73,7 @@ def _check_counts(given: GraphArguments) -> None:
     if len(given.hooks) != total:
         raise _wrong(f"there are {total} layers, but hooks of {len(given.hooks)}")
     if len(given.sample_args) != total * num_microbatches:
-        raise _wrong(f"there are {total} layers · {num_microbatches} microbatches, and {len(given.sample_args)} inputs")
+        raise _wrong(f"there are {total} layers · {num_microbatches} microbatches, but {len(given.sample_args)} inputs")
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -39,12 +39,12 @@ def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[
     """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input of which none is known."""
     for name in given:
         if name not in inputs:
-            what = f"data.inputs names {name!r}, which is no input"
+            what = f"data.inputs has {name!r}, which is not an input"
             raise PlanError(what, where=f"data.inputs.{name}", fix=f"name one of: {', '.join(inputs)}")
     for name in inputs:
         if name not in given and name not in NAMES:
             raise PlanError(
-                f"a text cannot feed the input {name!r}: nothing says what it is",
+                f"a text cannot feed the input {name!r}: its role is unknown",
                 where=f"inputs.{name}",
                 fix=f"set it with data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
                 "runtime.Engine with batches of your own",

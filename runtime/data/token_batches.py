@@ -82,7 +82,7 @@ class TokenBatches:
         for name, role in self.roles.items():
             if role not in given:
                 raise PlanError(
-                    f"the input {name!r} is fed by {role}, which this objective does not make",
+                    f"the input {name!r} is fed by {role}, which this objective does not provide",
                     where=f"inputs.{name}",
                     fix=f"remove the input, or choose another data.objective; this one provides {', '.join(given)}",
                 )

@@ -112,7 +112,7 @@ def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bo
     """Whether the default group is the one for the device; where not, one must be made beside it. Raises PlanError."""
     known = {of: name for of, name in backends.items() if of in ("cpu", "cuda")}
     if unknown := sorted(set(known.values()) - {"gloo", "nccl"}):
-        raise _refused(f"talks over {', '.join(unknown)}")
+        raise _refused(f"uses {', '.join(unknown)}")
     if device_type == "cpu" and known.get("cpu") != "gloo":
         raise _refused("uses only NCCL, but this run computes on the CPU")
     return known.get(device_type) == backend

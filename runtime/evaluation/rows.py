@@ -41,7 +41,7 @@ class RowBatches:
             raise spec.locate(error) from None
         for name, role in self.roles.items():
             if role not in FED or (name == scored.key and role not in FED[:3]):
-                what = f"the input {name!r} is fed by {role}: an evaluation has no such thing"
+                what = f"the input {name!r} is fed by {role}, which an evaluation does not have"
                 raise spec.error(f"inputs.{name}", what, "evaluate a next-token model")
         self.key, self.ignored = scored.key, {pick.ignored for pick in scored.picks}
         self.offset = int(self.roles[scored.key] == "next_tokens")
@@ -76,7 +76,8 @@ class RowBatches:
         """
         if not self.offset and scores.is_scored[:, 0].any():
             raise PlanError(
-                f"the model predicts the first of {self.key!r} from a window that holds it: it does not shift them",
+                f"the model predicts the first of {self.key!r} from a window that contains it: it does not shift "
+                "its labels",
                 where=f"inputs.{self.key}",
                 fix=f"set their role with data: {{inputs: {{{self.key}: next_tokens}}}}",
             )

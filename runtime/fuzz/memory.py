@@ -40,4 +40,4 @@ def exceeds(row: Compared) -> bool:
 
 
 def told(row: Compared) -> str:
-    return f"rank {row.rank} holds {row.measured} bytes of {row.category}, the plan says {row.predicted}"
+    return f"rank {row.rank} holds {row.measured} bytes of {row.category}, the plan has {row.predicted}"

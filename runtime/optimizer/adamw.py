@@ -102,7 +102,7 @@ class FlatAdamW:
             return
         columns: dict[str, list[Tensor]] = {name: [] for name in ("value", "grad", *MOMENTS)}
         for shard, (start, stop) in runs:
-            assert shard.grad is not None, "a shard has its gradient beside it"
+            assert shard.grad is not None, "a shard has a gradient"
             tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in MOMENTS}}
             for name, tensor in tensors.items():
                 columns[name].append(tensor[start:stop])

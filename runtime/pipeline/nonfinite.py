@@ -150,7 +150,7 @@ class Watch:
 
     @property
     def microbatch(self) -> int:
-        assert self.action is not None, "no forward runs"
+        assert self.action is not None, "no forward is running"
         return self.first_microbatch + self.action.microbatch
 
     @contextmanager

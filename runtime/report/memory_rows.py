@@ -70,7 +70,7 @@ class MemoryReport:
             sizes = f"{format_bytes(row.predicted):>12}{format_bytes(row.measured):>12}{row.difference:>12.2%}"
             lines.append(f"{row.rank:>4}  {row.category:<12}{sizes}  {allowed}".rstrip())
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, "AS PREDICTED" if self.passed else "NOT AS PREDICTED"])
+        return "\n".join([*lines, "AS PREDICTED" if self.passed else "DIFFERS FROM THE PLAN"])
 
 
 def predicted_by_action(of_microbatch: Sequence[int], order: Sequence[Action]) -> dict[str, int]:

@@ -25,7 +25,7 @@ class SlowRank:
 
     def __str__(self) -> str:
         named = f"rank {self.ranks[0]} is" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))} are"
-        return f"{named} {self.factor:.1f}× slower: costs {self.seconds:.2g} s a step"
+        return f"{named} {self.factor:.1f}× slower: costs {self.seconds:.2g} s per step"
 
 
 def slowest(working: Sequence[float], places: Sequence[tuple[int, int]]) -> SlowRank | None:

@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import PlanError, Where, first_line
 from runtime.report.step_row import StepRow
 
-FIX = "write FILE.py:FUNCTION, a function of one argument: the row of a step (loss, validation_loss, step …)"
+FIX = "write FILE.py:FUNCTION, a function with one argument: the row of a step (loss, validation_loss, step …)"
 
 
 class Callback:

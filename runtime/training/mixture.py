@@ -25,7 +25,7 @@ def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
     found = []
     for source, weight in parts:
         if weight is None or not 0 < weight < math.inf:
-            what = f"--data {source} has no share" if weight is None else f"--data {source}: {weight:g} is no share"
+            what = f"--data {source} has no share" if weight is None else f"--data {source}: {weight:g} is not a share"
             raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each text: --data a.txt=0.7")
         found.append((source, weight))
     return found[0][0], tuple(found)
@@ -40,7 +40,7 @@ def mixture_of_spec(path: str) -> tuple[str, tuple[tuple[str, float], ...]]:
     shares = spec.data.mixture
     if not shares:
         fix = "add --data PATH, or `data: {mixture: {PATH: 1}}` to the spec"
-        raise PlanError("there is no text to train on", where="--data", fix=fix)
+        raise PlanError("no text to train on", where="--data", fix=fix)
     found = tuple((_place_of(source, spec, path), share) for source, share in shares.items())
     return found[0][0], found
 

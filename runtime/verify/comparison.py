@@ -39,7 +39,7 @@ class Row:
         return ", ".join(text for text in (self.name, f"step {self.step}" if self.step else "") if text)
 
     def __str__(self) -> str:
-        missing = "is missing or not finite" if self.difference == inf else f"differs by {self.difference:.2e}"
+        missing = "is missing or has NaN or Inf" if self.difference == inf else f"differs by {self.difference:.2e}"
         step = f", step {self.step}" if self.step else ""
         return f"{f'{self.kind} {self.name}'.strip()} {missing} (allowed {self.allowed:.1e}{step})"
 

@@ -225,9 +225,9 @@ CHOICES: dict[Way, int] = {switch: 1, chunks: 1, as_deepspeed: 1}  # of a token,
 REFUSED: dict[Way, str] = {
     centered: "one slot of one expert depends on others",
     competing: "one slot of one expert depends on others",
-    shared: "counts no experts",
-    dropped_out: "dropout inside of experts draws for slots",
-    apart: "layer of experts is not understood",
+    shared: "has no dim of experts",
+    dropped_out: "dropout inside experts draws for slots",
+    apart: "apparent expert layer is not recognized",
 }
 WAYS: tuple[Way, ...] = (
     one_hot,

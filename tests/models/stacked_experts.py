@@ -151,10 +151,10 @@ def dropped_inside(layer: Stacks, x: Tensor, probs: Tensor, chosen: Tensor) -> T
 
 
 REFUSED: dict[StackedWay, str] = {
-    straight_through: "a token may get something of an expert that it did not choose",
-    a_little_of_all: "a token may get something of an expert that it did not choose",
-    biased_after_gates: "a token may get something of an expert that it did not choose",
-    mixing_tokens: "what is computed of one token of one expert depends on others",
-    over_experts: "what is computed of one token of one expert depends on others",
-    dropped_inside: "dropout inside of experts draws for rows, which other ranks hold",
+    straight_through: "a token may get a result from an expert that it did not choose",
+    a_little_of_all: "a token may get a result from an expert that it did not choose",
+    biased_after_gates: "a token may get a result from an expert that it did not choose",
+    mixing_tokens: "the result of one token of one expert depends on others",
+    over_experts: "the result of one token of one expert depends on others",
+    dropped_inside: "dropout inside experts draws for rows that other ranks hold",
 }

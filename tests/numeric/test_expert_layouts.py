@@ -148,7 +148,7 @@ def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
 
 def test_experts_that_overwrite_what_others_made_are_told():
     model = built(partial(layer_of, selected_rows.overwritten))
-    with pytest.raises(PlanError, match="what one makes is overwritten by what another makes"):
+    with pytest.raises(PlanError, match="the result of one is overwritten by that of another"):
         plan(model, spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
 
 

@@ -160,7 +160,7 @@ def test_one_token_a_rank_with_stacks(folding: str) -> None:
     mesh = FOLDINGS[folding]
     one = batch_of(ids(mesh.get("dp", 1), 1))
     check(maker(stacks, drawn(4), 2), one, mesh)
-    with pytest.raises(PlanError, match="cannot be spread over ep"):
+    with pytest.raises(PlanError, match="cannot be distributed over ep"):
         plan(maker(stacks, drawn(4), 1)(), spec_of(one, mesh))
 
 

@@ -65,6 +65,6 @@ def test_masks_follow_elements_not_ranks(name: str) -> None:
 
 
 def test_what_has_no_number_for_each_element_is_refused_by_line() -> None:
-    with pytest.raises(PlanError, match=r"aten\.randint.* draws in a way") as error:
+    with pytest.raises(PlanError, match=r"aten\.randint.* draws without one number per element") as error:
         _ran("dropping:integers", {})
     assert "dropping.py" in str(error.value)

@@ -28,7 +28,7 @@ def test_elementwise_functions_are_cut_and_repeat_with_their_blocks(lab: Lab, mo
     plan = lab.plan(Case(model, {"tp": 2}))
     told = [row for row in plan.diagnostics if "custom Function" in row.what]
     assert len(told) == 4
-    assert all("cut over dim 2" in row.what and "own_functions.py" in row.where for row in told)
+    assert all("sharded over dim 2" in row.what and "own_functions.py" in row.where for row in told)
     assert plan.summary.flops_sharded_fraction == 1.0
 
 

@@ -81,7 +81,7 @@ def test_it_trains_as_1f1b_to_the_last_digits(lab: Lab, mesh: dict[str, int]) ->
 ONE_RANK = tuple(Action(kind, microbatch, 0) for kind, microbatch in zip("FBFBWW", (0, 0, 1, 1, 0, 1), strict=True))
 MUTANTS = {
     "a W left out": (ONE_RANK[:-2] + ONE_RANK[-1:], "weight gradients that no W has computed"),
-    "a W run twice": (ONE_RANK + ONE_RANK[-1:], "no backward has put work aside"),
+    "a W run twice": (ONE_RANK + ONE_RANK[-1:], "no backward has deferred work"),
     "a W behind the last": (ONE_RANK[:-2] + ONE_RANK[:-3:-1], "came after the reduction of its bucket"),
 }
 

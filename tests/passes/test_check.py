@@ -86,7 +86,7 @@ after the pass insert_collectives this does not hold of stage 0: readers get the
   at:       blocks.0.down   (tiny.py:24, `return x + self.dropout(self.down(F.gelu(self.up(x))))`)
   expected: linear_2 in type I
   found:    type P
-This is a bug of meshwright, not of your model or spec: please report it, with this message.""",
+This is a bug in meshwright, not of your model or spec: please report it, with this message.""",
     )
 
 

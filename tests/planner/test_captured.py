@@ -145,12 +145,12 @@ SPEC: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"batch": {"global": 4, "micro": 1}}, "x [2, 4] float32; the spec asks for [1, 4] float32"),
-        ({"inputs": {"x": {"shape": [3, 4], "dtype": "float32"}}}, "the spec asks for [2, 3, 4] float32"),
-        ({"inputs": {"x": {"shape": [4], "dtype": "float64"}}}, "the spec asks for [2, 4] float64"),
+        ({"batch": {"global": 4, "micro": 1}}, "x [2, 4] float32; the spec has [1, 4] float32"),
+        ({"inputs": {"x": {"shape": [3, 4], "dtype": "float32"}}}, "the spec has [2, 3, 4] float32"),
+        ({"inputs": {"x": {"shape": [4], "dtype": "float64"}}}, "the spec has [2, 4] float64"),
         ({"inputs": {"y": {"shape": [4], "dtype": "float32"}}}, "captured with inputs x; the spec has y"),
         ({"loss": {"output": "loss"}}, "captured with loss: auto; the spec has {output: loss}"),
-        ({"precision": {"parameters": "bfloat16"}}, "in the model's own dtype; the spec asks for bfloat16"),
+        ({"precision": {"parameters": "bfloat16"}}, "in the model's own dtype; the spec has bfloat16"),
     ],
 )
 def test_a_spec_that_asks_for_another_capture_is_refused_at_its_key(change: dict[str, Any], what: str, tmp_path: Path):

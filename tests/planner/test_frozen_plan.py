@@ -107,8 +107,8 @@ def test_files_that_are_no_plan_are_refused_with_the_reason(small_plan: Plan, tm
     whole = path.read_text()
     rows = small_plan.to_dict()["memory"]
     cases = [
-        (whole[: len(whole) // 2], "damaged or cut short"),
-        ("", "damaged or cut short"),
+        (whole[: len(whole) // 2], "damaged or truncated"),
+        ("", "damaged or truncated"),
         ("[1, 2]", "this is not a saved plan"),
         ("{}", "this is not a saved plan"),
         (damaged(small_plan, version=99), "the plan has version 99, this program reads version 1"),
@@ -139,7 +139,7 @@ def test_a_missing_file_is_one_plan_error(tmp_path: Path, monkeypatch: pytest.Mo
         """\
 there is no plan file plan.json
   at:  plan.json
-  fix: give a saved plan""",
+  fix: use a saved plan""",
     )
 
 

@@ -33,8 +33,8 @@ EXPECTED_ERRORS = {
     59: "4 ranks apart for the dense layers, but 1 apart for the experts: the pp groups differ",
     73: "world size 8 is not divisible by tp·cp·pp = 3·1·1 = 3",
     75: "world size 8 is not divisible by etp·ep·pp = 1·3·1 = 3",
-    77: "order `tp-dp` leaves out the axis pp, whose size is 2 for the dense layers",
-    79: "order `tp-pp-dp` leaves out the axis ep, whose size is 2 for the experts",
+    77: "order `tp-dp` lacks the axis pp of size 2 for the dense layers",
+    79: "order `tp-pp-dp` lacks the axis ep of size 2 for the experts",
     83: "order `tp-xx-dp-pp` names an unknown axis `xx`",
 }
 
@@ -90,7 +90,7 @@ def test_etp_left_out_is_tp():
         ({"tp": 0}, "tp = 0 is not a positive whole number"),
         ({"dp": 1.5}, "dp = 1.5 is not a positive whole number"),
         ({"order": "tp-dp-tp-pp"}, "names the axis tp more than once"),
-        ({"tp": 4, "etp": 1, "order": "tp-pp"}, "leaves out the axis dp, whose size is 4 for the experts"),
+        ({"tp": 4, "etp": 1, "order": "tp-pp"}, "lacks the axis dp of size 4 for the experts"),
     ],
 )
 def test_sizes_that_make_no_mesh_are_refused(arguments, what):

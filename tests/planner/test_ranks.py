@@ -22,5 +22,5 @@ def test_masked_groups_equal_the_oracle():
 
 def test_cp_and_ep_cannot_stand_in_one_generator():
     (case,) = [case for case in ORACLE["errors"] if "rank_generator" in case]
-    with pytest.raises(PlanError, match="cp = 2 and ep = 2 stand in one rank generator"):
+    with pytest.raises(PlanError, match="cp = 2 and ep = 2 are in one rank generator"):
         RankGenerator.of("tp-cp-ep-dp-pp", case["rank_generator"])

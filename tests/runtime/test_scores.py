@@ -287,9 +287,9 @@ def computed(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "what"),
     [
-        (squared, "the loss is no cross-entropy over a vocabulary: it gives no target a probability"),
+        (squared, "the loss is not a cross-entropy over a vocabulary: it assigns no probability to a target"),
         (twice, r"the loss scores a label of batch\['labels'\] 2 times"),
-        (computed, "which label of the batch each target is cannot be told behind this call"),
+        (computed, "the label of each target cannot be traced through this call"),
     ],
 )
 def test_a_loss_without_probabilities_of_labels_is_refused(loss, what):

@@ -78,7 +78,7 @@ class Graph:
         self.generators.append(generator)
 
     def replay(self) -> None:
-        assert self.recorded is not None, "a graph is replayed, and was not captured"
+        assert self.recorded is not None, "a graph is replayed, but was not captured"
         self.recorded.replay()
 
     def reset(self) -> None:

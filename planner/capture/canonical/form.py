@@ -229,10 +229,10 @@ def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any
     """``sparse`` says how the gradient is stored, not what it is: the gradient of a shard is dense."""
     if len(args) > 3 and args[3]:
         raise PlanError(
-            "scale_grad_by_freq divides the gradient of an embedding by counts within the batch, which microbatches "
-            "do not know",
+            "scale_grad_by_freq divides the gradient of an embedding by counts in the batch, which a microbatch "
+            "does not have",
             where=where_of(node),
-            fix="leave out scale_grad_by_freq",
+            fix="remove scale_grad_by_freq",
         )
     return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
 

@@ -95,12 +95,12 @@ class Regions:
         """What the plan says of the regions that it computes in another precision."""
         for region, where in self.entered:
             dtype = str(region.dtype).removeprefix("torch.")
-            yield f"an autocast region computes in {dtype}, by the rules of autocast on the CPU", where
+            yield f"an autocast region computes in {dtype}, with the CPU rules of autocast", where
 
     def warnings(self) -> Iterator[str]:
         for device, where in self.idle:
             yield (
-                f"autocast({device!r}) at {where} does nothing to a model on the CPU, and nothing in this plan: one "
+                f"autocast({device!r}) at {where} has no effect on a model on the CPU, and none in this plan: one "
                 f"process on {device} would compute this part in lower precision (write autocast(x.device.type, …))"
             )
 
@@ -197,7 +197,7 @@ class _Call:
         return PlanError(
             f"autocast does more to {self.target} than cast its arguments",
             where=where_of(self.node),
-            fix="write the casts of this part out, or leave it outside of the autocast region",
+            fix="write the casts of this part explicitly, or move it out of the autocast region",
         )
 
     @staticmethod

@@ -20,8 +20,8 @@ from torch.nn.modules import module as torch_modules
 from planner.errors import PlanError, Where
 
 HOOK_FIX = (
-    "remove the hook; what it does to the gradient can stand in the forward: "
-    "`c * x + ((1 - c) * x).detach()` multiplies the gradient of x by c, a number or a mask"
+    "remove the hook, and scale the gradient in the forward: `c * x + ((1 - c) * x).detach()` multiplies the "
+    "gradient of x by c, a number or a mask"
 )
 
 
@@ -29,7 +29,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
     """Raise PlanError at the first hook on a gradient, naming what it is on and where its function is."""
     for what, module, hook in _hooks(model):
         raise PlanError(
-            f"a hook on the gradients of {what} would be lost: a plan keeps what the forward computes, nothing else",
+            f"a hook on the gradients of {what} would be lost: a plan contains only the computation of the forward",
             where=_where(module, hook),
             fix=HOOK_FIX,
         )

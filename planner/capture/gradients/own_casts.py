@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from planner.capture.model.exchange import storage_of
 
-_FIX = (
-    "cast what is computed with (`F.linear(x, self.weight.to(x.dtype))`), "
-    "or give the weights that dtype before planning"
-)
+_FIX = "cast at the use (`F.linear(x, self.weight.to(x.dtype))`), or give the weights that dtype before planning"
 
 
 def watched_cast(

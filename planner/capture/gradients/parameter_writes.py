@@ -17,8 +17,8 @@ from torch import fx
 from planner.errors import PlanError
 from planner.graph.source_lines import where_of
 
-FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
-MAX_NORM_FIX = "leave out max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"
+FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
+MAX_NORM_FIX = "remove max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"
 _PASSES_ON = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.detach_.default}
 
 

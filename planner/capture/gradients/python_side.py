@@ -39,11 +39,11 @@ from planner.capture.own_backward.recorded import GradientAsked, record
 from planner.errors import PlanError, Where
 
 _ABSENT = object()
-_HOOK = "a hook on a gradient would be lost: a plan keeps what the forward computes, nothing else"
+_HOOK = "a hook on a gradient would be lost: a plan contains only the computation of the forward"
 _TRANSFORM = "the forward uses a transform of torch.func (grad, jvp …), which cannot be captured"
-_TRANSFORM_FIX = "write it out, as torch.autograd.grad(…, create_graph=True)"
+_TRANSFORM_FIX = "use torch.autograd.grad(…, create_graph=True)"
 _DETACH_FIX = "write `x = x.detach()`"
-_WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside of the forward"
+_WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
 
 
 class PythonGradients:
@@ -154,8 +154,8 @@ class PythonGradients:
             return run(*args)
         if torch.is_grad_enabled():
             self.notes.append(
-                f"checkpoint(use_reentrant=True) at {self._sites.here()} is given no tensor with a gradient: "
-                "as in PyTorch, nothing inside of it gets one"
+                f"checkpoint(use_reentrant=True) at {self._sites.here()} has no input with a gradient: as in "
+                "PyTorch, nothing inside it gets a gradient"
             )
         with torch.no_grad():
             return run(*args)
@@ -185,7 +185,7 @@ class PythonGradients:
             if of_user and not self._elsewhere():
                 self._refuse(
                     "saved_tensors_hooks would be lost: they may change what the backward reads",
-                    "remove them in the model that is planned (save_on_cpu and checkpoint may stay)",
+                    "remove them before planning the model (save_on_cpu and checkpoint may stay)",
                 )
             return original(hooks)
 
@@ -198,7 +198,7 @@ class PythonGradients:
             try:
                 result = original(*args, **kwargs)
             except GradientAsked as error:
-                self._refuse(str(error), "write the gradient out, or the Function with ordinary operations")
+                self._refuse(str(error), "write the gradient or the Function with ordinary ops")
             if self._elsewhere():
                 return result
             if kwargs.get("accumulate_grad"):
@@ -232,8 +232,9 @@ class PythonGradients:
     def _grad(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter) and called_by_user() and not self._elsewhere():
             self._refuse(
-                "the forward reads the gradient of a parameter: it changes from step to step, a plan holds for all",
-                "use the gradient outside of the forward",
+                "the forward reads the gradient of a parameter: it changes in each step, but a plan is the same "
+                "for all steps",
+                "use the gradient outside the forward",
             )
         return self._grad_slot.__get__(tensor)
 
@@ -241,7 +242,7 @@ class PythonGradients:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad != value and not self._elsewhere():
             self._refuse(
                 "the forward changes requires_grad of a parameter",
-                "freeze parameters before the model is planned, or use `.detach()` in the forward",
+                "freeze parameters before planning the model, or use `.detach()` in the forward",
             )
         self._training_slot.__set__(tensor, value)
 

@@ -91,7 +91,7 @@ class _Asked:
             kept = store.read(place, key)
             program = None if kept is None else decode(*kept)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            say(f"the kept capture {place / key}.capture is damaged, the model is captured again: {error}")
+            say(f"the cached capture {place / key}.capture is damaged, and the model is captured again: {error}")
             return None
         if program is None:
             return None
@@ -114,7 +114,7 @@ class _Asked:
         LOGGER.debug("not kept: %s", reason)
         is_slow = self.seconds > AFTER_SECONDS and was_named(self.model)
         if isinstance(reason, OSError):
-            say(f"captures are not kept: {reason.filename}: {reason.strerror}")
+            say(f"captures are not cached: {reason.filename}: {reason.strerror}")
         elif is_slow and store.place_of() is not None:
             say(f"the next command captures this model again: {reason}")
 

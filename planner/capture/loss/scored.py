@@ -60,10 +60,12 @@ def find_scored(program: Program) -> Scored:
         found.setdefault((key, pick.num_classes), []).append(pick)
     if not found:
         raise PlanError(
-            "the loss is no cross-entropy over a vocabulary: it gives no target a probability",
+            "the loss is not a cross-entropy over a vocabulary: it assigns no probability to a target",
             where=where_of(program.node(program.loss)),
-            fix="score a model whose loss is cross_entropy(logits, targets), nll_loss of a log_softmax, or logsumexp "
-            "minus the target's logit",
+            fix=(
+                "use a model with the loss cross_entropy(logits, targets), nll_loss of a log_softmax, or logsumexp "
+                "minus the target's logit"
+            ),
         )
     most = max(num_classes for _, num_classes in found)
     widest = [(key, picks) for (key, num_classes), picks in found.items() if num_classes == most]
@@ -72,7 +74,7 @@ def find_scored(program: Program) -> Scored:
         raise PlanError(
             f"the loss has cross-entropies over {most} classes for several inputs: {told}",
             where=where_of(program.node(widest[1][1][0].node)),
-            fix="score a model that predicts one of them",
+            fix="use a model that predicts one of them",
         )
     ((key, picks),) = widest
     return Scored(key, most, tuple(picks))
@@ -154,7 +156,7 @@ def _key_of(program: Program, target: fx.Node) -> str | None:
         raise PlanError(
             f"the targets of the loss are taken from several inputs: {names}",
             where=where_of(target),
-            fix="score a model whose targets are the labels of one input",
+            fix="use a model with targets from the labels of one input",
         )
     (found,) = writer.sources
     return program.inputs[found.name]

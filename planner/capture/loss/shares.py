@@ -261,7 +261,7 @@ class _Rewriter:
             self._refuse_other_size(node)
             return self._inexact(node)
         if self.kinds[node].name == UNKNOWN and node in self.growing:
-            raise _other_size(node, "adds up terms of which a larger batch has more, each of another part of it")
+            raise _other_size(node, "adds terms of different parts of the batch, more of them for a larger batch")
         if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node)
         if node.target in OVER_ROWS:
@@ -314,7 +314,7 @@ class _Rewriter:
         if node.target in DIVISIONS and not self.at_once:
             above, below = (n if isinstance(n, fx.Node) else None for n in node.args[:2])
             if above is not None and below is not None and self._is_sum(above) and below in self.on_batch:
-                raise _other_size(node, "divides a sum over the batch by a number that is no count of the batch")
+                raise _other_size(node, "divides a sum over the batch by a number that is not a count over the batch")
 
     def _is_sum(self, node: fx.Node) -> bool:
         """Whether a value over the batch is a sum and no mean."""
@@ -396,7 +396,7 @@ def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | 
 
 def _other_size(node: fx.Node, does: str) -> PlanError:
     return PlanError(
-        f"the loss {does}: its mean over microbatches would be of another size than the loss of the global batch",
+        f"the loss {does}: its mean over microbatches would differ from the loss of the global batch",
         where=where_of(node),
         fix="divide the sum over all tokens by a count of the labels, such as mask.sum(); or keep one microbatch "
         "(batch.micro = batch.global, dp: 1)",

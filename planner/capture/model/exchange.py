@@ -151,7 +151,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
         for (_, stop, first), (start, _, second) in pairwise(held):
             if start <= stop:
                 raise PlanError(
-                    f"the parameters {first} and {second} are two, but share memory: an update of one changes both",
+                    f"the parameters {first} and {second} are separate parameters that share memory: an update of "
+                    "one changes both",
                     where=second.rpartition(".")[0],
-                    fix="tie them as one parameter (`b.weight = a.weight`), or give each memory of its own",
+                    fix="tie them as one parameter (`b.weight = a.weight`), or give each its own memory",
                 )

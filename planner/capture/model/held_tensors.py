@@ -60,8 +60,8 @@ class ForeignTensors:
         if tensor.requires_grad and self._exchange.original(tensor) is None:
             raise PlanError(
                 f"the forward computes with a {'parameter' if isinstance(tensor, nn.Parameter) else 'tensor'} "
-                f"{list(tensor.shape)} that asks for a gradient and is none of the model's: no optimizer of "
-                "model.parameters() would train it",
+                f"{list(tensor.shape)} that requires a gradient but is not a parameter of the model: an optimizer "
+                "of model.parameters() would not train it",
                 where=self._sites.here(),
                 fix="register it: make it an nn.Parameter attribute of a module, a list of modules an nn.ModuleList; "
                 "or detach it",
@@ -88,9 +88,9 @@ def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(constants.get(node.name), FakeTensor) and node.users:
             raise PlanError(
-                "the forward computes with a tensor that an earlier call made, or another thread",
+                "the forward computes with a tensor of an earlier call or of another thread",
                 where=where_of(next(iter(node.users))),
-                fix="make it within the forward, or a buffer",
+                fix="create it inside the forward, or make it a buffer",
             )
 
 
@@ -106,14 +106,14 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
         raise PlanError(
             f"the forward reads the memory of {fqn} as {value.dtype}, and precision makes it {owner.dtype}",
             where=where(),
-            fix="make the view in the forward, or leave out precision.parameters",
+            fix="create the view in the forward, or remove precision.parameters",
         )
     views = _geometry(value, values)
     if views is None:
         raise PlanError(
-            f"the forward sees the memory of {fqn} in a way that cannot be told",
+            f"the forward sees the memory of {fqn} in an unsupported way",
             where=where(),
-            fix="make the view in the forward (`self.weight[…]`, `self.weight.t()`)",
+            fix="create the view in the forward (`self.weight[…]`, `self.weight.t()`)",
         )
     stopped = owner.requires_grad and not value.requires_grad
     return (*(((aten.detach.default, ()),) if stopped else ()), *views)

@@ -82,9 +82,9 @@ def _read_config(path: Path) -> Any:
     _refuse_hub_name(path)
     file = path / "config.json" if is_directory(path) else path
     where = Where(file=str(file))
-    content = read_json(file, "config", fix="name a directory with config.json, or a config.json")
+    content = read_json(file, "config", fix="give a directory with config.json, or a config.json")
     if not isinstance(content, dict) or "model_type" not in content:
-        raise PlanError(f"{file} names no model_type", where=where, fix="give the config.json of a transformers model")
+        raise PlanError(f"{file} has no model_type", where=where, fix="use the config.json of a transformers model")
     _refuse_code(content, where)
     try:
         with _offline():
@@ -93,8 +93,8 @@ def _read_config(path: Path) -> Any:
         raise
     except BaseException as error:  # of the user's code: it may derive from any class
         what, fix = (
-            f"{file} is no config that transformers knows: {first_line(error)}",
-            "name the config of one of its models",
+            f"{file} is not a config that transformers supports: {first_line(error)}",
+            "use the config of a transformers model",
         )
         raise PlanError(what, where=where, fix=fix) from error
     if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
@@ -111,10 +111,12 @@ def _refuse_hub_name(path: Path) -> None:
     name = str(path)
     if _HUB_NAME.fullmatch(name) and not name.endswith(".json") and not is_directory(path) and not is_file(path):
         raise PlanError(
-            f"there is no directory {name}, and names of the Hugging Face Hub are not looked up",
+            f"no directory {name}; names on the Hugging Face Hub are not supported",
             where="MODEL",
-            fix=f"make the directory by `hf download {name} --local-dir {path.name}`, then write hf:{path.name}; for a "
-            "plan its config.json is enough",
+            fix=(
+                f"create the directory with `hf download {name} --local-dir {path.name}`, then write "
+                f"hf:{path.name}; for a plan its config.json is enough"
+            ),
         )
 
 
@@ -125,9 +127,9 @@ def _refuse_code(content: dict[str, Any], where: Where) -> None:
     kind = content["model_type"]
     if "auto_map" in content and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise PlanError(
-            f"the model_type {str(kind)[:100]!r} is code that lies beside the config (auto_map); such code is not run",
+            f"the model_type {str(kind)[:100]!r} is code that lies beside the config (auto_map), which is not run",
             where=where,
-            fix="look at that code, and give its class yourself: path/file.py:callable",
+            fix="review that code, and name its class yourself: path/file.py:callable",
         )
 
 

@@ -71,7 +71,7 @@ def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
         model = build()
     named = dict(model.named_parameters(remove_duplicate=False))
     if not all(isinstance(parameter, FakeTensor) for parameter in named.values()):
-        raise CannotRecord("a parameter that was not registered as others are")
+        raise CannotRecord("a parameter that was not registered in the usual way")
     windows = {name: recorder.window(parameter) for name, parameter in named.items()}
     recorder.log.keep_only({window.storage for window in windows.values()})
     for parameter in {id(p): p for p in named.values()}.values():
@@ -81,7 +81,7 @@ def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
             if isinstance(buffer, FakeTensor):
                 module._buffers[name] = recorder.log.value(recorder.window(buffer))
     if any(isinstance(held, FakeTensor) for held in plain_tensors(model)):
-        raise CannotRecord("a tensor that was computed of a parameter, and is no buffer")
+        raise CannotRecord("a tensor computed from a parameter that is not a buffer")
     _recorded[model] = RecordedValues(recorder.log, windows)
     return model
 
@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
             except _ASKS_VALUES:
                 if written:
-                    raise CannotRecord("a write whose shape follows values") from None
+                    raise CannotRecord("a write with a data-dependent shape") from None
         args, kwargs = pytree.tree_map(lambda x: self._value(x) if isinstance(x, FakeTensor) else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, args: Any, kwargs: Any, read: Any, written: Any, given: Any) -> Any:
         if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
-            raise CannotRecord("a generator of its own")
+            raise CannotRecord("its own generator")
         fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         if not fakes:
             self._catch_up()
@@ -204,7 +204,7 @@ class _Recorder(TorchDispatchMode):
             self._waiting = None
         if self._waiting is None:
             if any(torch.equal(state, before) for before, _ in self.log.segments):
-                raise CannotRecord("a state of the generator that was there before")
+                raise CannotRecord("an earlier state of the generator")
             self._waiting = (state, [])
         self._waiting[1].append(number)
 

@@ -57,7 +57,7 @@ def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> 
         return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None)
     name, colon, attribute = reference.rpartition(":")
     if not colon or not name or not attribute:
-        raise PlanError(f"MODEL {shorten(reference)!r} is not understood", fix=f"write {FORMS}")
+        raise PlanError(f"MODEL {shorten(reference)!r} has an unknown form", fix=f"write {FORMS}")
     seed_generators(seed)  # before the import: a file may build its model right there
     source = _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
     seed_generators(seed)
@@ -128,7 +128,7 @@ def _import_error(what: str, error: BaseException, directory: Path) -> PlanError
     package = missing.partition(".")[0]
     if isinstance(error, ImportError) and package in OUR_PACKAGES and (directory / package).exists():
         return PlanError(
-            f"{what} imports its own {package!r}, which meshwright's package of the same name hides",
+            f"{what} imports its own {package!r}, but meshwright's package of this name is loaded instead",
             where=Where(file=str(directory / package)),
             fix=f"rename the directory {package!r}, or import it through a parent package",
         )
@@ -147,7 +147,7 @@ def _attribute(source: ModuleType, attribute: str, reference: str) -> Any:
         except AttributeError:
             known = [name for name in vars(source) if not name.startswith("_") and callable(getattr(source, name))]
             raise PlanError(
-                f"MODEL {shorten(reference)!r}: there is no {shorten(attribute)!r} in {source.__name__}",
+                f"MODEL {shorten(reference)!r}: no {shorten(attribute)!r} in {source.__name__}",
                 where=Where(file=source.__file__ or ""),
                 fix=f"name one of its callables: {', '.join(known[:12]) or 'none is defined'}",
             ) from None

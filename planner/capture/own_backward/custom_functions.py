@@ -39,8 +39,8 @@ from planner.capture.own_backward.trials import RandomBackward, facts_of
 from planner.errors import PlanError
 from planner.graph.ops.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 
-WRITTEN_FIX = "let the forward compute a new tensor (`x * 2` in place of `x.mul_(2)`)"
-HIDDEN_FIX = "give the Function every tensor that it reads as an argument of apply, and return its gradient"
+WRITTEN_FIX = "compute a new tensor in the forward (`x * 2` instead of `x.mul_(2)`)"
+HIDDEN_FIX = "pass every tensor that the Function reads as an argument of apply, and return its gradient"
 
 
 class CustomFunctions:
@@ -89,16 +89,16 @@ class CustomFunctions:
             facts = _aside(lambda: facts_of(use))
         except RandomBackward:
             raise PlanError(
-                f"the backward of {use.name} draws random numbers, which no two layouts would draw alike",
+                f"the backward of {use.name} draws random numbers, which differ between layouts",
                 where=use.where,
-                fix="draw in the forward, and save what was drawn for the backward",
+                fix="draw them in the forward, and save them for the backward",
             ) from None
         top = {id(a) for a in use.args if isinstance(a, Shape)}  # autograd sees no tensor within a list
         reached = tuple(r and id(s) in top for r, s in zip(facts.reached, use.shapes, strict=True))
         if not facts.tried:
             self.notes.append(
-                f"{use.name} at {use.where} does not run by itself on random values: it is computed whole on every "
-                "rank, and nothing could be shown of its backward"
+                f"{use.name} at {use.where} does not run by itself on random values: it is replicated on every "
+                "rank, and its backward could not be tested"
             )
         return Facts(reached, facts.linear, facts.cuts, facts.draws, facts.tried)
 
@@ -145,7 +145,7 @@ class _Look:
         except Exception as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise self._refused(
-                f"{self.use.name} has a backward of its own, and does not run by itself: {why}", HIDDEN_FIX
+                f"{self.use.name} has its own backward, and does not run by itself: {why}", HIDDEN_FIX
             ) from error
 
     def _on_fakes(self) -> Any:
@@ -168,7 +168,7 @@ class _Look:
         with torch.enable_grad(), self.autocast.entered() if self.autocast else nullcontext():
             result = self.use.function.apply(*self.use.given(given))
         if versions != [v._version for v in given]:
-            raise self._refused(f"{self.use.name} has a backward of its own and writes into its arguments", WRITTEN_FIX)
+            raise self._refused(f"{self.use.name} has its own backward and writes into its arguments", WRITTEN_FIX)
         if reads is not None:
             self._backward(result, leaves)
         return pytree.tree_map_only(Tensor, _output, result)
@@ -191,7 +191,7 @@ class _Look:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         name = next((f"{n} of the model" for n, p in named for t in reads.unknown if p is t), "a tensor of the model")
         raise self._refused(
-            f"{self.use.name} has a backward of its own and reads {name}, which is not among its arguments", HIDDEN_FIX
+            f"{self.use.name} has its own backward and reads {name}, which is not among its arguments", HIDDEN_FIX
         )
 
     def _refused(self, what: str, fix: str) -> PlanError:

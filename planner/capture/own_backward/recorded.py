@@ -53,7 +53,7 @@ class GradientAsked(Exception):
 
 
 def _refuse(context: Any, *gradients: Any) -> Any:
-    raise GradientAsked(f"the forward asks for a gradient through {context.name}, which has a backward of its own")
+    raise GradientAsked(f"the forward computes a gradient through {context.name}, which has a backward of its own")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -32,7 +32,7 @@ from planner.capture.python.modules import names_replaced, own_modules
 from planner.capture.python.seeds import TorchSeeds
 from planner.errors import PlanError, Where
 
-FIX = "draw in torch, as torch.rand(()) or F.dropout, which draw anew in each step; or draw outside of the forward"
+FIX = "use torch.rand(()) or F.dropout, which draw new numbers in each step; or draw outside the forward"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
@@ -97,8 +97,7 @@ class PythonDraws:
 
     def _refuse(self, name: str) -> None:
         raise PlanError(
-            f"the forward draws a random number in Python ({name}): a plan would keep that of the capture "
-            "for every step",
+            f"the forward draws a random number in Python ({name}): a plan would freeze that of the capture",
             where=self._sites.here(),
             fix=FIX,
         )

@@ -104,7 +104,7 @@ class EagerAnswers:
     def notes(self) -> list[str]:
         lines = dict.fromkeys(map(str, self.traced.values()))
         return [
-            f"the forward asks whether it is traced, and else looks at values: captured as traced at {line}"
+            f"the forward branches on tracing, and reads values in eager mode: captured as traced at {line}"
             for line in lines
         ]
 

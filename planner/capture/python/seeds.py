@@ -23,8 +23,8 @@ from planner.capture.gradients.call_sites import CallSites, called_by_user
 from planner.errors import PlanError
 
 SEED_FIX = (
-    "draw without a seed, as F.dropout or torch.randn_like, which draw anew in each step; make noise that must repeat "
-    "outside of the forward: a buffer, or an input"
+    "use F.dropout or torch.randn_like without a seed, which draw new numbers in each step; create noise that must "
+    "repeat outside the forward, as a buffer or an input"
 )
 SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "fork_rng")
 _SEED = 0x5EED_0F_0C5  # of no user's
@@ -68,7 +68,7 @@ class TorchSeeds:
         if not self._is_running:
             return
         if isinstance((kwargs or {}).get("generator"), torch.Generator):
-            self._refuse("draws from a torch.Generator of its own", "a plan has no state of it to go on from")
+            self._refuse("draws from its own torch.Generator", "a plan cannot save its state")
         if torch.default_generator.initial_seed() != _SEED:
             self._refuse("sets the seed of PyTorch", _REPEATED)
 
@@ -87,7 +87,7 @@ class TorchSeeds:
         raise PlanError(f"the forward {does}: {why}", where=self._sites.here(), fix=SEED_FIX)
 
 
-_REPEATED = "one process repeats the noise, a plan would draw new noise"
+_REPEATED = "one process repeats the noise, but a plan would draw new noise"
 
 
 @contextmanager

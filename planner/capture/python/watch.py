@@ -33,9 +33,7 @@ from planner.errors import PlanError, Where
 from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 
-STATE_FIX = (
-    "a plan holds for every step: give what changes from step to step as an input of the forward, or compute it outside"
-)
+STATE_FIX = "a plan is the same for every step: pass changing values as inputs of the forward, or compute them outside"
 
 
 class ForwardWatch:
@@ -150,7 +148,8 @@ class ForwardWatch:
         for change in self._changes:
             if change.is_a_draw:
                 raise PlanError(
-                    f"the forward draws random numbers in Python ({change.what}): a plan would keep the captured ones",
+                    f"the forward draws random numbers in Python ({change.what}): a plan would freeze those of the "
+                    "capture",
                     where=line_that_changes(change.holder.read, lambda: self._call(kwargs)) or change.where,
                     fix=DRAW_FIX,
                 )
@@ -182,8 +181,8 @@ class ForwardWatch:
 
     def _changing(self, where: Where | None) -> PlanError:
         return PlanError(
-            "the forward does not compute the same in each call: something in Python changes from call to call, and a "
-            "plan would keep that of the capture",
+            "the forward computes differently in each call: Python state changes between calls, and a plan would "
+            "freeze that of the capture",
             where=where,
             fix=STATE_FIX,
         )
@@ -236,7 +235,7 @@ class ForwardWatch:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), clocks) from error
         if differing is not None:
             raise self._depends(where_of(differing), clocks)
-        asked = "the forward asks for the time at {}: nothing that it computed depended on the answer"
+        asked = "the forward reads the time at {}: its result did not depend on it"
         self.notes += [asked.format(where) for where in clocks]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -265,14 +264,14 @@ class ForwardWatch:
         changed = self._doubtful or (self._changes if not self._draws.clocks else [])
         if not changed:
             return PlanError(
-                "the forward computes with the time of day: a plan would keep that of the capture",
+                "the forward computes with the time of day: a plan would freeze that of the capture",
                 where=clocks[0],
                 fix=STATE_FIX,
             )
         names = ", ".join(dict.fromkeys(change.what for change in changed[:3]))
         line = next((w for w in (change.where for change in changed) if w.line), where)
         return PlanError(
-            f"the forward depends on what earlier calls left in Python ({names}): a plan would keep that",
+            f"the forward depends on Python state of earlier calls ({names}): a plan would freeze it",
             where=line,
             fix=STATE_FIX,
         )

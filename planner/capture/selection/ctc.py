@@ -62,7 +62,7 @@ def spelled_ctc(
     given, lengths = _tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs)
     rows = targets if targets.dim() == 2 else selected.in_rows(targets, lengths)
     if rows is None:
-        refuse("ctc_loss is given the targets of all sequences in one row, and only data tells where each ends", FIX)
+        refuse("ctc_loss gets the targets of all sequences in one row, with data-dependent ends", FIX)
     losses = ctc_losses(log_probs, rows, given, lengths, blank, zero_infinity)
     how = _REDUCTIONS[reduction] if isinstance(reduction, str) else reduction
     if how == _REDUCTIONS["none"]:

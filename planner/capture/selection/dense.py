@@ -125,7 +125,7 @@ class _Rewriter:
             return made
         where = reader if reader.op == "call_function" else node
         if made is COUNT:
-            raise refused(where, "Python computes with the number of rows that data selects")
+            raise refused(where, "Python computes with the number of selected rows")
         raise refused(where, f"the shape of what {name_of(node)} makes depends on data")
 
     def _number(self, node: fx.Node, value: Any) -> Any:
@@ -142,7 +142,7 @@ class _Rewriter:
         if packet_of(node.target) not in SELECTIONS and not is_where:
             return None
         if not isinstance(given[0], fx.Node):
-            raise refused(node, "rows are selected of what was selected")
+            raise refused(node, "rows are selected from selected rows")
         space = self._space(given[0])
         self._note(space, node.meta["val"])
         dims = tuple(range(len(space.shape)))
@@ -190,7 +190,7 @@ class _Rewriter:
         if not slots.fit(x, space) or (slots.dims[0] != row_dim(node.meta["val"])):
             raise refused(node, f"the shape of what {name_of(node)} makes depends on data")
         if set(slots.of_mask) & set(space.gone) and x.meta["val"].dtype == torch.bool:
-            raise refused(node, "bools are read at positions that data selects")
+            raise refused(node, "bools are read at selected positions")
         self._note(space, node.meta["val"])
         rows = read(self.write, space, x, slots)
         return Rows(space, self._kept_small(space, rows, slots.dims[0]), (x, slots))
@@ -244,9 +244,9 @@ class _Rewriter:
         rows = self._written(node, space, self.env[source], source)
         adds = adds_to(node)
         if rows is None or adds is None or not slots.fit(out, space):
-            raise refused(node, f"{name_of(node)} writes what is not the rows that were selected")
+            raise refused(node, f"{name_of(node)} writes values other than the selected rows")
         if not adds and not set(space.kept) <= set(slots.of_mask):
-            raise refused(node, "several selected rows may be written to one place")
+            raise refused(node, "several selected rows may be written to one position")
         if self._writes_nothing(space):
             return out
         if packet is aten.index_add and given["alpha"] != 1:
@@ -278,7 +278,7 @@ class _Rewriter:
                     return tuple(Positions(made.space, dims) for dims in found)
                 if found is not None:
                     return Positions(made.space, found)
-        raise refused(node, f"{name_of(node)} computes with the positions of rows that data selects")
+        raise refused(node, f"{name_of(node)} computes with the positions of selected rows")
 
     def _rows(self, node: fx.Node) -> Rows:
         value = node.meta["val"]
@@ -290,9 +290,9 @@ class _Rewriter:
         rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
         counts = packet_of(node.target) in SIZED and all(self.env[n] is COUNT for n in rests)
         if any(self.env[n] is COUNT for n in rests) and not counts:
-            raise refused(node, "the number of rows that data selects is computed with")
+            raise refused(node, "the number of selected rows is used in a computation")
         if (rests and not counts) or not acts_on_each_row(node, inputs, row_dim(value)):
-            what = f"the shape of what {name_of(node)} reads depends on data, and it may not act on each row alone"
+            what = f"the shape of what {name_of(node)} reads depends on data, and it may mix rows"
             raise refused(node, what)
         guarded = self._guarded(node, space, inputs)
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
@@ -306,7 +306,7 @@ class _Rewriter:
     def _piece(self, node: fx.Node, made: Any) -> Rows:
         index: Any = node.args[1]
         if not isinstance(made, Rows):
-            raise refused(node, "a list of what data selects is taken apart")
+            raise refused(node, "a list of selections is unpacked")
         return Rows(made.space, self.write.emit(getitem, (made.node, index), {}, made.node.meta["val"][index]))
 
     def _space_of(self, node: fx.Node, value: Any) -> Space:
@@ -345,7 +345,7 @@ class _Rewriter:
     def _check(self, node: fx.Node, made: fx.Node, space: Space) -> None:
         for before, after in zip(tensors(node.meta["val"]), tensors(made.meta["val"]), strict=True):
             if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
-                raise refused(node, f"{name_of(node)} does not keep the rows that data selects apart")
+                raise refused(node, f"{name_of(node)} mixes the selected rows")
 
     def _kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
         """float16 has so little range that a row which nobody selected may leave it."""

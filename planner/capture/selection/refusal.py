@@ -8,9 +8,10 @@ from planner.errors import PlanError
 from planner.graph.source_lines import where_of
 
 SELECTION_FIX = (
-    "rows that data selects (token = torch.where(mask)[0]; x[token] or x[mask]) may go through what acts on each row "
-    "alone (linear, activations, norms of features, no statistics over rows, no count of them) and then back to where "
-    "they came from: out.index_add_(0, token, y), out[token] += y, out[mask] = y; else keep all rows, with torch.where"
+    "selected rows (token = torch.where(mask)[0]; x[token] or x[mask]) may pass only through row-wise ops "
+    "(linear, activations, norms over features; no statistics over rows, no count of rows), and must then be "
+    "written back to their positions: out.index_add_(0, token, y), out[token] += y, out[mask] = y; otherwise "
+    "compute all rows, with torch.where"
 )
 
 

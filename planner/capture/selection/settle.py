@@ -11,10 +11,10 @@ from planner.capture.selection.questions import Questions
 from planner.capture.selection.space import Keys
 from planner.errors import PlanError, Where
 
-TOLD = "all rows are computed where data selects some, and a mask lets those through"
+TOLD = "selected rows are computed densely: all rows, with a mask on the result"
 EMPTY_FIX = (
-    "`if mask.any():` and the like may skip what is done with the selected rows, and nothing else: "
-    "what the forward does where no row is selected must be the same without the question"
+    "branches such as `if mask.any():` may skip only computation on the selected rows: with no row selected, the "
+    "forward must give the same result without the branch"
 )
 
 
@@ -32,7 +32,7 @@ def compute_all_rows(
     for questions, other in others:
         if not _are_same(with_all_rows(module, questions.empty), with_all_rows(other), questions.empty):
             raise PlanError(
-                "the model cannot be captured: what it does depends on whether data selects any row (data-dependent)",
+                "the model cannot be captured: its computation depends on whether any row is selected (data-dependent)",
                 where=asked.asked[0],
                 fix=EMPTY_FIX,
             )

@@ -80,9 +80,9 @@ class PlaceWriter:
         if node.target in CHOICES:
             return self._moved(node, held)
         raise PlanError(
-            "which label of the batch each target is cannot be told behind this call",
+            "the label of each target cannot be traced through this call",
             where=where_of(node),
-            fix="give the loss the batch's labels themselves: shifted, cut, padded or joined, and nothing else",
+            fix="pass the batch's labels to the loss: only shifted, sliced, padded or concatenated",
         )
 
     def _moved(self, node: fx.Node, held: dict[fx.Node, Any]) -> Any:

@@ -59,8 +59,8 @@ class AttentionSite:
         """``3 heads are not divisible by tp = 2; nearest valid tp: 1, 3``."""
         if self.divides(tp):
             if not self.heads:
-                return "it has no dim of heads that a rule could cut"
-            return f"no rule carries a cut of its {count(self.heads, 'head')} through to its operands"
+                return "it has no dim of heads that a rule could shard"
+            return f"no rule propagates sharding of its {count(self.heads, 'head')} through to its operands"
         return (
             f"{self.words('head')} {'is' if self.heads == 1 else 'are'} not divisible by tp = {tp}; "
             f"{nearest_words([self.heads], tp)}"
@@ -177,5 +177,5 @@ def check_attention(program: Program, placements: Placements, sites: tuple[Atten
     raise PlanError(
         f"attention: {site.words('query head')} not divisible by tp = {tp}",
         where=where_of(site.node),
-        fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to have it whole on every rank",
+        fix=f"choose tp from {choice}, or set tensor_parallel.overrides: {{{listed}}} to replicate it",
     )

@@ -53,8 +53,8 @@ def asked_of(program: Program, overrides: Mapping[str, str]) -> dict[str, Asked]
         if all(found[name].style != style for name in hits):
             later = found[hits[0]]
             raise PlanError(
-                f"tensor_parallel.overrides: `{pattern}: {style}` decides nothing, `{later.pattern}: {later.style}` "
-                f"comes later and names {program.parameters[hits[0]]} too",
+                f"tensor_parallel.overrides: `{pattern}: {style}` has no effect: `{later.pattern}: {later.style}` "
+                f"comes later and matches {program.parameters[hits[0]]} too",
                 where=Asked(pattern, style).path,
                 fix="remove one of the two, or write the narrower glob last (names of a tied weight are one parameter)",
             )

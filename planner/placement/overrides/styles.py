@@ -71,7 +71,7 @@ class Overrides:
                 for reader, position in self.candidates.reading(node):
                     others = [i for i in range(len(reader.all_input_nodes)) if i != position]
                     if any(self._is_torn(options, reader, i) for i in others):
-                        self._refuse(name, wish, "the features that it meets are whole", set())
+                        self._refuse(name, wish, "the features that it is applied to are not sharded", set())
 
     def _is_torn(self, options: Mapping[str, Option], reader: fx.Node, position: int) -> bool:
         wanted = options[reader.name].args[position]
@@ -114,22 +114,22 @@ class Overrides:
         if self._is_vector(node) and style in ("row", "expert"):
             return "it is a vector"
         if style == "vocab" and not any(r.target is aten.embedding.default or _meets_a_loss(r) for r in node.users):
-            return "it is no table of a vocabulary"
+            return "it is not a vocabulary table"
         uneven = [d for d, n in enumerate(shape) if n % self.candidates.tp]
         if style == "expert" and len(shape) < 3:
-            return "it is no stack of matrices"
+            return "it is not a stack of matrices"
         if uneven:
             dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
             nearest = nearest_words([shape[d] for d in uneven], self.candidates.tp)
             return f"{dims} not divisible by tp = {self.candidates.tp}, {nearest}"
-        return "nothing that reads it can compute on such a part"
+        return "no op that reads it can run on such a shard"
 
     def _refuse(self, name: str, wish: Asked, why: str, possible: set[str]) -> None:
         styles = ", ".join(sorted(possible | {"replicate"}))
         raise PlanError(
             f"tensor_parallel.overrides: {self.program.parameters[name]} cannot be {wish.style}: {why}",
             where=wish.path,
-            fix=f"it can be {styles}; or leave it out, and the solver decides",
+            fix=f"it can be {styles}; or remove it, and the solver decides",
         )
 
     def _module(self, name: str) -> str:

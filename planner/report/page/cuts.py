@@ -70,7 +70,7 @@ def draw(p: ParameterPlan, mesh: Mesh, numbers: Sequence[int] = ()) -> Drawing:
         right, down = (spans, down) if is_right else (right, spans)
         words.append(f"dim {p.dim} over {p.axis} {mesh.size(p.axis)}")
     parts = tuple(_part(x, y, w, h, column, row) for y, h, row in down for x, w, column in right)
-    return Drawing(height, parts, ", ".join(words) or "whole on every rank")
+    return Drawing(height, parts, ", ".join(words) or "replicated")
 
 
 def _height(shape: Sequence[int]) -> float:

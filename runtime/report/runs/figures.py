@@ -48,11 +48,11 @@ class Figure:
 FIGURES = (
     Figure("loss", "Loss", "mean over tokens", plain, "one_process_loss", "one process"),
     Figure("validation_loss", "Validation loss", "mean over tokens"),
-    Figure("grad_norm", "Norm of the gradient"),
+    Figure("grad_norm", "Gradient norm"),
     Figure("lr", "Learning rate"),
-    Figure("tokens_per_s", "Tokens a second"),
-    Figure("step_seconds", "Seconds a step"),
-    Figure("data_share", "Time spent on data", "share of a step", share),
+    Figure("tokens_per_s", "Tokens per second"),
+    Figure("step_seconds", "Seconds per step"),
+    Figure("data_share", "Time waiting for data", "share of a step", share),
     Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
     Figure("memory_bytes", "Memory", "peak of the fullest rank", size, is_bytes=True),
     Figure("peak_share", "FLOP/s per device", "share of its peak", share),
@@ -87,7 +87,7 @@ def lines_of(figure: Figure, runs: Sequence[Run]) -> list[Line]:
 
 
 COLUMNS = (
-    "run", "steps", "first loss", "last loss", "lowest validation", "tokens/s", "s a step", "memory", "bubble",
+    "run", "steps", "first loss", "last loss", "lowest validation", "tokens/s", "s per step", "memory", "bubble",
     "planned bubble", "skipped",
 )  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_work_that_ran_or_was_never_put_aside_does_not_run():
         pass
     handle.run((0, 0))
     for key in ((0, 0), (0, 1)):
-        with pytest.raises(AssertionError, match="no backward has put work aside"):
+        with pytest.raises(AssertionError, match="no backward has deferred work"):
             handle.run(key)
 
 
@@ -85,7 +85,7 @@ def test_outside_of_a_backward_that_waits_nothing_is_put_aside():
     with handle.put_aside(None):
         assert not handle.waits
     assert handle.num_waiting == 0
-    with pytest.raises(AssertionError, match="nothing is put aside now"):
+    with pytest.raises(AssertionError, match="no work is being deferred"):
         handle.keep(lambda given: None)
 
 

@@ -79,12 +79,12 @@ ovrlap: 0.5
 unknown key 'fp16' in device.flops
   at:  cluster.yaml:4
   fix: did you mean 'float16'?
-device.flops.float32 is 3 operations a second: no machine has less than 1e+08
+device.flops.float32 is 3 FLOP/s: no machine has less than 1e+08
   at:  cluster.yaml:4
-  fix: write it out: a TFLOP/s is 1.0e12
-device.flops.bfloat16 is 1e+25 operations a second: no machine has more than 1e+18
+  fix: write FLOP/s: a TFLOP/s is 1.0e12
+device.flops.bfloat16 is 1e+25 FLOP/s: no machine has more than 1e+18
   at:  cluster.yaml:4
-  fix: write it out: a TFLOP/s is 1.0e12
+  fix: write FLOP/s: a TFLOP/s is 1.0e12
 device.memory is 80 bytes: no machine has less than 1e+07
   at:  cluster.yaml:5
   fix: write bytes: a GB is 1.0e9
@@ -97,9 +97,9 @@ device.product_fraction is 1.2, it must be more than 0 and at most 1
 device.launch is 5 seconds: no machine has more than 1
   at:  cluster.yaml:8
   fix: write seconds: a microsecond is 1.0e-6
-links.0.bandwidth is 100 bytes a second: no machine has less than 100000
+links.0.bandwidth is 100 bytes per second: no machine has less than 100000
   at:  cluster.yaml:10
-  fix: write bytes a second: a GB/s is 1.0e9
+  fix: write bytes per second: a GB/s is 1.0e9
 links.1.devices must be a whole number, not the string 'many'
   at:  cluster.yaml:11
   fix: write a whole number of at least 1
@@ -115,7 +115,7 @@ unknown key 'ovrlap'
 @pytest.mark.parametrize(
     ("devices", "what", "fix"),
     [
-        (12, "links.1.devices = 12 is no multiple of the 8 devices of the link before it", "set it to 8 or 16"),
+        (12, "links.1.devices = 12 is not a multiple of the 8 devices of the link before it", "set it to 8 or 16"),
         (8, "links.1.devices is 8, and the link before it joins 8 already", "list links from the inside outwards"),
         (4, "links.1.devices is 4, and the link before it joins 8 already", "list links from the inside outwards"),
     ],
@@ -130,7 +130,7 @@ def test_a_link_joins_whole_groups_of_the_one_before(tmp_path, devices, what, fi
 
 def test_a_bandwidth_that_grows_outwards_is_a_warning_at_its_line(tmp_path):
     (warning,) = read(tmp_path, GOOD.replace("12.5e9", "100.0e10")).warnings()
-    assert "outside carries 1e+12 bytes a second for each device, more than inside" in warning.what
+    assert "outside carries 1e+12 bytes per second per device, more than inside" in warning.what
     assert str(warning.where) == "cluster.yaml:9"
 
 

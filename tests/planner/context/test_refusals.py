@@ -48,7 +48,7 @@ def test_a_model_without_a_sequence_among_its_inputs_is_refused() -> None:
     entry = build("vit")
     inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
     error = error_of(entry.model, inputs=inputs)
-    assert error.what == "cp = 2: no input has a sequence that could be cut"
+    assert error.what == "cp = 2: no input has a sequence to shard"
     assert str(error.where) == "mesh.cp"
 
 

@@ -328,8 +328,8 @@ def test_what_chooses_something_else_is_no_layer_of_experts(layer):
     ("layer", "why"),
     [
         (experts.Differing, "the branches of its 4 numbers differ from each other"),
-        (experts.Missing, "weights of their own have 3 of its 4 numbers, in 3 branches"),
-        (experts.OfOthers, "its 4 experts read 2 values, not the tokens alone"),
+        (experts.Missing, "they have weights for 3 of its 4 numbers, in 3 branches"),
+        (experts.OfOthers, "its 4 experts read 2 values, not only the tokens"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

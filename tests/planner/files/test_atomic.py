@@ -87,11 +87,11 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("kind", ["a link", "a directory", "a pipe", "a file with other names"])
+@pytest.mark.parametrize("kind", ["a link", "a directory", "a pipe", "a file with more than one hard link"])
 def test_a_lock_is_a_regular_file_of_one_name(tmp_path: Path, kind: str) -> None:
     victim, path = tmp_path / "victim", tmp_path / ".lock"
     victim.write_text("precious")
-    make = {"a link": path.symlink_to, "a file with other names": path.hardlink_to}
+    make = {"a link": path.symlink_to, "a file with more than one hard link": path.hardlink_to}
     if kind in make:
         make[kind](victim)
     elif kind == "a directory":

@@ -44,7 +44,7 @@ def test_what_is_no_plain_value_is_refused_with_the_reason(text, why):
 def test_a_file_that_is_no_json_is_one_plan_error(tmp_path):
     path = tmp_path / "it.json"
     path.write_text('{"a": ')
-    with pytest.raises(PlanError, match="the index is damaged or cut short: Expecting value") as caught:
+    with pytest.raises(PlanError, match="the index is damaged or truncated: Expecting value") as caught:
         read_json(path, "index", fix="give one", damaged="save it again")
     assert (caught.value.where, caught.value.fix) == (str(path), "save it again")
     path.write_text("[1]")

@@ -159,7 +159,7 @@ class Vectors(nn.Module):
     ],
 )
 def test_a_tp_that_cuts_nothing_is_an_error_with_one_that_does(make, tp, fix):
-    with pytest.raises(PlanError, match=f"tp = {tp} cuts nothing") as caught:
+    with pytest.raises(PlanError, match=f"tp = {tp} shards nothing") as caught:
         planned(make, batch(), tp)
     assert str(caught.value).endswith(f"fix: {fix}")
     assert "at:  mesh.tp" in str(caught.value)

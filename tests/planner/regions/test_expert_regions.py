@@ -125,7 +125,7 @@ def test_what_holds_the_exchange_is_refused_by_line_and_dense_blocks_are_capture
     decided = made("deepseek_v3", SPREAD, *scope)
     (refused,) = [row for row in decided.graph_regions if not row.captured]
     assert refused.block == "model.layers.1"
-    assert "rows go to the ranks of their experts, and the host waits to know how many" in refused.reason
+    assert "rows are dispatched to the ranks of their experts, and the host waits for the counts" in refused.reason
     assert "modeling_deepseek_v3.py:" in refused.reason
     assert sum(row.captured for row in decided.graph_regions) == kept
     assert refused.reason.partition("(")[0] in decided.describe()
@@ -135,7 +135,7 @@ def test_what_holds_the_exchange_is_refused_by_line_and_dense_blocks_are_capture
 @pytest.mark.parametrize("scope", ["moe", "mlp", "full_iteration"])
 @pytest.mark.parametrize("name", ["mixtral", experts.columns], ids=called)
 def test_experts_on_other_ranks_are_in_no_graph(name, scope):
-    with pytest.raises(PlanError, match=r"no CUDA graph can .*the host waits to know how many") as error:
+    with pytest.raises(PlanError, match=r"no CUDA graph can .*the host waits for the counts") as error:
         made(name, SPREAD, scope)
     assert ".py:" in str(error.value)
 
@@ -164,14 +164,16 @@ def test_experts_whose_sizes_are_fixed_are_captured_whole(way):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_rows_sorted_by_expert_are_not_of_a_fixed_number(name):
-    with pytest.raises(PlanError, match="follows the routing: moe needs slots of one size") as error:
+    with pytest.raises(PlanError, match="depends on the routing: moe needs fixed-size slots") as error:
         made(name, ONE, "moe")
     assert "mlp.experts   (moe.py:" in str(error.value)
 
 
 @pytest.mark.parametrize("scope", ["mlp", "full_iteration"])
 def test_grouped_products_that_are_a_loop_in_python_are_refused_by_line(scope):
-    with pytest.raises(PlanError, match=r"grouped_mm_fallback\.default reads on the host") as error:
+    with pytest.raises(
+        PlanError, match=r"grouped_mm_fallback\.default reads the row counts of experts on the host"
+    ) as error:
         made("mixtral", ONE, scope)
     assert "mlp.experts   (moe.py:" in str(error.value)
 
@@ -183,5 +185,5 @@ def test_what_only_looks_like_experts_is_said_where_a_router_is_asked_for():
         spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs}
         return plan(model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": ["moe_router"]}})
 
-    with pytest.raises(PlanError, match=r"part moe_router .* looks like experts is not understood"):
+    with pytest.raises(PlanError, match=r"part moe_router .* apparent experts are not recognized"):
         missing()

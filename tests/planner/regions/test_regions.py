@@ -103,7 +103,7 @@ def test_a_function_with_its_own_backward_is_not_captured_and_says_so():
 
 @pytest.mark.parametrize("scope", ["mlp", "full_iteration"])
 def test_a_model_of_which_nothing_can_be_captured_is_refused_by_op_and_line(scope):
-    with pytest.raises(PlanError, match=r"no CUDA graph can .*Rounded\(_, 8\) is an autograd.Function") as error:
+    with pytest.raises(PlanError, match=r"no CUDA graph can .*Rounded\(_, 8\) is a custom autograd.Function") as error:
         planned("own-round", scope)
     assert "layers.0.parts.mlp   (own_functions.py:" in str(error.value)
     assert "impl: none" in error.value.fix

@@ -41,7 +41,7 @@ def test_an_op_without_a_rule_is_listed_with_its_line():
 
 def test_a_model_that_is_not_there_is_an_error_and_exit_1(capsys):
     assert main(["hf:no-such-directory"]) == 1
-    assert "there is no directory no-such-directory" in capsys.readouterr().err
+    assert "no directory no-such-directory" in capsys.readouterr().err
 
 
 def test_a_spec_gives_the_inputs():

@@ -23,6 +23,6 @@ def test_an_exchange_of_one_ep_ranks_experts_alone_is_refused_at_its_line() -> N
     first = TypeChange(0, of_expert[0].name, P, I, how, ("reader",), "etp")
     last = replace(first, value=of_expert[3].name)
     check_experts_alike([[first, last]], program, made.mesh)
-    with pytest.raises(PlanError, match="experts of different ep ranks would exchange different things") as caught:
+    with pytest.raises(PlanError, match="experts on different ep ranks would run different collectives") as caught:
         check_experts_alike([[first]], program, made.mesh)
     assert "experts.py:" in str(caught.value.where)

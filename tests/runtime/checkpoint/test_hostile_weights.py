@@ -66,13 +66,13 @@ def test_links_of_a_cache_are_followed_to_regular_files(tmp_path):
 
 def test_a_header_of_an_absurd_size_is_refused_before_memory_is_taken(tmp_path):
     path = tmp_path / SINGLE
-    for told, words in [(2**63, "cut short"), (100, "cut short"), (1 << 30, "header of 1,073,741,824 bytes")]:
+    for told, words in [(2**63, "truncated"), (100, "truncated"), (1 << 30, "header of 1,073,741,824 bytes")]:
         with path.open("wb") as file:
             file.write(struct.pack("<Q", told) + b"{}")
             file.truncate((2 << 30) if told == 1 << 30 else 50)
         assert words in error(tmp_path)
     path.write_bytes(b"1234")
-    assert "cut short" in error(tmp_path)
+    assert "truncated" in error(tmp_path)
 
 
 def test_an_index_that_is_no_index_is_one_error(tmp_path):
@@ -84,7 +84,7 @@ def test_an_index_that_is_no_index_is_one_error(tmp_path):
         "9" * 9000,
     ):
         (tmp_path / INDEX).write_text(text)
-        assert "the index is damaged or cut short" in error(tmp_path)
+        assert "the index is damaged or truncated" in error(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x" * 5000: "a.safetensors"}}))
     assert "which does not hold it" in error(tmp_path)
 

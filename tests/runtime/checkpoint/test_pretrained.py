@@ -192,7 +192,7 @@ DAMAGES = {
     "index outside": (lambda d: shards(d, seen="../b.safetensors"), r"places seen in '\.\./b\.safetensors', which"),
     "index wrong file": (lambda d: shards(d, seen="a.safetensors"), r"places seen in a\.safetensors, which does not"),
     "index incomplete": (without_index_entry, r"a\.safetensors holds scale, which the index does not list"),
-    "index cut short": (lambda d: shards(d, lambda text: text[:-9]), "the index is damaged or cut short"),
+    "index cut short": (lambda d: shards(d, lambda text: text[:-9]), "the index is damaged or truncated"),
     "index empty": (lambda d: shards(d, lambda text: "{}"), "has no weight_map"),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_bad_input_is_one_message_and_exit_code_2(saved: tuple[Path, Path], tmp_
         ((GPT_SPEC, GPT_SPEC), ["are not saved plans", "fix: add --model MODEL"]),
         ((*saved, "--model", GPT), ["these are two saved plans", "--model", "fix:"]),
         ((saved[0], newer), ["the plan has version 2, this program reads version 1", "newer.json"]),
-        ((saved[0], torn), ["the plan is damaged or cut short", "torn.json", "fix: save the plan again"]),
+        ((saved[0], torn), ["the plan is damaged or truncated", "torn.json", "fix: save the plan again"]),
         ((text, text), ["are not saved plans", "fix:"]),
         ((text, text, "--model", GPT), ["SpecError"]),
         ((saved[0], tmp_path / "none.json"), ["there is no plan or spec file", "none.json"]),

@@ -163,7 +163,10 @@ def test_bad_input_is_one_message(files: Path, options: list[str], what: str) ->
     [
         (("", "data: {inputs: {targets: segments}}"), "the input 'targets' is fed by segments"),
         (("SPEC", "data: {objective: masked}"), "data.objective is masked"),
-        (("targets", "data: {inputs: {targets: labels}}"), "from a window that holds it: it does not shift them"),
+        (
+            ("targets", "data: {inputs: {targets: labels}}"),
+            "from a window that contains it: it does not shift its labels",
+        ),
     ],
 )
 def test_a_spec_of_another_task_is_refused(files: Path, change: tuple[str, str], what: str) -> None:

@@ -17,7 +17,7 @@ from tests.tools.graphed_runs import Trained, engine_of, train
 
 NAME, BLOCKS, MICROBATCHES = "gpt2-dropout", 4, 4
 KINDS = ("selective", "full")
-CAPTURED = "a graph captured it before it was compiled"
+CAPTURED = "a graph was captured before its compilation"
 
 
 def check_equal(found: Trained, expected: Trained) -> None:

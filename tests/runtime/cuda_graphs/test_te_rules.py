@@ -138,7 +138,7 @@ def with_sample(*values: Any) -> Callable[[GraphArguments], GraphArguments]:
 WRONG: dict[str, tuple[Callable[[GraphArguments], GraphArguments], str]] = {
     "a module missing": (lambda made: replace(made, modules=made.modules[:-1]), "2 layers, but 1 modules"),
     "hooks missing": (lambda made: replace(made, hooks=[]), "2 layers, but hooks of 0"),
-    "an input missing": (lambda made: replace(made, sample_args=made.sample_args[1:]), "4 microbatches, and 7 inputs"),
+    "an input missing": (lambda made: replace(made, sample_args=made.sample_args[1:]), "4 microbatches, but 7 inputs"),
     "no module": (
         lambda made: replace(made, modules=(made.modules[0], print)),
         "callable 1 is not a module but a builtin",

@@ -96,7 +96,7 @@ def test_a_mixture_of_the_spec_is_that_of_the_options_which_win(tmp_path, monkey
     with pytest.raises(PlanError, match=r"data\.mixture: no file or directory none\.txt") as error:
         job_in(spec, "{none.txt: 1}")
     assert str(error.value.where) == "spec.yaml:2"
-    with pytest.raises(PlanError, match="there is no text to train on"):
+    with pytest.raises(PlanError, match="no text to train on"):
         job_in(spec, "{}")
     with pytest.raises(PlanError, match=r"data\.mixture"):
         job_in(spec, "{here.txt: 0}")

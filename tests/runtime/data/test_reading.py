@@ -36,7 +36,7 @@ def test_identity_changes_with_the_content(tmp_path: Path) -> None:
 
 def test_nothing_to_read_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(PlanError, match="no bytes"):
+    with pytest.raises(PlanError, match="the data is empty"):
         read_tokens(str(tmp_path / "empty"))
     with pytest.raises(PlanError, match="no file or directory no_such_file"):
         read_tokens("no_such_file")

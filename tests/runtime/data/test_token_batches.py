@@ -97,12 +97,12 @@ def test_without_packing_windows_stay_inside_documents(make_tokens: Make) -> Non
     ("keys", "words", "where"),
     [
         ({"inputs": {"pixels": TOKENS}}, "cannot feed the input 'pixels'", "inputs.pixels"),
-        ({"data": {"inputs": {"ids": "tokens"}}}, "data.inputs names 'ids', which is no input", "data.inputs.ids"),
+        ({"data": {"inputs": {"ids": "tokens"}}}, "data.inputs has 'ids', which is not an input", "data.inputs.ids"),
         ({"inputs": {"x": TOKENS, "y": {**TOKENS, "shape": [5]}}}, "the inputs differ: x 4, y 5", "inputs"),
         ({"inputs": {"x": {**TOKENS, "shape": [4, 2]}}}, r"has the shape \[4, 2\]", "inputs.x.shape"),
         (
             {"inputs": {"x": TOKENS, "next_sentence_label": {"shape": [], "dtype": "int64"}}},
-            "fed by sentence_order, which this objective does not make",
+            "fed by sentence_order, which this objective does not provide",
             "inputs.next_sentence_label",
         ),
     ],

@@ -41,8 +41,8 @@ def test_the_default_group_carries_the_device_or_one_is_made_beside_it(backends,
     ("backends", "device", "backend", "told"),
     [
         (NCCL, "cpu", "gloo", "uses only NCCL, but this run computes on the CPU"),
-        ({"cpu": "mpi", "cuda": "mpi"}, "cuda", "nccl", "talks over mpi"),
-        ({"cpu": "fake", "cuda": "fake"}, "cpu", "gloo", "talks over fake"),
+        ({"cpu": "mpi", "cuda": "mpi"}, "cuda", "nccl", "uses mpi"),
+        ({"cpu": "fake", "cuda": "fake"}, "cpu", "gloo", "uses fake"),
     ],
     ids=str,
 )

@@ -68,11 +68,11 @@ REFUSED = {
         r"torch differs between ranks: rank 1 of 3 \(rank 1 has 2.11, most have 2.13\)",
     ),
     "a rank without a device": (
-        [CPU, Seat(error=("nothing says which", "LOCAL_RANK", "set it")), CPU],
+        [CPU, Seat(error=("it is not known which", "LOCAL_RANK", "set it")), CPU],
         1,
-        "rank 1: nothing says which",
+        "rank 1: it is not known which",
     ),
-    "no rank has a device": ([Seat(error=("nothing says which", "", ""))] * 2, 1, "^nothing says which$"),
+    "no rank has a device": ([Seat(error=("it is not known which", "", ""))] * 2, 1, "^it is not known which$"),
 }
 
 

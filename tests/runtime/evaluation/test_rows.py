@@ -54,7 +54,7 @@ def test_a_token_that_the_loss_ignores_by_value_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("is_scored", "what"),
-    [([[0, 0, 1, 1]] * 2, "the loss does not score every token"), ([[1] * 4] * 2, "it does not shift them")],
+    [([[0, 0, 1, 1]] * 2, "the loss does not score every token"), ([[1] * 4] * 2, "it does not shift its labels")],
 )
 def test_a_model_that_predicts_other_tokens_is_told(is_scored: list[list[int]], what: str) -> None:
     with pytest.raises(PlanError, match=what):

@@ -90,7 +90,7 @@ def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
             tuple(measured(replace(made, memory=(less,)), load_model(model_ref), two(spec, made)).rows)
         )
         assert [row.category for row in report.rows if not row.passed] == [part]
-        assert "NOT AS PREDICTED" in str(report)
+        assert "DIFFERS FROM THE PLAN" in str(report)
 
 
 def two(spec: Spec, made: Plan) -> list:

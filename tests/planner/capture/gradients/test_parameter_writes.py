@@ -77,7 +77,7 @@ def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
 
     model = OneBody(body)
     model.register_buffer("seen", torch.zeros(()))
-    assert capture(model, batch()).notes == ["the forward updates buffer seen: the update is not carried out"]
+    assert capture(model, batch()).notes == ["the forward updates buffer seen: the plan drops this update"]
     assert_capture_equals(model)
 
 

@@ -100,7 +100,7 @@ def test_inference_mode_is_captured_as_a_region_without_gradients() -> None:
 
 def test_a_checkpoint_that_is_given_no_gradient_is_told() -> None:
     (note,) = capture(OneBody(KEPT["reentrant without a gradient"]), batch()).notes
-    assert "nothing inside of it gets one" in note
+    assert "nothing inside it gets a gradient" in note
     assert capture(OneBody(KEPT["reentrant"]), batch()).notes == []
 
 

@@ -155,7 +155,7 @@ def test_what_depends_on_weights_is_checked_though_the_capture_is_read(processes
     without_values = processes.plan(files=files, before="model.to('meta')")
     assert without_values.is_kept, (without_values.told, without_values.error)
     answer = processes.plan(files=files)
-    assert "run once, its loss is" in answer.error
+    assert "in eager mode its loss is" in answer.error
     assert any(line.startswith("read") for line in answer.told)
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_capture_is_told_and_made_again(tmp_path: Path):
     assert again.is_kept
     assert again.plan == first.plan
     assert processes.plan(files=FILES).is_read
-    assert f"the kept capture {kept} is damaged" in processes.end()
+    assert f"the cached capture {kept} is damaged" in processes.end()
 
 
 @pytest.mark.thorough
@@ -196,7 +196,7 @@ def test_a_disk_that_takes_nothing_is_told_and_planning_goes_on(tmp_path: Path):
     assert not answer.is_kept
     assert not list((tmp_path / "cache").glob("captures/*.capture"))
     assert not [path for path in (tmp_path / "cache" / "captures").iterdir() if path.suffix == ".partial"]
-    assert "captures are not kept" in processes.end()
+    assert "captures are not cached" in processes.end()
 
 
 @pytest.mark.thorough

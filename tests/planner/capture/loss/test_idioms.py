@@ -51,6 +51,6 @@ def test_a_loss_that_is_no_sum_over_sequences_is_never_silent(name: str, micro: 
 
 @pytest.mark.parametrize(("name", "micro"), REFUSED)
 def test_a_loss_whose_mean_over_microbatches_is_of_another_size_is_refused_at_its_line(name: str, micro: int) -> None:
-    with pytest.raises(PlanError, match="of another size") as error:
+    with pytest.raises(PlanError, match="would differ from the loss of the global batch") as error:
         of((NO_SUMS | OF_ANOTHER_SIZE)[name], micro, 3)
     assert "loss_shares.py" in str(error.value.where)

@@ -62,7 +62,7 @@ def of_soft_targets(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [unnormalised, along_another_dim, of_others, nll_of_logits, of_soft_targets])
 def test_what_is_no_logarithm_of_a_probability_is_refused_by_line(loss):
-    with pytest.raises(PlanError, match="gives no target a probability") as caught:
+    with pytest.raises(PlanError, match="assigns no probability to a target") as caught:
         scored(loss)
     assert "loss_shares.py" in str(caught.value)  # the line of the forward
 

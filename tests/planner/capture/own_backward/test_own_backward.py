@@ -295,13 +295,13 @@ class Hidden(Function):
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
-    "random backward": (lambda m, x: NoisyBackward.apply(m.up(x)), "draws random numbers", "draw in the forward"),
+    "random backward": (lambda m, x: NoisyBackward.apply(m.up(x)), "draws random numbers", "draw them in the forward"),
     "a write": (lambda m, x: WritesInto.apply(m.up(x)), "writes into its arguments", "compute a new tensor"),
     "a hidden parameter": (lambda m, x: Hidden.apply(x, m.up), "reads up.weight of the model", "as an argument"),
     "a gradient inside": (
         lambda m, x: x + torch.autograd.grad(Rounded.apply(m.up(x), 8).sum(), x)[0],
-        "asks for a gradient through Rounded",
-        "write the gradient out",
+        "computes a gradient through Rounded",
+        "write the gradient or the Function",
     ),
 }
 

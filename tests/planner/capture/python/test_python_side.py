@@ -319,7 +319,7 @@ def test_what_does_not_matter_is_planned_and_leaves_the_model_alone(middle: Call
 
 
 def test_a_clock_that_decides_nothing_is_told_with_its_line() -> None:
-    (told,) = [row.what for row in plan(Model(timed), SPEC).diagnostics if "asks for the time" in row.what]
+    (told,) = [row.what for row in plan(Model(timed), SPEC).diagnostics if "reads the time" in row.what]
     assert "test_python_side.py" in told
 
 
@@ -358,7 +358,7 @@ def test_a_cache_that_holds_what_would_be_computed_is_no_dependence(middle: Call
 
 
 def test_a_cache_that_holds_something_else_is_refused() -> None:
-    with pytest.raises(PlanError, match="what earlier calls left in Python"):
+    with pytest.raises(PlanError, match="Python state of earlier calls"):
         plan(with_table(cached_wrongly), SPEC)
 
 
@@ -367,7 +367,7 @@ def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
         logging.getLogger("of a forward").warning("seen")
         return x
 
-    assert not [row for row in plan(Model(logged), SPEC).diagnostics if "asks for the time" in row.what]
+    assert not [row for row in plan(Model(logged), SPEC).diagnostics if "reads the time" in row.what]
 
 
 def test_a_buffer_that_a_forward_registers_is_gone_again() -> None:

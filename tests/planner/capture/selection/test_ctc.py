@@ -78,7 +78,7 @@ def in_one_row(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 
 
 def test_targets_in_one_row_of_unknown_ends_are_refused_at_their_line() -> None:
-    with pytest.raises(PlanError, match="in one row, and only data tells where each ends") as error:
+    with pytest.raises(PlanError, match="in one row, with data-dependent ends") as error:
         capture(Small(in_one_row), inputs_of(2))
     assert "F.ctc_loss(frames(logits), labels[mask]" in error.value.where.code  # pyright: ignore
     assert "mask.sum(-1)" in error.value.fix

@@ -107,7 +107,7 @@ def test_all_shapes_are_known_and_the_rewrite_is_told() -> None:
     program = capture(Net(in_a_forward(selected_rows.index_add)), batch())
     for node in program.graph.graph.nodes:
         assert all(isinstance(n, int) for n in getattr(node.meta.get("val"), "shape", ()))
-    told = [where for what, where in program.rewrites if "all rows are computed" in what]
+    told = [where for what, where in program.rewrites if "selected rows are computed densely" in what]
     assert [where.code for where in told][:1] == ["token, choice = torch.where(chosen == e)"]
 
 

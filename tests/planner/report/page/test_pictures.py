@@ -61,7 +61,7 @@ def test_what_is_not_cut_is_one_hatched_piece():
     p = weight(Placement("I"), (8, 8), 2, style="replicate")
     drawing = draw(p, Mesh(tp=2))
     assert [(part.rank, part.width) for part in drawing.parts] == [(-1, WIDTH)]
-    assert drawing.words == "whole on every rank"
+    assert drawing.words == "replicated"
 
 
 def test_experts_of_their_own_have_the_colour_of_their_ep_rank():
