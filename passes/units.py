@@ -39,7 +39,7 @@ def in_order(graph: fx.Graph, place: dict[fx.Node, int], members: dict[int, list
             waiting[reader] -= 1
             if not waiting[reader]:
                 heapq.heappush(ready, rank[reader])
-    assert len(order) == len(waiting), "a part reads what is made of its own values outside of it"
+    assert len(order) == len(waiting), "a part reads a value computed outside it from its own results"
     return order
 
 

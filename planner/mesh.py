@@ -202,7 +202,7 @@ def _check_divisible(world_size: int, name: str, sizes: tuple[int, ...]) -> None
         raise PlanError(
             f"world size {world_size} is not divisible by {name} = {values} = {product}",
             where="mesh",
-            fix=f"choose sizes whose product divides {world_size}, or launch a multiple of {product} ranks",
+            fix=f"choose sizes with a product that divides {world_size}, or launch a multiple of {product} ranks",
         )
 
 

@@ -46,7 +46,7 @@ class _Step:
 
 
 _step: ContextVar[_Step | None] = ContextVar("the slow step under way", default=None)
-_shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("who shows progress in a terminal", default=None)
+_shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("the printer of progress in a terminal", default=None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``python -m runtime`` is the command ``meshwright``, where nothing is installed on the path."""
+"""``python -m runtime`` is the command ``meshwright``, for environments without an installed script."""
 
 from runtime.cli import main
 

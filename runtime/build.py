@@ -1,4 +1,4 @@
-"""What an engine is made of, in the order in which it is made: groups, stage modules, weights, buffers, executor."""
+"""The parts of an engine, in the order of their construction: groups, stage modules, weights, buffers, executor."""
 
 from __future__ import annotations
 

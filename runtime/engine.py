@@ -62,8 +62,8 @@ class Engine:
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
-    ``mesh`` tells the sizes of the axes and this rank's place on them: ``mesh.dp_rank`` and ``mesh.dp_size`` are for a
-    user's own DistributedSampler.
+    ``mesh`` has the sizes of the axes and this rank's coordinates: use ``mesh.dp_rank`` and ``mesh.dp_size`` for your
+    own DistributedSampler.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Engine:
     def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepReport:
         """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
 
-        ``local``: the batch is this dp rank's own share, as a DistributedSampler deals it. Raises PlanError for a batch
-        that is not the plan's, StepError when a stage fails, AuditError before a step whose audit finds a difference.
+        ``local``: the batch has only the rows of this dp rank, as from a DistributedSampler. Raises PlanError for a
+        batch that does not fit the plan, StepError if a stage fails, AuditError before a step if its audit fails.
         On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
         self._need_own_weights("train_step")
@@ -156,7 +156,7 @@ class Engine:
     def find_nonfinite(
         self, batch: Mapping[str, Tensor], *, local: bool = False, step: int | None = None
     ) -> NonFinite | None:
-        """The first value of a step that is NaN or infinite: who made it, on which rank, in which microbatch.
+        """The first NaN or Inf of a step: the op that computed it, its rank and its microbatch.
 
         The same call on every rank, after a report that says ``skipped``, with that step's batch: forward and backward
         run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
@@ -186,7 +186,7 @@ class Engine:
         """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
 
         The same call on every rank, with the same batch; the same answer on every rank. Logits are not gathered.
-        Raises PlanError for a model whose loss is no cross-entropy over a vocabulary, naming its line.
+        Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
         if self._scoring is None:
@@ -258,10 +258,10 @@ class Engine:
     ) -> None:
         """Write the training state to ``directory``/step-…, then its name to ``directory``/latest.
 
-        The same call on every rank, between steps; each writes its own shards. ``extra``: what else is to come back,
-        as JSON; rank 0's counts. ``wait=False``: the state is copied to host memory, which is kept for the next save;
+        The same call on every rank, between steps; each writes its own shards. ``extra``: values that ``load`` returns,
+        as JSON, from rank 0. ``wait=False``: the state is copied to host memory, which is kept for the next save;
         on a GPU the next update waits for the copies, and the host does not. A thread writes them; a later save waits
-        for it, and raises what it met. Raises PlanError on every rank; saves from before stay.
+        for it, and raises its error. Raises PlanError on every rank; earlier saves stay.
         """
         self._need_own_weights("save")
         self._ready()
@@ -300,9 +300,9 @@ class Engine:
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Inside, the weights are their running mean (``optimizer.ema`` of the spec), to evaluate, score, gather or
-        ``save_pretrained``; what trains, saves or loads is refused there. Afterwards they are as before, bitwise.
+        ``save_pretrained``; training, saving and loading are refused inside. Afterwards they are bitwise as before.
 
-        The same call on every rank. Raises PlanError where the spec asks for no mean.
+        The same call on every rank. Raises PlanError if the spec has no ``optimizer.ema``.
         """
         if self.optimizer.average is None:
             fix = "set optimizer: {ema: 0.999}"

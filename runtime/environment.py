@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine: versions, devices, back ends, compilers, settings. No name, no path."""
+"""Environment for a bug report: versions, devices, back ends, compilers, settings. No host name, no path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the user's batch to what a step runs on: checked, cut into this rank's microbatches, its losses' counts."""
+"""From the user's batch to the inputs of a step: checks, microbatches of this rank, counts for losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks beside the plan's tables: versions, the captured graph, and the code of each stage.
+"""Values that must be equal on all ranks besides the plan: versions, the captured graph, and the code of each stage.
 
     before any group      versions, the hash of the plan, the captured graph, names, shapes and dtypes of tensors
     after lowering        of each stage, a hash of its ops on all ranks that run it, and of its code on replicas, which

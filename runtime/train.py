@@ -1,7 +1,7 @@
 """Train a model by its plan on the bytes of a text; beside it, if asked, the same training in one process.
 
-``train`` plans once here, so that bad input ends before any process starts, then runs the loop on every rank: started
-here, or by torchrun, where ``train`` itself is one of the ranks.
+``train`` plans once here, so that bad input ends before any process starts, then runs the loop on every rank: in
+processes that it starts, or as one of the ranks of torchrun.
 """
 
 from __future__ import annotations

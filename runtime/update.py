@@ -1,4 +1,4 @@
-"""The end of a step: the update, and its report. What ranks tell each other travels in the sum that the norm needs.
+"""The end of a step: the update, and its report. Values that ranks share travel in the reduction of the norm.
 
 norm | loss | rows of each expert | notes of each rank      one all-reduce over all ranks
 """

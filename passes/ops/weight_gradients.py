@@ -163,7 +163,7 @@ class AtOnce:
         return (self._places or self._handle).place_of(parameter)
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
-        raise AssertionError("nothing waits that a captured region runs, or whose memory it keeps")
+        raise AssertionError("no deferred work belongs to a captured region or uses its memory")
 
     @contextmanager
     def bound_to(self, places: Places) -> Iterator[None]:

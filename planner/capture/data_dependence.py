@@ -39,7 +39,7 @@ def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
 def shape_of_data(node: fx.Node) -> PlanError:
     """The refusal of a call that makes a shape which only data tells."""
     return PlanError(
-        f"the model cannot be captured: the shape of what {_name(node)} makes depends on data",
+        f"the model cannot be captured: the output shape of {_name(node)} depends on data",
         where=where_of(node),
         fix=FIX,
     )

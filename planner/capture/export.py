@@ -307,9 +307,8 @@ def _export(
         text = message_of(error).strip()
         what = text.splitlines()[0] if text and isinstance(error, Exception) else first_line(error)
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            what = (
-                f"what {what.removesuffix('.default').removesuffix('.Tensor')} makes depends on the values of tensors"
-            )
+            op = what.removesuffix(".default").removesuffix(".Tensor")
+            what = f"the result of {op} depends on the values of tensors"
             raise PlanError(f"the model cannot be captured: {what} (data-dependent)", where=where, fix=FIX) from error
         if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
             raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error

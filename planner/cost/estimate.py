@@ -72,7 +72,7 @@ def stage_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:
     """Of each pp rank."""
     ranges = stage_ranges(layout.sizes)
-    require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} blocks are dealt out of {len(work.units)}")
+    require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} blocks are distributed out of {len(work.units)}")
     found = []
     for rank in range(layout.mesh.pp):
         own = layout.mesh.stages_of(rank)

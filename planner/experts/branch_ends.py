@@ -97,7 +97,7 @@ class _Summands:
             else:
                 work += self._parts(node, masks)
         if set(self.tips) - set(self.end.hidden):
-            raise self.refusal(self.end.node, "what they make is not simply summed")
+            raise self.refusal(self.end.node, "their results are not summed directly")
 
     def _base(self, node: fx.Node, masks: list[fx.Node]) -> None:
         if is_zero(node):

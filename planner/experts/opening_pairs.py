@@ -306,7 +306,7 @@ class _Opening:
             pairs = build.call(aten.reshape.default, rows, [self.num_tokens, self.top_k, *shape_of(rows)[1:]])
             rows = build.call(aten.sum.dim_IntList, pairs, [1])
         elif self.looked_up and not self.ops.held[end].layout.is_by_token():
-            raise self._refusal(end, "what experts make is not in the order of the tokens")
+            raise self._refusal(end, "the results of experts are not in the order of the tokens")
         if prod(shape) != rows.meta["val"].numel():
             raise self._refusal(end, "the results of experts do not have one value per token")
         return build.call(aten.reshape.default, rows, shape)

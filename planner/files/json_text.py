@@ -1,6 +1,6 @@
 """JSON that a user gave: plain values, each key once.
 
-Refused beside what is no JSON: numbers that no machine word holds, NaN and infinity, and characters that no file can
+Rejected besides invalid JSON: numbers beyond a machine word, NaN and infinity, and characters that no file can
 hold. Python's parser limits the depth.
 """
 

@@ -1,4 +1,4 @@
-"""Read a text file that a user named: a regular file of UTF-8, no larger than what it is for.
+"""Read a text file that a user named: a regular file in UTF-8, up to a maximum size.
 
 A pipe is refused, since every process of a run reads a file anew; so is a device, which may never end.
 """

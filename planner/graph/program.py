@@ -21,8 +21,8 @@ META = {
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
     "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",
     "custom": "marks of autocast regions, while the model is exported",
-    "nn_module_stack": "the modules whose forwards made it, as torch.export notes them",
-    "stack_trace": "the user's lines that made it, as torch.export notes them",
+    "nn_module_stack": "modules that computed it, as recorded by torch.export",
+    "stack_trace": "source lines that computed it, as recorded by torch.export",
     "domain": "of a value among experts: which of its dims count experts or rows (experts.domain)",
     "draw": "of a call that draws: which element of which sample its numbers are for (draws.places)",
     "has_scores": "of a product: whether it is one of attention (placement.scores)",
@@ -32,8 +32,8 @@ STAGE_META = {
     "origin": "the node's name in the captured graph",
     "placement": "its type over tp",
     "change": "of a collective: the change of type that it carries out",
-    "again": "of a gather along the sequence: whether what it gathers is not kept for the backward",
-    "names": "of the output: what it returns, by name in the captured graph",
+    "again": "of a gather along the sequence: whether its result is not saved for the backward",
+    "names": "of the output: returned values, by name in the captured graph",
 }
 
 

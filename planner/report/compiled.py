@@ -1,4 +1,4 @@
-"""The section of what is compiled: pieces by their shared functions, and what runs op by op, with the reason."""
+"""The section of compilation: pieces by their shared functions, and ops that run eagerly, with the reason."""
 
 from __future__ import annotations
 

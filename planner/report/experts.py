@@ -1,4 +1,4 @@
-"""The section of experts: which ranks have which, what is sent to them, and the groups of their axes."""
+"""The section of experts: their ranks, the bytes of dispatch, and the groups of their axes."""
 
 from __future__ import annotations
 

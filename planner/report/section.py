@@ -1,4 +1,4 @@
-"""What a section of an explained plan is: a title, columns and cells."""
+"""A section of an explained plan: a title, columns and cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Plan says to a person: the same sections as a terminal table, plain text or YAML.
+"""Print a plan: the same sections as a terminal table, plain text or YAML.
 
 Repeated blocks share one row whose name has ranges (``h.{0..11}.attn``) and whose count says how many rows it stands
 for; nothing is left out. ``full`` gives each its own row. The text is the same on every machine.

@@ -6,7 +6,7 @@
     digits     the microbatch; below them, where ranks have several chunks, c and the chunk, whose tone is its own too
     bubble     the bare row between bars
 
-What is too long for one line goes on below, as text does: a bar that crosses the end of a line is drawn in both.
+A long timeline continues on the next line, like text; a bar that crosses the end of a line appears in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory ops take while they run: every tensor that an op makes is seen, and when its memory is let go."""
+"""Memory of ops while they run: every tensor that an op allocates, and the time at which its memory is freed."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     memory-efficient    a mask or float32; as many key heads as heads       the same, and the mask
     math                all else: float64, shared keys with a mask          keeps scores and shares, [b, h, s, t]
 
-With dropout the first two keep two numbers of the generator in place of a mask of what was dropped. The rules are those
-by which torch chooses (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), without strides.
+With dropout the first two keep two numbers of the generator instead of a dropout mask. The rules are those
+of torch's choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), without strides.
 """
 
 from __future__ import annotations

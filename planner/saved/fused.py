@@ -1,9 +1,9 @@
 """Which calls lowering makes into one (passes.peephole, passes.column_linear): nothing is made between them.
 
 linear(x, W) + b            → linear(x, W, b)
-g(linear(x, W))             → summed where it lies
-f(x), linear(f, W), …       → one op, which sums its gradient of x where it made it
-cross_entropy(linear(x, W)) → one memory for logits, what is kept of them, and their gradient
+g(linear(x, W))             → summed in place
+f(x), linear(f, W), …       → one op, which accumulates its gradient of x in place
+cross_entropy(linear(x, W)) → one buffer for logits, their saved values and their gradient
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What autograd keeps of one call: the call is run on fake tensors of the CPU, and the hooks of saved tensors look on.
+"""Tensors that autograd saves for one call: run it on fake CPU tensors, and record the hooks of saved tensors.
 
     mul(x, w)              keeps operands x and w
     softmax(x)             keeps its result

@@ -1,4 +1,4 @@
-"""What stands for the exchanges of cp ranks, as far as memory goes (as planner.saved.stand_ins for those of tp).
+"""Stand-ins for the collectives of cp, with the same memory (planner.saved.stand_ins has those of tp).
 
 local_rows              two chunks in memory of their own, nothing kept
 gather_sequence         the whole, nothing kept

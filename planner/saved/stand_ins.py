@@ -1,16 +1,16 @@
-"""What lowering puts in the place of an op of the captured graph, as far as memory goes: the same results, the same
-kept tensors, and no message. They are looked at on fake tensors like any op (planner.saved.observe).
+"""Stand-ins for the ops that lowering inserts, with the same memory: the same results and saved tensors, without
+communication. They run on fake tensors like any op (planner.saved.observe).
 
     f, first                        a view of the value
     g, g f, gather, collect, scatter, exchange      new memory, nothing kept
     slice, cut                      this rank's part
     dropout                         keeps one byte an element
-    rows of an embedding            keeps ids, and who has them
+    rows of an embedding            keeps ids, and a mask of those in the shard
     classes of a loss               keep the probabilities in float32, and three tensors of one number a token
     statistics over ranks           the ops of one rank, with sums between them
     attention over cp               keeps a rank's own keys and values, its result, and one number a row
 
-Each is held against the autograd of what runs by a test. Parts are those of rank 0: all ranks have as much.
+A test compares each with the autograd of the real op. Shards are those of rank 0: all ranks have equal sizes.
 """
 
 from __future__ import annotations

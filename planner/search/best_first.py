@@ -1,9 +1,9 @@
-"""The best layouts exactly, without estimating all: in the order of what they take at least.
+"""Find the exact best layouts without estimating all: in the order of their lower bounds.
 
     bound(p) ≤ seconds(p)      so once the next bound is more than the k-th best, no other layout is among the k best
 
-What does not fit into memory is never among them. Parameters, gradients and the state of the optimizer are the same
-whatever the microbatch and the recompute: where they alone do not fit, the others are not estimated.
+Layouts that do not fit into memory are excluded. Parameters, gradients and the optimizer state do not depend on the
+microbatch and the recompute: if they alone do not fit, these variants are not estimated.
 """
 
 from __future__ import annotations

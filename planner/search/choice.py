@@ -1,4 +1,4 @@
-"""What a search chooses: a cut, which decides the graph, and a layout, which is arithmetic on it."""
+"""The choice of a search: a cut, which decides the graph, and a layout, which is arithmetic on it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What one cut does to the captured model: decided once for each tp, cp and so on, on the folded program.
+"""The sharding of the captured model under one cut: decided once per tp, cp and so on, on the folded program.
 
     captured → folded         three blocks of each row of equal ones
     cp, ep, etp → variant     the sequence cut, the experts opened
     + tp, sequence parallel   placements, stages of one pipeline rank, shards → CutWork, unfolded
 
-A cut that the model does not admit is refused by what refuses it in a plan, with the same words.
+An unsupported cut raises the same error as in a plan.
 """
 
 from __future__ import annotations

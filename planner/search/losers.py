@@ -1,4 +1,4 @@
-"""Why the others lose: of every other choice than the winner's the best layout, and what it costs, in words.
+"""Why other layouts lose: the best layout for every choice other than the winner's, and its cost in words.
 
 tp 8      14 % slower (1.31 s against 1.15 s): tp_comm 310 ms against 90 ms, over InfiniBand at 40 GB/s
 pp 1      needs 91.2 GB of 78.1 on pp rank 0: optimizer 54.0 GB, activations 20.3 GB

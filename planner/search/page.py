@@ -1,4 +1,4 @@
-"""What a search says as one page: its candidates by step time and memory, why each loses, and the tables."""
+"""The result of a search as one page: candidates by step time and memory, why each loses, and the tables."""
 
 from __future__ import annotations
 

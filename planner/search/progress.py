@@ -1,4 +1,4 @@
-"""What a search is at, while it runs: one line on stderr, in a terminal alone."""
+"""Progress of a search: one line on stderr, only in a terminal."""
 
 from __future__ import annotations
 

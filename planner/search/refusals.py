@@ -1,4 +1,4 @@
-"""What a search refuses: pins that contradict each other, devices that no layout uses, a model that fits nowhere."""
+"""Errors of a search: contradicting pins, devices that no layout uses, a model that fits nowhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def check_pins(spec: Spec, devices: int) -> None:
     first = next(iter(written), "tp")
     if devices % product:
         what = f"{named} = {product} does not divide the {devices} devices"
-        raise spec.error(f"mesh.{first}", what, f"choose sizes whose product divides {devices}, or leave one to auto")
+        raise spec.error(
+            f"mesh.{first}", what, f"choose sizes with a product that divides {devices}, or leave one to auto"
+        )
     if len(pinned) == 4 and product != devices:
         free = [axis for axis in SIZES if getattr(mesh, axis) == AUTO]
         what = f"{named or 'tp, cp, pp and dp of 1'} = {product} leave {devices - product} of {devices} devices idle"

@@ -1,7 +1,7 @@
 """search(prepared, spec, cluster): every layout that the devices and the spec allow, the fastest first.
 
 cuts      each (tp, sequence parallel, cp, ep, etp) decided once on the captured model
-bounds    of every layout what it takes at least
+bounds    a lower bound of the step time of every layout
 best      estimated in that order, until no other can be among the best
 losers    of every other choice of the winner's (another tp, another pp, …) the best layout, and why it loses
 """

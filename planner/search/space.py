@@ -4,8 +4,8 @@
     etp · ep divides  tp · cp · dp     experts live on the ranks of a stage
     dp · micro divides batch.global    every rank runs equally many microbatches
 
-What the spec writes is a pin; what it leaves to the search is taken from here. Outer bounds keep the space finite where
-sizes go on for ever; each is told beside the result, and a pin goes beyond it.
+A value in the spec is a pin; all others come from here. Outer bounds keep the space finite; the result lists each, and
+a pin may exceed it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search says to a person, and the same as JSON: the best layouts, why others lose, what was ruled out."""
+"""Print the result of a search, as text or JSON: the best layouts, why others lose, and the ruled-out layouts."""
 
 from __future__ import annotations
 

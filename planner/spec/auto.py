@@ -1,4 +1,4 @@
-"""What a spec leaves to the search without saying so: keys that it does not write become auto.
+"""Keys that a spec leaves to the search implicitly: missing keys become auto.
 
 mesh: auto                 all axes and their order, batch.micro, recompute, sequence parallelism, the schedule
 mesh: {tp: auto, pp: 4}    tp, and dp, which takes what is left; batch.micro, where it is not written

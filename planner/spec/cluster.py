@@ -1,7 +1,7 @@
 """The file that ``cluster`` names: found, and valid YAML, before anything is decided with it.
 
-A relative path is taken from the working directory, and failing that from the folder of the spec file. What lies in
-neither may be a file that is shipped: ``dgx-h100``, or ``specs/clusters/dgx-h100.yaml``.
+A relative path is taken from the working directory, and failing that from the folder of the spec file. A name found in
+neither may be a shipped file: ``dgx-h100``, or ``specs/clusters/dgx-h100.yaml``.
 """
 
 from __future__ import annotations

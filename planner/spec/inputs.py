@@ -1,4 +1,4 @@
-"""``like``: an input takes what it does not say from another one; the nearest that gives a key wins."""
+"""``like``: an input takes missing keys from another one; the nearest that has a key wins."""
 
 from __future__ import annotations
 

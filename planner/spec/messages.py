@@ -1,6 +1,6 @@
-"""What a user reads when keys or values of the spec are wrong: all of it in one error, in the order of the lines.
+"""Errors about keys and values of the spec: all of them in one error, in the order of the lines.
 
-pydantic says at which keys it stumbled, the JSON schema what may stand there; the words follow from the schema.
+pydantic reports the keys, and the JSON schema the allowed values; the words follow from the schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of the spec: each key with its type, its default and what it means."""
+"""The sections of the spec: each key with its type, default and meaning."""
 
 from __future__ import annotations
 

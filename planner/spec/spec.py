@@ -1,7 +1,7 @@
 """The spec: one YAML file (or dict) becomes one frozen Spec, every key checked.
 
 Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unless plan() gets example inputs,
-``inputs``. An error names the line of the file, or the dotted path where the spec was a dict; all of them come at once.
+``inputs``. An error names the line of the file, or the dotted path if the spec is a dict; all errors come at once.
 """
 
 from __future__ import annotations

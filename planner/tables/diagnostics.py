@@ -114,8 +114,8 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
             "warning",
-            f"in a step where data selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process does not "
-            "update them; here weight decay and momentum still apply",
+            f"in a step that selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process does not update "
+            "them; here weight decay and momentum still apply",
             names[0].rpartition(".")[0],
             "read them in every step, without a branch on the selection",
         )

@@ -1,10 +1,10 @@
 """The promise of a plan, kept while it runs: every N-th step one microbatch goes through the user's own module.
 
-    engine      the loss of a global batch whose microbatches are all this one, with the weights of the step
-    module      its loss of this microbatch; where that grows with the batch (a sum), of the same global batch
+    engine      the loss of a global batch with this one as every microbatch, with the weights of the step
+    module      its loss of this microbatch; if the loss grows with the batch (a sum), of the same global batch
 
-What no capture can see, such as a forward that takes another path in each tenth call, makes them differ. Dropout is off
-on both sides; other random numbers have no counterpart, so a forward that draws them is refused.
+Behaviour that no capture sees, such as a forward with another path in each tenth call, makes them differ. Dropout is
+off on both sides; other random numbers have no counterpart, so a forward that draws them is refused.
 """
 
 from __future__ import annotations

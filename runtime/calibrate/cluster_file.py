@@ -1,4 +1,4 @@
-"""The text of a cluster file, with what was measured in its comments; written whole or not at all."""
+"""The text of a cluster file, with the measurements in its comments; written atomically."""
 
 from __future__ import annotations
 

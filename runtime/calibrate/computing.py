@@ -1,4 +1,4 @@
-"""What one device computes: products, attention, ops that only move bytes, and ops too small for either.
+"""Measure one device: matrix products, attention, ops that only move bytes, and small ops.
 
 product      y[m, n] = x[m, k] @ W[n, k].T, and both gradients    2·m·k·n operations each
 attention    causal, forward and backward                         3 · 4·b·h·s·s·d operations, all of it counted

@@ -1,10 +1,10 @@
-"""What the links between ranks carry: the collectives of a training step over all ranks, at a few sizes.
+"""Measure the links between ranks: the collectives of a training step over all ranks, at a few sizes.
 
-``work`` is the bytes of the whole tensor: of an all-reduce what each rank has before and after, of an all-gather what
-each has after, of a reduce-scatter before; of p2p what each rank sends the next while it receives as much.
+``work`` is the bytes of the whole tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
+rank after it, for a reduce-scatter before it; for p2p, the message that each rank sends while it receives one.
 
 Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and wait.
-What the product takes alone is told beside, to be taken off.
+The time of the product alone is reported too, to be subtracted.
 """
 
 from __future__ import annotations

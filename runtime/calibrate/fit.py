@@ -2,7 +2,7 @@
 
     product     seconds = launch' + 2 (m + t)(n + t)(k + t) / rate    rate / peak: the fraction; peak: the best seen
                 t: half_tile, the best of a few; the same for all dtypes
-    exchange    seconds = messages · latency + sent / rate     of n ranks in a ring, whose whole tensor has B bytes:
+    exchange    seconds = messages · latency + sent / rate     n ranks in a ring, a tensor of B bytes:
 
                                     messages    sent
                     all_reduce      2 (n − 1)   2 B (n − 1) / n
@@ -10,7 +10,7 @@
                     reduce_scatter  n − 1       B (n − 1) / n
                     p2p             1           B
 
-What a reduce-scatter takes beyond its line in the table is told apart: libraries differ in it.
+Time of a reduce-scatter beyond its line in the table is reported separately: libraries differ in it.
 Ranks that share cores were measured at half their speed, or less: peaks and rates are those of a rank that shares none.
 """
 

@@ -1,4 +1,4 @@
-"""What was measured: each call with its work and its seconds, all ranks at it at the same time."""
+"""Measurements: each call with its work and its seconds, on all ranks at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``calibrate``: start the ranks, measure on all of them at once, and fit what a cluster file says."""
+"""The command ``calibrate``: start the ranks, measure on all of them at once, and fit the values of a cluster file."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
 
-Where names cannot be exchanged the new files are moved into the directory one by one: a mount point (a container's
-volume), the working directory (whose shells would be left in a deleted one), a directory that may not be renamed, a
-file system without the exchange. Then each file is the old or the new one, and what says which files belong together
-goes last: a run that is killed leaves the old set, the new one, or one that is refused, never a mixture that loads.
+If names cannot be exchanged, the new files are moved into the directory one by one: for a mount point (a container's
+volume), the working directory (open shells would stay in a deleted one), a directory that may not be renamed, and a
+file system without the exchange. Then each file is the old or the new one, and the index that lists them moves
+last: a killed run leaves the old set, the new one, or one that is rejected, never a mixture that loads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Load a save into an engine of any layout: all is checked on all ranks first, then each reads what it owns.
+"""Load a save into an engine of any layout: check everything on all ranks, then read the shards of each rank.
 
     manifest      every rank: sound, of this model, the same on all
-    files         each is read whole by one rank, dealt out over the ranks, and its checksum compared
+    files         each is read by one rank, evenly over the ranks, and its checksum compared
     values        every rank: the boxes that it owns, straight into place
 
 Until the last step nothing of the engine has changed.

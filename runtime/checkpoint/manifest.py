@@ -1,12 +1,12 @@
-"""The manifest of a save: one JSON file that says what was saved and where each element of it lies. Written last.
+"""The manifest of a save: one JSON file with the saved tensors and the place of each element. Written last.
 
     {"checksum": "…", "manifest": {"step": 12, "files": […], "tensors": {name: {shape, values, pieces}}, …}}
 
 The checksum is of the bytes of the manifest; those of the files are in it, so a flipped bit anywhere is found. They are
-XXH3 of 128 bits: as fast as memory on any CPU, where SHA-256 without instructions of its own would take longer than the
-disk. They find accidents; who can write a checkpoint can write its checksums too.
+XXH3 of 128 bits: as fast as memory on any CPU; SHA-256 without hardware support would take longer than the
+disk. They detect accidents, not attacks: a writer of the checkpoint can also write its checksums.
 
-What is read here may come from anyone. Sizes are checked before memory is taken, and names before paths are made.
+The input is untrusted: sizes are checked before memory is allocated, and names before paths are built.
 """
 
 from __future__ import annotations

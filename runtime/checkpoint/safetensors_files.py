@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: which tensor lies where, checked before any value is read.
+"""The safetensors files of a directory: the place of each tensor, checked before any value is read.
 
     model.safetensors                                    one file, or
     model.safetensors.index.json + model-…-of-….safetensors     an index and its shards

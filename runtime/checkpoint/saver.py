@@ -4,8 +4,8 @@
     wait=False               values are copied to host memory that is kept (runtime.checkpoint.staging), on a GPU beside
                              the next step; a thread writes them, and the ranks' threads agree
 
-Whatever goes wrong on a rank is the same error on all: the save before stays, what was begun is removed, and training
-can go on. torch.distributed.checkpoint is not below it: it reads damaged and mixed files without a word, and pickles.
+An error on one rank is raised on all: the previous save stays, the new one is removed, and training can continue.
+torch.distributed.checkpoint is not used: it reads damaged and mixed files without an error, and it pickles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A directory of saves: which there are, which is the last, which are intact, and whose run writes here.
+"""A directory of saves: list them, find the last and the intact ones, and lock the directory for one run.
 
-step-00000012/manifest.json     a save is there when its manifest is, and not before
+step-00000012/manifest.json     a save is complete once its manifest exists
 step-00000012/rank-….safetensors
 step-00000012-1f2e3d4c/         the same step on another line of saves (``runtime.checkpoint.lines``)
 latest                          the name of the save that was written last, and a checksum of that name

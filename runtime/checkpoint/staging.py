@@ -1,7 +1,7 @@
-"""Host memory for what a save in the background writes: made at the first one, used again by the next ones.
+"""Host memory for saves in the background: allocated by the first one, and reused by later ones.
 
     device    side stream: waits for the steps before, copies into pinned memory, passes an event
-              steps: the update that overwrites what is copied waits for that event, on the device; the host for nothing
+              steps: the update that overwrites copied memory waits for that event on the device; the host does not wait
     writer    waits for the event, then reads its own memory
     CPU       the same memory, pageable; the values are in it when ``take`` returns
 

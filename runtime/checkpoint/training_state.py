@@ -1,9 +1,9 @@
-"""The training state of one rank: which elements it writes, and where it puts those that it reads.
+"""The training state of one rank: the elements that it writes, and the destinations of those that it reads.
 
     written   each logical element by one rank: of equal copies over dp, tp and stages one alone
     read      all that this rank owns, whoever has written it, straight into place; ZeRO's gather brings the rest
 
-What is padding is not written, and zero when read.
+Padding is not written, and is zero after reading.
 """
 
 from __future__ import annotations

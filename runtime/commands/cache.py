@@ -1,4 +1,4 @@
-"""The command ``meshwright cache``: where captures are kept, how many, and how to remove them."""
+"""The command ``meshwright cache``: directory, number and size of cached captures, and their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``meshwright diff``: two saved plans, or two specs of one model, and what the second has otherwise."""
+"""The command ``meshwright diff``: compare two saved plans, or the plans of two specs of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of ``meshwright train``, by what they are about; ``job`` puts them together for the ranks."""
+"""The options of ``meshwright train``, by topic; ``job`` combines them for the ranks."""
 
 from __future__ import annotations
 

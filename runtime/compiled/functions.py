@@ -1,13 +1,13 @@
 """One compiled function for all pieces that compute the same from arguments of the same shapes.
 
 Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
-Inductor compiles a function's forward and backward at its first call, with one thread, and keeps what it made in its
-cache on disk, where other ranks and later runs find it: a lock lets one process at a time make the same function. What
-it cannot compile runs op by op, and is told. Without gradients (an evaluation) pieces run op by op, and so they do
-where a dispatch mode watches, as the capture of an emulated graph: it would record nothing of them.
+Inductor compiles a function's forward and backward at its first call, with one thread, and caches the result
+on disk for other ranks and later runs: under a lock, one process at a time compiles a function. A function that fails
+to compile runs op by op, with a message. Pieces also run op by op without gradients (in an evaluation), and under a
+dispatch mode such as the capture of an emulated graph, which could not record a compiled function.
 
 Nothing is compiled while a graph is captured: the steps and the warm-up before it have called every function with
-arguments like those of the capture. A piece that they have not called is captured op by op, and told.
+arguments like those of the capture. A piece that they have not called is captured op by op, with a message.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     capture     in the order of the schedule: forward 1..N of a slot, then backward N..1
     memory      one pool a slot: it runs in the order of its capture, however slots interleave
 
-In one pool for all, what one slot uses while it runs may lie where another keeps what its backward will read.
+In a shared pool, working memory of one slot could overlap tensors that another slot saved for its backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The regions of a stage with what they hold, and what their collectives count: a replay runs no line that would."""
+"""The regions of a stage with their tensors and counts of collectives: a replay runs no Python that would count."""
 
 from __future__ import annotations
 

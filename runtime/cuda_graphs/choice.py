@@ -2,7 +2,7 @@
 
 none, emulate         everywhere
 local                 on a CUDA device
-transformer_engine    on a CUDA device, where the package is installed
+transformer_engine    on a CUDA device, if the package is installed
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs on any device: recorded ones, whose static memory holds NaN wherever nothing is to be read any more."""
+"""Graphs on any device: recorded graphs, with NaN in static memory that must not be read any more."""
 
 from __future__ import annotations
 

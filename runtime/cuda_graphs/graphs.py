@@ -1,4 +1,4 @@
-"""What an engine asks of CUDA graphs, and what a backend gives to make them: on a GPU, or recorded on any device."""
+"""The interface between an engine and a backend of CUDA graphs: on a GPU, or recorded on any device."""
 
 from __future__ import annotations
 

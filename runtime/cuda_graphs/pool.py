@@ -1,4 +1,4 @@
-"""The memory of recorded graphs: blocks that are given again when nobody holds a tensor in them."""
+"""The memory of recorded graphs: blocks that are reused after their last tensor is freed."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     capture     Python runs once; each op is written down with the memory that it reads and that it writes
     replay      the ops again, in that memory; no line of Python, no shape, no branch, no address is looked at anew
 
-What the ops make lies in a ``Pool``, in blocks that are given again when the capture lets go of them, as the caching
-allocator does. A replay writes NaN into a block where the capture freed it, or where it found that an earlier graph's
-was free. So what is wrong with a real graph is wrong with this one: a tensor that is read after its block went to
-another, an input that was not copied in, a number that Python chose at capture. What a real capture refuses is refused:
+Results of ops are in a ``Pool``, in blocks that are reused after the capture frees them, as in the caching
+allocator. A replay writes NaN into a block at the point at which the capture freed it, or reused a free block of an
+earlier graph. Faults of a real graph therefore show here too: a tensor that is read after its block was reused, an
+input that was not copied, a number that Python chose at capture. The errors of a real capture are raised here too:
 reading a value, shapes that follow values, drawing from a generator that is not registered.
 """
 

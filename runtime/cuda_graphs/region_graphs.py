@@ -3,9 +3,9 @@
     forward     inputs → copied into static inputs → [ region → static outputs ]
     backward    gradients → copied into static gradients → [ region's backward → static gradients, weights' += ]
 
-[ ] is captured. Products add the gradients of their weights into the buffers, as eager ones do. By what else reads a
-weight, its gradient is added by the graph where this region alone reads it; of others it goes out, to meet its
-further addends in autograd's order.
+[ ] is captured. Products add the gradients of their weights into the buffers, as eager ones do. The graph adds the
+gradient of any other weight that only this region reads; gradients of shared weights are outputs, which autograd sums
+in its order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What make_graphed_callables of Transformer Engine is given for one rank.
+"""Arguments of Transformer Engine's make_graphed_callables for one rank.
 
     _order                  +c: a forward of chunk c − 1,  −c: its backward;  e.g. 1 1 -1 1 -1 -1
     _num_layers_per_chunk   L_0, L_1, …: the regions of each chunk

@@ -5,7 +5,7 @@
 Memory for gradients of outputs is shared by the signature of those that have one, and taken with the gaps of the first
 region that has it: so all modules give as many outputs, and those without a gradient come behind.
 
-A replay runs no Python, so what a collective counts is counted at the capture, and added at each replay.
+A replay runs no Python, so counts of collectives are taken at the capture, and added at each replay.
 """
 
 from __future__ import annotations

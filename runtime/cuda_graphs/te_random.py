@@ -1,10 +1,10 @@
 """Random numbers in the graphs of Transformer Engine: the same as the eager ops draw.
 
-    found         every region runs once, to see what it draws          draw → generator
+    found         every region runs once, to find its draws             draw → generator
     registered    its tracker of generators holds ours: whatever it holds is registered with every graph
-    put           before each replay, to where the eager ops would draw  (RegionModule.put_generators)
+    put           before each replay, to the position of the eager ops  (RegionModule.put_generators)
 
-A graph sets the place of its generator itself only while it is captured, so a replay goes on from where it was put.
+A graph moves its generator only at its capture, so a replay continues from the position that was set.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     capture    once: every region as a module, the order of the rank, static inputs        (te_arguments)
     forward    inputs → the callable of (region, microbatch) → outputs, which lie in the graph's memory
-    backward   autograd runs the callable's own; what it returns for the inputs is copied out at once
+    backward   autograd runs the callable's own; gradients of the inputs are copied out at once
 
 Outputs may be read until their microbatch's backward, and nothing reads them later. Gradients of inputs may be
 overwritten by the next backward, while autograd may keep one for a sum until then: hence the copy.

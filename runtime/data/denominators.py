@@ -1,4 +1,4 @@
-"""What the losses of microbatches are divided by: counts over the whole global batch."""
+"""Denominators of microbatch losses: counts over the whole global batch."""
 
 from __future__ import annotations
 

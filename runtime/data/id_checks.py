@@ -1,6 +1,6 @@
-"""Ids and labels of a batch lie where the model can look them up: checked on the host, where the batch is.
+"""Check on the host that ids and labels of a batch are in the ranges of the model's lookups.
 
-On a GPU an id out of range is a device assert: told late, without the id, and the process can do nothing more.
+On a GPU, an id out of range is a device assert: a late error without the id, after which the process is unusable.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     0      magic [8] · version u32 · bytes of the header u32 · xxh3 of the header u64 · header (JSON)
     4096   ids · marks u8 · ends i64 · words i64        little endian, each at a multiple of 64
 
-The size of the file follows from the header: one that was cut short is told at once, and so is one that grew.
+The size of the file follows from the header: a truncated or extended file is rejected at once.
 """
 
 from __future__ import annotations

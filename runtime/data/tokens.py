@@ -1,7 +1,7 @@
-"""A text as token ids, with what batches and scores ask of it: where documents end, where words and sentences begin.
+"""A text as token ids, with the ends of documents and the starts of words and sentences, for batches and scores.
 
     ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
-    ends               5          9            where each document ends, its end token included
+    ends               5          9            the end of each document, including its end token
     marks      s w   w       s   w             bits: a word begins here, a sentence begins here
     words          3           2               of the text before it was cut into tokens
 

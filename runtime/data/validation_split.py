@@ -1,4 +1,4 @@
-"""The end of a text is held out: what a model is validated by, it was never trained on."""
+"""Hold out the end of a text for validation, which training never reads."""
 
 from __future__ import annotations
 

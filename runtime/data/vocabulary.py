@@ -1,4 +1,4 @@
-"""Whether the ids of a text are those of the model, told before training begins, with the file and the place."""
+"""Check before training that the ids of a text fit the model; an error names the file and the position."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The end of process groups after an error, when what is under way on them may never end.
+"""Abort process groups after an error, because pending collectives may never finish.
 
     NCCL    abort: kernels that wait for a peer end. To destroy the group instead would wait for them
     gloo    only its timeout ends a collective that waits for a peer, and the interpreter would wait for that before it
             ends. So the group is never taken down: the process ends at once, its connections close, and its peers hear
 
-A process that an error ends without ``Engine.close`` or a ``with`` aborts what it had open on its way out.
+A process that an error ends without ``Engine.close`` or a ``with`` aborts its open groups on exit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One fate for all ranks: what went wrong on some becomes the same error on every one, and no rank waits in vain."""
+"""Agreement on errors: an error on some ranks is raised on all ranks, so that no rank waits forever."""
 
 from __future__ import annotations
 

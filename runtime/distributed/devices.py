@@ -1,4 +1,4 @@
-"""What the environment says of this rank: who it is among the ranks, and which device is its own.
+"""Read the rank, the world size and the device of this process from the environment.
 
     given            this process      the launcher says               device
     cpu              any               anything                        cpu

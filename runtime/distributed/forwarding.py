@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C of a process that has launched ranks: the ranks are told, and have some time to end well.
+"""Forward SIGTERM and Ctrl-C to launched ranks, which then have some time to finish.
 
-first signal     SIGTERM to every rank; a rank that knows what to do finishes its step, saves and returns
+first signal     SIGTERM to every rank; a rank with a handler finishes its step, saves and returns
 a second one, or ``grace_seconds`` later    the ranks are ended
 """
 

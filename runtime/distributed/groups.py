@@ -1,4 +1,4 @@
-"""What the mesh is as process groups: which ranks this rank reduces, gathers and exchanges boundaries with.
+"""Process groups of the mesh: the ranks with which this rank reduces, gathers and exchanges boundaries.
 
 ``opening.py`` makes them; they end together, after a wait for all ranks, or at once after an error.
 """

@@ -1,8 +1,8 @@
 """The processes of one launch, as the process that started them sees them.
 
-It holds the store, so that this lives as long as any rank, and it is the first to know that a rank died: it tells so on
-the ranks' board, where those that lost the rank look for the cause. They share a secret of this launch, or the user's:
-other users of the host can reach the store, but not write there what is believed.
+It holds the store, so that this lives as long as any rank, and it is the first to see that a rank died. It publishes
+this on the board, in which ranks with a lost peer look for the cause. Ranks share a secret of this launch, or the
+user's: other users of the host can reach the store, but their entries have no valid signature.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     the store        torch's own listens on every address, whatever host it is given: it takes a bound socket from here
     gloo, NCCL       listen on the interface that their variables name
 
-Nothing is changed for several hosts, or where the user has named an interface.
+Nothing changes for several hosts, or if the user has set an interface.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moments of a rank: in the queue of its device, or of its host's clock where it computes on a CPU."""
+"""Moments of a rank: events in the queue of its device, or times of the host's clock on a CPU."""
 
 from __future__ import annotations
 

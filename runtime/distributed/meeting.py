@@ -1,10 +1,10 @@
-"""The ranks meet in the key-value store before any group is made: what would hang there is one error on all here.
+"""Rendezvous of ranks in the key-value store before any group exists: a mismatch is one error on all ranks, not a hang.
 
-    each rank    its seat: host, device, GPU, what must be equal everywhere        one key
+    each rank    its seat: host, device, GPU, values that must be equal          one key
     rank 0       reads all, judges                                                 one key
     each rank    the verdict: the same error, or backend and tied stages
 
-A node that finds no GPU would make a gloo group where the others make an NCCL one, and all would wait for each other.
+A node that finds no GPU would create a gloo group while the others create an NCCL group, and all would wait forever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of NCCL communicators by what they carry. Other backends have none.
+"""Options of NCCL communicators by their traffic. Other backends have none.
 
 links           few thread blocks: a receive that is posted ahead spins until its message comes
 tp, cp, ep      a high-priority stream: they start before compute that is queued already

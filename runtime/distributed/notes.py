@@ -1,12 +1,12 @@
-"""What ranks tell each other with the figures of an update, in the exchange that sums the norm: no exchange of its own.
+"""Values that ranks share at each update, inside the collective that sums the norm: no additional collective.
 
     [asked to stop,  digest of the batch of rank 0, 1, …,  usual seconds at work of rank 0, 1, …,
      seconds at work in the newest run of rank 0, 1, …,  seconds of that run …,  bytes of memory …]
 
     All are zeros except for this rank's.
 
-Digests show ranks that were given another batch than the others: of a global batch all must be alike, of local shares
-those with one place on dp. Where they differ nothing is updated, on any rank. All values are whole in float64.
+Digests show ranks that got another batch than the others: a global batch must be equal on all ranks, local rows on
+ranks with one dp coordinate. If digests differ, no rank updates anything. All values are whole in float64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Mesh → process groups: made once all ranks have met and agree, so that a difference is one error and not a hang.
+"""Mesh → process groups: created after the rendezvous of all ranks, so that a mismatch is one error and not a hang.
 
-Uses the default process group where one exists and makes one where not (environment of torchrun, srun, mpirun or
+Uses the default process group if it exists, and otherwise creates it (environment of torchrun, srun, mpirun or
 ``distributed.launch``); one rank alone needs neither launcher nor group.
 """
 

@@ -1,5 +1,5 @@
-"""How a rank ended, as it tells the process that launched it: over memory without a name, so that nothing can be left
-behind in a directory, and a rank that is stopped in the middle of its words holds nobody.
+"""Outcome of a rank, sent to its launcher over anonymous memory: nothing can be left behind in a directory, and a rank
+that is stopped while writing blocks no process.
 """
 
 from __future__ import annotations

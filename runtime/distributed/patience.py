@@ -1,9 +1,9 @@
 """Rank 0 works long, writing files, and the others wait as long as it takes: longer than for any other exchange.
 
-    rank 0 asks a rank for what it needs next      the rank waits for that, holding nothing, then sends
+    rank 0 requests the next value of a rank       the rank waits for this, without locks, then sends
     rank 0 is done                                 the others go on to agree with it in the group's own time
 
-A rank whose peer has died hears of it at once: its connection closes.
+A rank notices a dead peer at once: the connection closes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a launched process does: run the function, tell how it ended, and end with the process that launched it."""
+"""Main function of a launched process: run the function, report its outcome, and end together with the launcher."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What ranks write into the store, signed where they share a secret.
+"""Entries of ranks in the store, signed if the ranks share a secret.
 
     content   ->   hmac-sha256 <hex of HMAC-SHA256(secret, key and content)> <content>
 
-A signature shows that the writer knows the secret: nobody else can invent a seat, a verdict or a failure. It hides
+A signature proves that the writer has the secret: no other process can forge a seat, a verdict or a failure. It hides
 nothing, and an old value of the same key stays valid. The addresses of groups, which torch writes, are not signed.
 """
 

@@ -1,7 +1,7 @@
-"""What an evaluation finds.
+"""Results of an evaluation.
 
-perplexity       exp(−(1/T_o) Σ log P(token))       T_o: words of the text before it was cut into tokens
-cloze accuracy   of the passages, those of whose last word every token is the arg max
+perplexity       exp(−(1/T_o) Σ log P(token))       T_o: words of the text before tokenization
+cloze accuracy   share of passages in which every token of the last word is the arg max
 """
 
 from __future__ import annotations

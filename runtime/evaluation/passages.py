@@ -1,8 +1,8 @@
-"""Passages of a cloze test: each document of a text, of which the last word is to be told from what stands before it.
+"""Passages of a cloze test: in each document of a text, the model predicts the last word from the preceding words.
 
 document   | The cat sat on the m a t . end |       the end token, and white space at the end, are no part of it
 passage    | The cat sat on the m a t . |           too long for a window: its last tokens
-scored                          s s s s             from where the last word begins
+scored                          s s s s             from the start of the last word
 """
 
 from __future__ import annotations

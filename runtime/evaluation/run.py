@@ -1,6 +1,6 @@
-"""The command `evaluate`: the plan's ranks are started here, each scores its share, rank 0 tells what was found.
+"""The command `evaluate`: start the plan's ranks; each scores its share, and rank 0 reports the result.
 
-All that can be known to be wrong is told before a process starts; under torchrun this process is one of the ranks.
+Bad input is reported before a process starts; under torchrun this process is one of the ranks.
 """
 
 from __future__ import annotations

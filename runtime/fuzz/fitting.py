@@ -1,4 +1,4 @@
-"""Drawn specs without what would test nothing but the spec's own checks: too many ranks, chunks without a pipeline."""
+"""Remove choices that would test only the checks of the spec: too many ranks, chunks without a pipeline."""
 
 from __future__ import annotations
 

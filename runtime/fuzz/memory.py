@@ -1,10 +1,10 @@
-"""The memory that the plan forecasts beside what ranks hold, with the bound of a case.
+"""Compare the planned memory with that of ranks, within the bound of a case.
 
 parameters, gradients, optimizer    1 % or 64 bytes
-activations, logits among them      3 % or 1 KiB: what a single number or a row of statistics takes
+activations, logits among them      3 % or 1 KiB: the size of a scalar or a row of statistics
 
-Not compared where the plan does not say what is held to the byte: rows of experts follow the routing, graphs keep
-static memory, and compiled pieces keep what the compiler chooses.
+Skipped if the plan does not predict bytes exactly: rows of experts depend on the routing, graphs have static memory,
+and the compiler chooses the saved tensors of compiled pieces.
 """
 
 from __future__ import annotations

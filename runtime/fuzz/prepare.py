@@ -1,4 +1,4 @@
-"""Import once what every case needs: its forks share it."""
+"""Import the modules of every case once, for all forks."""
 
 from __future__ import annotations
 

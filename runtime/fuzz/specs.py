@@ -62,7 +62,7 @@ FOLLOWS = {
     "inputs.dtype": "the model",
     "inputs.high": "the model",
     "inputs.like": "the model",
-    "loss": "depends on what the model returns",
+    "loss": "depends on the outputs of the model",
 }
 
 EXCLUDED = {

@@ -1,10 +1,10 @@
-"""The command `memory`: start the plan's ranks here, run a step, and set what the plan says beside what they hold.
+"""The command `memory`: start the plan's ranks, run a step, and compare measured with planned memory.
 
 parameters, gradients, optimizer    the buffers that are held          within 1 %
-activations                         with logits: what autograd keeps of all microbatches in flight, where the plan
-                                    has its peak                       within 3 %
-at the peak                         with working memory and messages: all that lives at the step's peak; told, not
-                                    judged: when a message is taken over is for the backend to say
+activations                         with logits: tensors that autograd saves for all microbatches in flight,
+                                    at the planned peak                within 3 %
+at the peak                         with working memory and messages: all live memory at the step's peak; reported
+                                    without a bound: the backend decides when it frees a message
 """
 
 from __future__ import annotations

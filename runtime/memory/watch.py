@@ -1,11 +1,11 @@
 """Looks at the memory of a rank while it runs the actions of a step, as live tensors have it.
 
     live    all memory that was made in a forward, a backward, or for a message, and that still lives
-    kept    what of it lives between two actions, but for messages under way: what autograd saved, what a rerun begins
-            with, received values that wait for their backward, and what a backward has put aside for its W
+    kept    the part that lives between two actions, except messages in flight: tensors saved by autograd, inputs of a
+            recomputation, received values before their backward, and tensors that a backward saves for its W
 
 Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
-are not counted. What a kernel takes for itself is not seen.
+are not counted. Workspaces inside kernels are not seen.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""AdamW on flat shards, parts of which may rest: weights that no token of a step asked for keep their value, moments
-and count of updates, as a parameter whose gradient is None does in torch.
+"""AdamW on flat shards, parts of which may be skipped: expert weights without tokens in a step keep their value,
+moments and count of updates, like a parameter with gradient None in torch.
 
     main       |     of all     | expert 3 | of all | expert 4 |
     count      |     the shard's        own            own     |

@@ -2,7 +2,7 @@
 
     hook of parameter p       main_grad(p) = grad(p)         first microbatch of the step (no zeroing pass)
                               main_grad(p) += grad(p)        the others
-    product with parameter p  main_grad(p) = gᵀ x, or += gᵀ x: where it is computed, without a gradient in between
+    product with parameter p  main_grad(p) = gᵀ x, or += gᵀ x: in place, without a temporary gradient
     last gradient of the last microbatch of a bucket   ->   reduce-scatter of that bucket starts (asynchronous)
 
 ``parameter.data`` becomes a view of the parameter buffer, so that an all-gather in place delivers the new weights.

@@ -3,7 +3,7 @@
 Over gloo both stay inside the buffer. Its own ones copy the whole buffer in a thread of theirs, and its heap
 keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
 
-    reduce-scatter      all-reduce of the buffer (which is what gloo does with its copy); only the own part is read
+    reduce-scatter      all-reduce of the buffer (as gloo does with its copy); only the own shard is read
     all-gather          each part is broadcast by its owner
 """
 

@@ -1,11 +1,11 @@
 """The loss scale of float16 training: large enough that small gradients survive, halved when one overflows.
 
-    a number in the spec                stays as it is
+    a number in the spec                constant
     dynamic, from 2^15:
     skipped                             scale ← max(1, scale / 2)
     GROWTH_INTERVAL good steps          scale ← 2 · scale
 
-It lives on the device: whether a step is skipped is known there, and the host need not wait to be told.
+It is on the device, which decides whether a step is skipped: the host need not wait.
 """
 
 from __future__ import annotations

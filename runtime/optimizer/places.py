@@ -1,4 +1,4 @@
-"""The place in a gradient buffer where one parameter's gradients are summed, as the products that read it know it.
+"""The slot of a gradient buffer in which one parameter's gradients are summed, as its products see it.
 
     first of the step    main_grad = left @ right      there is no zeroing pass
     others               main_grad += left @ right     within the product (beta 1): no gradient in memory of its own

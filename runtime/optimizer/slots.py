@@ -1,4 +1,4 @@
-"""Where parameters lie in a buffer: the slot of one, the tensors of one bucket, and who shares the buffer."""
+"""Layout of parameters in a buffer: the slot of one, the tensors of one bucket, and the ranks that share the buffer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of the optimizer: of each parameter the elements that this rank owns, as views of its memory.
+"""Optimizer state in a checkpoint: for each parameter, the elements that this rank owns, as views of its memory.
 
 parameter      in the model's precision
-main           where the optimizer's is higher
-ema            the running mean of the weights, where the spec asks for one
+main           if the optimizer's is higher
+ema            the running mean of the weights, if the spec has optimizer.ema
 exp_avg, exp_avg_sq      AdamW's moments; there are none before the first update that is not skipped
 """
 

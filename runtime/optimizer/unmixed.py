@@ -1,9 +1,9 @@
-"""What a rank held by itself in a step: the largest size of each gradient and parameter, before ranks were mixed.
+"""Local values of a rank in a step: the largest absolute value of each gradient and parameter before any reduction.
 
     reduce-scatter of gradients, all-gather of parameters     after them a NaN of one rank stands on all that share it
 
-Each is read once more a step, in one pass without temporary memory; nobody waits for it, and the host reads it only
-where a step was not finite.
+Each is read once more a step, in one pass without temporary memory; nothing waits for it, and the host reads it only
+after a step with NaN or Inf.
 """
 
 from __future__ import annotations

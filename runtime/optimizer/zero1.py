@@ -1,7 +1,7 @@
 """ZeRO-1: every data-parallel rank updates its share of each bucket, and the ranks exchange gradients and parameters.
 
     reduce      shard of g = sum over dp (reduce-scatter), to float32, then summed over the axes it is partial over;
-                over dp-cp in place of dp where there is a cp, over edp for experts that have axes of their own
+                over dp-cp instead of dp with cp > 1, over edp for experts with ep or etp
     norm        |g|² over all ranks, each logical element once; g <- g · min(1, clip/(|g| + 1e-6))
     step        AdamW on the float32 (or float64) main shard; shard -> parameter buffer; all-gather
 

@@ -1,9 +1,9 @@
 """Run one step of a pipeline rank: a loop over the schedule's actions, one short method for each kind.
 
-    F   receive values -> stage module -> send values        keeps what its backward needs
-    B   receive gradients -> backward -> send gradients      frees it; of products with weights, where a W follows, puts
-                                                             aside what makes the weights' gradients
-    W   the gradients of weights, from what is put aside     frees that
+    F   receive values -> stage module -> send values        saves tensors for its backward
+    B   receive gradients -> backward -> send gradients      frees them; if a W follows, defers the weight gradients
+                                                             of matrix products
+    W   the deferred weight gradients                        frees their inputs
 
 Each microbatch's loss is its share of the mean over the global batch: losses and gradients add up, nothing is divided.
 """

@@ -1,7 +1,7 @@
-"""Where messages between stages lie: in fresh memory, or in static buffers that they take in turn.
+"""Memory of messages between stages: fresh memory, or static buffers in rotation.
 
-Where a step is captured as one CUDA graph, what NCCL touches there is never used again inside: the allocator cannot
-tell when another stream is done with it. Static buffers are made before, and the plan says which message lies in which.
+If a step is captured as one CUDA graph, memory used by NCCL is not reused inside it: the allocator does not know when
+another stream has finished. Static buffers are allocated before, and the plan assigns messages to them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which op made the first value that is no number: the stages of a rank run again, op by op, each value looked at.
 
-    forward     a value that is not finite comes from the first of its makers whose own inputs were finite
-    backward    likewise among gradients, where all losses were finite
+    forward     a NaN or Inf comes from the first op on its path with finite inputs
+    backward    the same for gradients, if all losses were finite
 
-An infinity that code asks for (``masked_fill(…, -inf)``) is no fault, and neither is one that reaches no loss. What
-other ranks sent is theirs to name: each rank tells what it saw, and ``first_of`` finds the first over all.
+An infinity from user code (``masked_fill(…, -inf)``) is no fault, nor is one that reaches no loss. Values received
+from other ranks are theirs to report: each rank reports its own, and ``first_of`` finds the first over all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Boundary tensors: what crosses from one stage to the next, and its gradient on the way back.
+"""Boundary tensors: activations sent from one stage to the next, and their gradients sent back.
 
 Boundary i lies between stage i and stage i + 1. A message is all tensors of one boundary for one microbatch in one
 direction: "F" carries values down, "B" gradients up (``planner.pipeline.links``). Receives are posted ahead of their

@@ -2,11 +2,11 @@
 
     run      from the first action to the end of the last sends
     works    run − its waits for messages
-    bubble   1 − (mean over ranks of works) / (run of the first stage, whose backward is the last)
+    bubble   1 − (mean over ranks of works) / (run of the first stage, which has the last backward)
 
-``usual`` is the median of ``works`` over the last runs: a rank whose figure is larger than that of a replica is slow.
+``usual`` is the median of ``works`` over the last runs: a rank is slow if its figure is larger than that of a replica.
 
-Times come by events on a GPU. The host does not wait for them: what it tells is of the newest run that the device has
+Times on a GPU come from events. The host does not wait for them: it reports the newest run that the device has
 finished.
 """
 

@@ -1,4 +1,4 @@
-"""The schedule with times: seconds of each stage by a cluster's file, else units, scaled to what a step took."""
+"""The schedule with times: seconds of each stage from the cluster file, or else units, scaled to the measured step."""
 
 from __future__ import annotations
 

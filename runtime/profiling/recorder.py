@@ -1,4 +1,4 @@
-"""Marks of what a rank is at, while steps are profiled. Nothing is read of the device before they are over."""
+"""Marks of a rank's activities during profiled steps. The device is read only after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank was at, from when to when: spans that nest, and stand one after another on each level.
+"""Activities of a rank over time: nested spans, consecutive on each level.
 
 between | step 3                                                                            | between
         | check batch | denominators | begin | F0.0   | F1.0   | B0.0 … | sum of gradients | update

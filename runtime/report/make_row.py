@@ -1,4 +1,4 @@
-"""The row of a step: what its report says, beside the plan."""
+"""The row of a step: figures of its report, next to those of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks held beside what was planned: by category, and by action of the schedule."""
+"""Measured and planned memory of ranks: by category, and by action of the schedule."""
 
 from __future__ import annotations
 

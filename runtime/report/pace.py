@@ -1,4 +1,4 @@
-"""How fast a run is: what a step computes beside what devices can do, what batches cost, how long it will take."""
+"""Speed of a run: FLOP/s relative to the peak, time for batches, remaining time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells its user: the figures of a step, and before the first one what the plan warns of."""
+"""Output of a run: the figures of each step, after the warnings of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step as it is logged and shown."""
+"""One step, in the log and on the terminal."""
 
 from __future__ import annotations
 

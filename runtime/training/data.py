@@ -1,4 +1,4 @@
-"""What a run reads: batches to train on and to validate by, and what of them must be the same when it goes on."""
+"""Data of a run: batches for training and validation, and their identity, which must not change on resume."""
 
 from __future__ import annotations
 

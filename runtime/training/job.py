@@ -1,4 +1,4 @@
-"""What a training run was asked for, checked before anything is started."""
+"""Options of a training run, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The texts of a run and the share of each.
 
 --data a.tokens=0.7 --data b.tokens=0.3
-data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, where there is no --data
+data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, without --data
 """
 
 from __future__ import annotations

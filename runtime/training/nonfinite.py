@@ -1,7 +1,7 @@
-"""What a run does about steps whose loss or gradient is no number: it goes on, or it ends and says where that began.
+"""Handling of steps with NaN or Inf in loss or gradients: continue, or stop and report the origin.
 
-An update that is not finite changes nothing, whatever is decided here. With a dynamic loss scale it is part of the
-game: the scale is halved and the next step tried. Only where the scale cannot become smaller is something wrong.
+An update with NaN or Inf changes nothing in either case. With a dynamic loss scale it is expected: the scale is halved
+and the next step runs. It is an error only if the scale cannot become smaller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run, step by step and at its end. On other ranks nothing."""
+"""Output of rank 0, step by step and at the end of a run. Other ranks print nothing."""
 
 from __future__ import annotations
 

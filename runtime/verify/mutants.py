@@ -2,8 +2,8 @@
 
 One exchange of the lowered graphs missing (also of rows with experts), or one parameter frozen.
 
-Exchanges are numbered over all stages, in the order of each stage's graph. A missing one leaves every shape as it was:
-sums are left partial, and parts of other ranks are filled with this rank's own.
+Exchanges are numbered over all stages, in the order of each stage's graph. A missing one changes no shape:
+sums stay partial, and shards of other ranks are filled with this rank's own.
 """
 
 from __future__ import annotations

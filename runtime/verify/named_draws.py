@@ -1,9 +1,9 @@
 """One process that draws by name: with ``dropout: layout_invariant`` its masks are those of every layout.
 
     names      the ops that draw, of the model captured at the size of the global batch: site, sample, element
-    forward    the user's model, op by op: what PyTorch draws is overwritten by the numbers of the next name
+    forward    the user's model, op by op: draws of PyTorch are overwritten with the numbers of the next name
 
-An op that draws what the loss does not read has no name, and keeps what PyTorch draws.
+Draws that the loss does not read have no name, and keep PyTorch's values.
 """
 
 from __future__ import annotations

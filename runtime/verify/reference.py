@@ -1,12 +1,12 @@
 """The truth: the unmodified model in one process, trained by plain torch on the whole global batch.
 
-No decision of the planner and no pass takes part, so a difference to the engine is a difference to what the user's
-model computes alone.
+No decision of the planner and no pass takes part, so a difference from the engine is a difference from the user's
+model.
 
-The model is trained itself, not a copy of it. A copy may be another model: what a closure, a hook or a patched forward
-holds stays the original's, so that a copied reference would forget the same weights as a copied capture, and agree with
-it. A second build from the same seed would do as well where every draw of the constructor follows torch's seed, and
-only there; the object itself needs no such trust, and ``Untouched`` shows that nobody has changed it before.
+The model is trained itself, not a copy of it. A copy may be another model: tensors in a closure, a hook or a patched
+forward stay those of the original, so that a copied reference would lose the same weights as a copied capture, and
+agree with it. A second build from the same seed is equal only if every draw of the constructor follows torch's seed.
+The object itself needs no such assumption, and ``Untouched`` checks that nothing has changed it before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""All ranks begin with the same weights: rank 0's, where a model was built without a seed.
+"""All ranks start with the same weights: those of rank 0 if a model was built without a seed.
 
     fingerprint of every tensor     rank 0's to all, then the lowest rank that differs: two small exchanges
     broadcast                       those tensors alone, one at a time, whole; each rank keeps its shards
     require_equal                   one error on all ranks
 
-What has no values yet (parameters on meta) is the same everywhere: its fresh values come from the seed of the spec.
+Parameters on meta are equal on all ranks: their values come from the seed of the spec.
 """
 
 from __future__ import annotations

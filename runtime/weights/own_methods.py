@@ -2,13 +2,13 @@
 
 Every module is initialised after the modules in it, as ``Module.apply`` does:
 
-    reset_parameters(), _reset_parameters()        where the module has one
+    reset_parameters(), _reset_parameters()        if the module has one
     _init_weights(module)                          of the innermost module around it that has one
-    _init_weights()                                where the method takes no module
+    _init_weights()                                if the method takes no module
 
-First all of it runs on meta tensors, which tells what each call writes. Then a parameter takes its value from the calls
-that write it, and from no other: each with a generator of (seed, module, method), so that the value depends neither on
-the layout nor on what else a rank holds.
+First, everything runs on meta tensors, to record the writes of each call. Then a parameter takes its value from the
+calls that write it, and from no other: each with a generator of (seed, module, method), so that the value depends
+neither on the layout nor on other weights of a rank.
 """
 
 from __future__ import annotations

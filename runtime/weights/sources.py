@@ -1,7 +1,7 @@
-"""Where full tensors come from: the user's model, or fresh values where it stands on the meta device.
+"""Sources of full tensors: the user's model, or fresh values if it is on the meta device.
 
-With ``initialization.method: normal`` these; with ``model`` what the model's own methods draw. A model that was built
-with ``values_later`` has the values of its construction, whatever the method.
+With ``initialization.method: normal`` these; with ``model`` the draws of the model's own methods. A model that was
+built with ``values_later`` has the values of its construction, whatever the method.
 
 N(0, std)                                  matrices
 N(0, std / sqrt(number of residual writes))    matrices that write into the residual

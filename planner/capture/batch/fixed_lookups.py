@@ -29,8 +29,8 @@ def check_fixed_lookups(program: Program) -> None:
             asked = value_of(given["indices"], program.graph, {})
         if asked is not None and asked.numel() and int(asked.max()) >= num_rows:
             raise PlanError(
-                f"the embedding {_name(given['weight'], program)} has {num_rows} rows, and row {int(asked.max())} is "
-                "asked of it: a sequence is longer than the positions of the model",
+                f"the embedding {_name(given['weight'], program)} has {num_rows} rows, but the model looks up row "
+                f"{int(asked.max())}: a sequence is longer than the positions of the model",
                 where=where_of(node),
                 fix=f"give the inputs of the spec a length of at most {num_rows}, or the model more positions",
             )

@@ -85,12 +85,12 @@ def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange
         yield given["indices"], _range(shape_of(given["weight"])[0], f"the embedding {_held(given['weight'], program)}")
     elif name in ("index_select", "gather"):
         shape = shape_of(given["self"])
-        yield given["index"], _range(shape[given["dim"]] if shape else 1, f"what {name} reads", unit="places")
+        yield given["index"], _range(shape[given["dim"]] if shape else 1, f"the input of {name}", unit="places")
     elif name == "index":
         for dim, index in enumerate(given["indices"]):
             if isinstance(index, fx.Node) and all(_is_integer(i) for i in given["indices"] if i is not None):
                 size = shape_of(given["self"])[dim]
-                yield index, replace(_range(size, "what is indexed", unit="places"), low=-size)
+                yield index, replace(_range(size, "the indexed tensor", unit="places"), low=-size)
     elif _is_integer(given["target"]):
         shape = shape_of(given["self"])
         ignored = given.get("ignore_index", -100)

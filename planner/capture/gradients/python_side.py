@@ -184,7 +184,7 @@ class PythonGradients:
             of_user = called_by_user() if is_plain else not type(hooks).__module__.startswith("torch.")
             if of_user and not self._elsewhere():
                 self._refuse(
-                    "saved_tensors_hooks would be lost: they may change what the backward reads",
+                    "saved_tensors_hooks would be lost: they may change values that the backward reads",
                     "remove them before planning the model (save_on_cpu and checkpoint may stay)",
                 )
             return original(hooks)

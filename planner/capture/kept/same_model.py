@@ -42,7 +42,7 @@ class ModelState:
         for names, word in ((now.keys() - then.keys(), "new"), (then.keys() - now.keys(), "gone")):
             if names:
                 return f"{min(names)} is {word}"
-        return next((f"{name} is not what it was" for name in now if now[name] != then[name]), None)
+        return next((f"{name} has changed" for name in now if now[name] != then[name]), None)
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,7 @@ def _read_config(path: Path) -> Any:
         raise PlanError(what, where=where, fix=fix) from error
     if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
         raise PlanError(
-            f"the config asks for kernels of a repository ({kernels}), whose code is not run",
+            f"the config asks for kernels of a repository ({kernels}), which are not run",
             where=where,
             fix="remove the attention implementation from the config",
         )

@@ -152,7 +152,7 @@ class InitLog:
 
     def _run(self, entry: Entry, memories: dict[int, Tensor]) -> None:
         if entry.is_draw:
-            assert entry.state is not None, "a draw whose place in the sequence of its generator is not known"
+            assert entry.state is not None, "a draw at an unknown position of its generator"
             torch.set_rng_state(entry.state.clone())
         if entry.op.overloadpacket in EMPTY:
             return

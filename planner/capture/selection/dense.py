@@ -126,7 +126,7 @@ class _Rewriter:
         where = reader if reader.op == "call_function" else node
         if made is COUNT:
             raise refused(where, "Python computes with the number of selected rows")
-        raise refused(where, f"the shape of what {name_of(node)} makes depends on data")
+        raise refused(where, f"the output shape of {name_of(node)} depends on data")
 
     def _number(self, node: fx.Node, value: Any) -> Any:
         symbols = value.node.expr.free_symbols
@@ -292,7 +292,7 @@ class _Rewriter:
         if any(self.env[n] is COUNT for n in rests) and not counts:
             raise refused(node, "the number of selected rows is used in a computation")
         if (rests and not counts) or not acts_on_each_row(node, inputs, row_dim(value)):
-            what = f"the shape of what {name_of(node)} reads depends on data, and it may mix rows"
+            what = f"the input shape of {name_of(node)} depends on data, and it may mix rows"
             raise refused(node, what)
         guarded = self._guarded(node, space, inputs)
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))

@@ -1,4 +1,4 @@
-"""All differences of two plans, table by table in reading order. None only where both are equal."""
+"""All differences of two plans, table by table in reading order. None only if both are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of one table of two plans, paired by what they are about, and compared field by field.
+"""Pair the rows of one table of two plans by a key, and compare them field by field.
 
 No field is left out: those that a table shows together (``Column``) are compared together, each other one for itself.
 Rows without a partner came or went. Equal changes of repeated blocks are one change.

@@ -1,7 +1,7 @@
-"""Which blocks are alike in all that a plan says of them, and which rows of the plan are whose.
+"""Group the blocks that are equal in all rows of a plan, and assign the rows of the plan to blocks.
 
-Two blocks are of one kind where their parameters, exchanges, graph regions and what they compute again are the same but
-for the name of the block. What crosses between stages is none of theirs.
+Two blocks are of one kind if their parameters, collectives, graph regions and recomputation are equal except for the
+name of the block. Messages between stages belong to no block.
 """
 
 from __future__ import annotations

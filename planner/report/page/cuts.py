@@ -1,7 +1,7 @@
 """One tensor as a rectangle, with its cut over the ranks: dim 0 downwards, the last dim to the right.
 
-Parts have the number and the colour of their rank; what every rank holds is one hatched piece. A tensor of experts is
-cut downwards over ep where it is a stack, and experts that are tensors of their own are a row of cells.
+Parts have the number and the colour of their rank; a replicated tensor is one hatched piece. A stack of experts is
+drawn as sharded downwards over ep, and experts that are tensors of their own are a row of cells.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster of a plan, where its file is still to be read: a saved plan may be looked at on another machine."""
+"""The cluster of a plan, if its file can be read: a saved plan may be opened on another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model as a picture: a card for each kind of block, in it the weights and, where they happen, the exchanges.
+"""The model as a picture: a card for each kind of block, with its weights, and each collective at its place.
 
 An exchange stands in front of the first weight of its module where it makes what the module reads (a gather, and the
 sum of the gradients that leave it), else behind the last one. Blocks of one kind share a card, and inside of it rows

@@ -1,10 +1,10 @@
-"""Masked words and sentence order: what BERT learns from (Devlin et al. 2018; order: Lan et al. 2019).
+"""Masked words and sentence order: the objective of BERT (Devlin et al. 2018; order: Lan et al. 2019).
 
     tokens          [class] the [mask] sat . [separator] it [mask] [mask] [separator] [padding] …
     labels           -100  -100  cat  -100 …              -100   slept  .   -100        -100
     segments          0      0    0     0  0     0         1       1    1     1           0
     attention_mask    1      1    1     1  1     1         1       1    1     1           0
-    sentence_order   1 where the second run of sentences came first in the text, 0 where not
+    sentence_order   1 if the second run of sentences came first in the text, otherwise 0
 
 A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
 segments nor an order reads one run of text, ``[class] text [separator]``. A sample is a function of (seed, epoch,

@@ -1,10 +1,10 @@
 """Each token from those before it: windows of a text, one after another.
 
-    packing      | window 0 | window 1 | window 2 |      over the ends of documents; what is left at the end is dropped
+    packing      | window 0 | window 1 | window 2 |      over the ends of documents; a remainder at the end is dropped
     no packing   | document 0 ··|·· | document 1 |··     inside documents; the last window of each is padded
 
-Window i begins where window i - 1 ends; its next tokens reach one further, so that every token but the first is asked
-for once.
+Window i begins at the end of window i - 1; its next tokens reach one further, so that every token except the first is
+predicted once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every objective gives: samples by number. A sample is the same wherever and whenever it is asked for."""
+"""The interface of objectives: samples by number. A sample with one number is always the same."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which words of a sample are hidden, and what stands in their place (Devlin et al. 2018; n-grams: Joshi et al. 2019).
+"""Choose the masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019).
 
     n-gram   1 .. ngram words in a row, n drawn with probability ∝ 1/n, its first word uniformly
     until    ``share`` of the tokens is chosen; the n-gram that does not fit whole is taken with the probability of the
-             part that fits, and is the last: so the share is met on average, and long words get their turn
+             part that fits, and is the last: so the share holds on average, and long words are chosen too
     word     80 % become the mask, 10 % random ids, 10 % stay
 
-What becomes of a word is drawn once for all its tokens: half a word beside its masked half would tell it, most of all
-where tokens are bytes, and not to tell it is what whole words are masked for.
+The replacement is drawn once for all tokens of a word: half a word next to its masked half would reveal it, most of
+all with bytes as tokens.
 """
 
 from __future__ import annotations

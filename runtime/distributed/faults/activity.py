@@ -1,4 +1,4 @@
-"""What the main thread of a rank is at: told with every failure and every heartbeat.
+"""Current activity of a rank's main thread: part of every failure and heartbeat.
 
 The executor sets it before each action, the engine around each call: an assignment and a line of text in a page of
 memory, some microseconds.

@@ -1,7 +1,7 @@
-"""What ranks tell each other in the key-value store, apart from every collective.
+"""Messages between ranks in the key-value store, independent of collectives.
 
 failures     a list in the order of the store; the first that was not withdrawn is the cause of all
-pulses       of each rank: a count that grows, its process, what it is at
+pulses       of each rank: a growing count, its process, its activity
 """
 
 from __future__ import annotations

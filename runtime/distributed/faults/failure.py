@@ -1,4 +1,4 @@
-"""One rank's failure: where it was in its work and what went wrong, in one line that all ranks can show.
+"""Failure of one rank: its activity and its error, in one line that all ranks can print.
 
     rank 2 (tp 0 · pp 1 · dp 0), stage 1, step 5, microbatch 3, forward (F3.0): KeyError: 'labels'
 

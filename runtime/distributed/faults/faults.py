@@ -1,10 +1,10 @@
-"""A rank's side of every failure: its own is told before its groups end, and that of a peer is looked up and shown.
+"""Failures seen from a rank: it publishes its own before its groups end, and looks up and shows that of a peer.
 
     with faults.during("update", step):     an error inside is this rank's failure, published for all;
-        ...                                 or that of a peer: then what the peer has published is raised
+        ...                                 or that of a peer: then the published failure of the peer is raised
 
-The first failure in the store is the cause of all others. An error that says no more than that a peer is gone waits a
-moment for it; where none comes, the ranks whose process died or whose main thread stands still are looked for.
+The first failure in the store is the cause of all others. An error that only reports a lost peer waits a
+moment for that failure; without one, it names ranks with a dead process or a stuck main thread.
 """
 
 from __future__ import annotations

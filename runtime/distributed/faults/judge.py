@@ -1,4 +1,4 @@
-"""Who of the watched ranks is dead: by the kernel where it runs on this host, by silence alone where it does not.
+"""Decide which watched ranks are dead: by the kernel for ranks of this host, by missing heartbeats for others.
 
     on this host     its process is gone                                          dead
                      its process is stopped, and beats no more for a while        dead

@@ -1,7 +1,7 @@
-"""A page of memory in which a rank writes what it is at, before each action: it outlives the rank.
+"""A page of memory in which a rank writes its activity before each action: it outlives the rank.
 
-A heartbeat is up to a second old, and a step may be shorter. Whoever launched the process has given it the page, and
-who watches it on this host has mapped the page by then, so that a killed rank is named with its very last action. The
+A heartbeat is up to a second old, and a step may be shorter. The launcher has passed the page to the process, and
+watchers on this host have mapped it, so that the error about a killed rank names its last action. The
 page has no name in any directory.
 """
 

@@ -1,6 +1,6 @@
 """Processes of this host as the kernel sees them: gone, stopped, or running however silent.
 
-A process whose interpreter is held for long (a large file parsed, a collection of garbage) beats no more, and runs.
+A process with a busy interpreter (parsing a large file, garbage collection) sends no heartbeats, but is alive.
 """
 
 from __future__ import annotations

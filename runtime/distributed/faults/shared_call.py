@@ -1,4 +1,4 @@
-"""A method that all ranks call alike: whatever goes wrong inside names the rank, the step and what it was at."""
+"""A method that all ranks call together: an error inside names the rank, the step and the activity."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The thread of a rank that beats, watches the others, and ends this process where the main thread cannot.
+"""The thread of a rank that sends heartbeats, watches other ranks, and ends this process if the main thread cannot.
 
     each second    beat; read the first failure; look at the ranks of this host, and at rank 0 (which looks at all)
     a failure      the main thread has a moment to come out of its exchange by itself, then the process ends:
                    on gloo nothing else ends a wait for a peer that is stopped
 
-A thread and no process of its own: beside a held interpreter it falls silent, but silence alone is no death where the
-kernel can be asked (see ``judge``), and every call of the store lets the interpreter go. It reads plain attributes of
-the main thread, so a step costs nothing.
+A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel tells dead
+ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain attributes
+of the main thread, so a step costs nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies beside the log of a run: the trace of some of its steps, and what its ranks held."""
+"""Files next to the log of a run: the trace of some of its steps, and the memory of its ranks."""
 
 from __future__ import annotations
 

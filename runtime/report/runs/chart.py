@@ -1,5 +1,5 @@
-"""Lines over steps, or over the actions of one, as plain SVG: axes at round numbers, a dash for each run, gaps where a
-value is no number."""
+"""Lines over steps, or over the actions of one, as plain SVG: axes at round numbers, a dash for each run, gaps for NaN
+and Inf."""
 
 from __future__ import annotations
 

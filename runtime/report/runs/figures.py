@@ -1,4 +1,4 @@
-"""What is drawn and summed up of runs: which figures over steps, in which units, and one line a run."""
+"""Charts and summary of runs: figures over steps, their units, and one row per run."""
 
 from __future__ import annotations
 

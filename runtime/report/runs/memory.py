@@ -1,4 +1,4 @@
-"""What ranks held beside what was planned: bars by category, and lines over the actions of a step.
+"""Measured and planned memory of ranks: bars by category, and lines over the actions of a step.
 
 Of each pp rank the one rank that held the most is drawn; the table has all of them.
 """

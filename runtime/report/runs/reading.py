@@ -1,4 +1,4 @@
-"""Runs as they were logged: a log or a directory of logs becomes rows, or one error that says what is wrong with it."""
+"""Read logged runs: a log or a directory of logs becomes rows, or one error."""
 
 from __future__ import annotations
 
