@@ -202,7 +202,7 @@ def test_another_default_dtype_is_refused():
     captured = capture(Small(), SPEC)
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(PlanError, match=r"torch\.get_default_dtype\(\) is not what it was"):
+        with pytest.raises(PlanError, match=r"torch\.get_default_dtype\(\) has changed"):
             plan(captured, SPEC)
     finally:
         torch.set_default_dtype(torch.float32)

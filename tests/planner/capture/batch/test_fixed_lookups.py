@@ -18,7 +18,7 @@ def spec(length: int) -> dict:
 def test_a_sequence_as_long_as_the_positions_is_planned_and_one_longer_is_refused() -> None:
     model = GPT(vocabulary=32, length=8, width=16, num_layers=1, num_heads=2)
     assert plan(model, spec(8)).stages
-    with pytest.raises(PlanError, match="the embedding positions has 8 rows, and row 8 is asked of it") as error:
+    with pytest.raises(PlanError, match="the embedding positions has 8 rows, but the model looks up row 8") as error:
         plan(model, spec(9))
     assert "gpt.py" in str(error.value.where)
     assert "self.positions(positions)" in str(error.value.where)
@@ -39,7 +39,7 @@ class Shifted(nn.Module):
 
 def test_positions_are_computed_as_the_model_does() -> None:
     assert plan(Shifted(), spec(8)).stages
-    with pytest.raises(PlanError, match="has 10 rows, and row 10 is asked of it"):
+    with pytest.raises(PlanError, match="has 10 rows, but the model looks up row 10"):
         plan(Shifted(), spec(9))
 
 

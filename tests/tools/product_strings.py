@@ -1,0 +1,48 @@
+"""The English strings of a Python file, read from its syntax tree: messages (errors, help, reports) and docstrings.
+
+A message is any string that is not a docstring and has three words in a row. A field of an f-string becomes ``…``, and
+counts as a word.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+_PROSE = re.compile(r"(?:[A-Za-z]+|…)[,;:]? (?:[A-Za-z]+|…)[,;:]? (?:[A-Za-z]+|…)")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def messages(source: str) -> list[tuple[int, str]]:
+    """(line, text) of each message, in the order of lines."""
+    tree = ast.parse(source)
+    skipped = {id(node) for node in _docstrings(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in ast.walk(node) if part is not node and isinstance(part, ast.Constant)}
+    found = [
+        (node.lineno, _text(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in skipped
+    ]
+    return sorted((line, text) for line, text in found if _PROSE.search(text))
+
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """(line, text) of each docstring of a module, a class or a function."""
+    return sorted((node.lineno, _text(node)) for node in _docstrings(ast.parse(source)))
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and node.body and isinstance(first := node.body[0], ast.Expr):
+            value = first.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value
+
+
+def _text(node: ast.JoinedStr | ast.Constant) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
