@@ -66,7 +66,7 @@ class Built:
 
 
 def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program: RankProgram | None) -> Built:
-    """Lower the plan for this rank (unless ``program`` is given), take the weights, let go of the model."""
+    """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
     check_compiler(spec.compile, groups.device)
     decisions, _ = plan.to_run()
@@ -118,7 +118,7 @@ def executor_of(
 
 
 def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | None:
-    """Who runs the regions of this rank, or its steps, as graphs; None where the plan has none."""
+    """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none."""
     asked, program, buffers, device = spec.cuda_graphs, built.program, built.optimizer.buffers, groups.device
     order = without_weights(plan.schedule.actions[groups.pp_rank])
     if asked.impl == "none":

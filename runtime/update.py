@@ -52,7 +52,7 @@ class Update:
 
     def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
         """``loss``: this rank's addend. Raises PlanError on every rank where their batches differ; on a GPU, which is
-        not waited for, whoever reads the report meets it. Nothing is updated then."""
+        not waited for, reading the report raises it. Nothing is updated then."""
         rate, scale = self._learning_rate(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
         notes = self._notes.here(stop_requested() is not None, self._own())

@@ -145,7 +145,7 @@ def _swapped(tensor: Tensor, value: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
-    """What the forward draws, nobody misses afterwards."""
+    """Random states of Python, NumPy and torch are restored afterwards."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

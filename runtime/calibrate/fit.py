@@ -67,14 +67,14 @@ def _fraction(timed: Sequence[Timed], peak: float, tile: int) -> float:
 
 
 def _misfit(timed: Sequence[Timed], tile: int) -> float:
-    """Sum of the squares of relative errors with this tile; where nothing tells tiles apart, the smallest wins."""
+    """Sum of the squares of relative errors with this tile; among equal tiles, the smallest wins."""
     terms = np.asarray([(1.0, _padded(t, tile)) for t in timed])
     fitted = terms @ np.asarray(_line([(1.0, work) for _, work in terms], [t.seconds for t in timed]))
     return float(np.sum((fitted / np.asarray([t.seconds for t in timed]) - 1) ** 2)) + 1e-9 * tile
 
 
 def _padded(timed: Timed, tile: int) -> float:
-    """Operations of a product whose tiles at the edges are half empty."""
+    """Operations of a matrix product with half-empty tiles at the edges."""
     return timed.work if timed.sides is None else 2.0 * prod(side + tile for side in timed.sides)
 
 

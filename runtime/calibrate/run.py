@@ -57,7 +57,7 @@ def _check(size: int, seconds: float) -> None:
 
 
 def measure_rank(seconds: float, timeout_seconds: float) -> Found:
-    """This rank's part; all ranks call everything in the same order, and rank 0 tells how far it is."""
+    """This rank's part; all ranks call everything in the same order, and rank 0 reports progress."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     load = os.getloadavg()[0]
     with _opened(size, timeout_seconds) as groups:

@@ -93,7 +93,7 @@ class LossScaleEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """What was saved. ``mesh`` and ``seed`` tell how; any other mesh reads it. ``texts``: config files by name.
+    """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
     ``line``: what it goes on from (``runtime.checkpoint.lines``).
     """

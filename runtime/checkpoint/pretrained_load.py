@@ -42,7 +42,7 @@ class Found:
 
 
 def hub_of(plan: Plan) -> HubFormat:
-    """What the planned model told of its checkpoints."""
+    """Facts about checkpoints from the planned model."""
     return plan.decisions.hub if plan.decisions is not None else HubFormat()
 
 

@@ -48,7 +48,7 @@ from runtime.distributed.patience import PATIENCE
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank writes, and all that rank 0 tells of a save beside it."""
+    """Data that one rank writes, and the facts about a save that rank 0 adds."""
 
     step: int
     line: Line
@@ -124,7 +124,7 @@ class Saver:
         return self._groups
 
     def save(self, state: TrainingState, directory: str | PathLike[str], step: int, extra: Any, *, wait: bool) -> None:
-        """The same call on every rank. Raises PlanError on all, also for what the save before it met."""
+        """The same call on every rank. Raises PlanError on all, also for an error of the previous save."""
         self.wait()
         groups = self.groups
         with agreed(groups), _told(directory):
@@ -148,7 +148,7 @@ class Saver:
             self.line = content.line.after(checksum)
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises what the last one in the background met, once, on every rank."""
+        """Return when no save is under way. Raises the error of the last one in the background, once, on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

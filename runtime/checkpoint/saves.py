@@ -60,7 +60,7 @@ def without_manifest(directory: str | PathLike[str]) -> list[Path]:
 
 
 def on_line(saves: Iterable[Path], line: Line) -> tuple[list[Path], list[Path]]:
-    """Those that belong to ``line``, and those of other lines. One whose manifest is damaged is of neither."""
+    """Those that belong to ``line``, and those of other lines. A save with a damaged manifest is in neither."""
     places = [(save, place) for save in saves if (place := place_of(save)) is not None]
     own = [save for save, place in places if place.is_on(line)]
     return own, [save for save, _ in places if save not in own]
@@ -98,7 +98,7 @@ def resolve(directory: str | PathLike[str]) -> Path:
 
 
 def verify(save: Path) -> Manifest:
-    """The manifest, when every file of the save is as it was written. Raises PlanError, naming the file."""
+    """The manifest, if every file of the save is intact. Raises PlanError, naming the file."""
     manifest = read_step(save)[0]
     check_files(save, manifest.files)
     PieceReader(save, manifest).__exit__()

@@ -88,7 +88,7 @@ class CompiledPieces:
         return function(*inputs)
 
     def _wanted(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
-        """The function of a piece, compiled now where that may be; what a capture finds without one is told."""
+        """The function of a piece, compiled now if allowed; a message reports uncompiled pieces of a capture."""
         if not is_capturing():
             return None if torch._C._len_torch_dispatch_stack() > 0 else self.function_of(call, inputs)
         key = call.structure, signature_of(inputs)

@@ -19,7 +19,7 @@ class Graph(Protocol):
     def capture(self, body: Callable[[], None]) -> None: ...
     def replay(self) -> None: ...
     def reset(self) -> None:
-        """Free the graph, and its hold on the communicators whose kernels it captured. It cannot be replayed after."""
+        """Free the graph, and its references to communicators of captured kernels. It cannot be replayed afterwards."""
 
 
 class Maker(Protocol):
@@ -31,11 +31,11 @@ class Maker(Protocol):
         """Run ``body`` once where captures run, so that nothing is made for the first time in one."""
 
     def spoil(self, tensors: Collection[Tensor]) -> None:
-        """What stands in these is used up; where one can tell, it cannot be read again."""
+        """Mark these values as consumed; a recorded graph makes later reads fail."""
 
 
 class Graphs(ABC):
-    """Who runs a rank's regions, or its step, as graphs once it ``is_on``; else, and without gradients, eagerly.
+    """Runs the regions or the step of a rank, as graphs once it ``is_on``, and eagerly before and without gradients.
 
     ``is_wanted``: capture before the next step, anew where there are graphs. ``holds_reductions``: backwards of this
     step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.

@@ -53,7 +53,7 @@ class Pool:
         return kept
 
     def let_go(self) -> list[Place]:
-        """What was kept, by whatever graph, and nobody holds any more since the last call."""
+        """Blocks saved by any graph whose last reference went away since the last call."""
         return [self._in_use.pop(block) for block in list(self._in_use) if self.is_free(block)]
 
 

@@ -40,7 +40,7 @@ class CaptureError(RuntimeError):
 class _Op:
     """One kernel. ``made``: where its results lie, None for those that are no new tensor.
 
-    ``random``: who it draws from without naming it. ``memory``: the storages that it touches.
+    ``random``: the generator from which it draws implicitly. ``memory``: the storages that it touches.
     """
 
     target: Any
@@ -76,7 +76,7 @@ class _Op:
 
 @dataclass
 class _Free:
-    """Here the capture let go of a block: what stands in it is gone."""
+    """The capture freed a block here: its content is gone."""
 
     place: Any
     is_exchange = reads_only = False
@@ -91,7 +91,7 @@ class _Free:
 
 
 class RecordedGraph:
-    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in. ``generators``: who draws in it."""
+    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in. ``generators``: of its draws."""
 
     def __init__(self, pool: Pool, random: RandomState, generators: Collection[torch.Generator] = ()) -> None:
         self.pool, self._random, self._registered = pool, random, {_number_of(g) for g in generators}
@@ -170,7 +170,7 @@ class RecordedGraph:
             work.wait()
 
     def _free(self) -> None:
-        """Write down which blocks nobody holds any more."""
+        """Record the blocks without references."""
         self._ops += [_Free(place) for place in self.pool.let_go()]
 
     def _placed(self, value: Any) -> Any:
@@ -178,7 +178,7 @@ class RecordedGraph:
         return value if place is None else place
 
     def _drawn_from(self, target: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-        """Who has not been named: None where the op is not random, or draws from the process's own generator."""
+        """The implicit generator; None if the op is not random, or draws from the process's own generator."""
         named = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
         is_random = torch.Tag.nondeterministic_seeded in target.tags
         default = self._random.default if is_random and not named else None

@@ -28,7 +28,7 @@ from runtime.optimizer.places import add_product, add_products, add_rows, add_wh
 
 
 class Region:
-    """A region as its graphs are made from: who calls it, with which ``held`` values.
+    """Inputs for the graphs of a region: its call, and its ``held`` values.
 
     ``own``: the weights that it alone reads. Owns: the generators that its draws are from, put before each replay.
     """

@@ -76,7 +76,7 @@ class TransformerEngineGraphs(Graphs):
         self._callables: dict[tuple[int, int], Callable[..., Sequence[Tensor]]] = {}
 
     def capture(self, executor: Executor | None = None, step: Step | None = None) -> None:
-        """Every graph of this rank; those of an earlier capture are let go. Gradients of no step are left behind."""
+        """Every graph of this rank; those of an earlier capture are freed. No gradients of a step remain."""
         self.is_on, self.is_wanted = True, False
         given = self.arguments()
         if not given.modules:

@@ -36,7 +36,7 @@ def prepare(
     field: str = "text",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Header:
-    """Write the tokens of ``files`` to ``output``; what was written. ``on_bytes`` is told of bytes as they are read.
+    """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
 
     Raises PlanError for what cannot be read, is no text, is empty, or cannot be written; nothing stays of it then.
     """

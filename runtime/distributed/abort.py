@@ -53,5 +53,5 @@ def _at_exit() -> None:
 
 
 def _keep_for_ever(group: ProcessGroup) -> None:
-    """One reference that nobody gives back: the destructor, which joins the threads of a gloo group, never runs."""
+    """A reference that is never released: the destructor, which joins the threads of a gloo group, never runs."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

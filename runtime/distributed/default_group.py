@@ -7,7 +7,7 @@
     gloo             nccl      nccl, made here   it
     nccl             nccl      it                gloo, made here
     gloo and nccl    nccl      it                gloo, made here
-    gloo and nccl    gloo      gloo, made here   the same       on the CPU it is taken as it is
+    gloo and nccl    gloo      gloo, made here   the same       on the CPU it is used unchanged
     nccl             gloo      an error on the CPU; gloo, made here, where ranks share a GPU
 
 Two groups, never one of two backends: then no tensor can take the way of the other kind of memory.
@@ -64,9 +64,9 @@ def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def faults_board() -> Board:
-    """What ranks tell each other beside all groups, over a connection of its own: a wait in another holds that one.
+    """A store for messages outside all groups, on its own connection: a wait in another store blocks that connection.
 
-    After ``next_store``, whose number of the meeting it has.
+    After ``next_store``, with its number of the rendezvous.
     """
     signer = Signer.of(os.environ)
     if place := os.environ.get(BOARD):

@@ -48,10 +48,10 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str], joined: tuple[int, int] | None = None) -> Launched:
-    """Who this process is: by torchrun, srun or mpirun; a process that nobody launched is a rank alone.
+    """Rank and sizes from torchrun, srun or mpirun; a process without a launcher is a single rank.
 
     ``joined``: rank and world size of a process group that exists already. Raises PlanError where the environment names
-    a rank without a world size. (``known_rank`` is the other half: a wrong world is told before an absent rank.)
+    a rank without a world size. (``known_rank`` is the other half: a wrong world is reported before an absent rank.)
     """
     slurm = "SLURM_STEP_NUM_TASKS" in environment
     local_rank, _ = _number(environment, (*LOCAL_RANK, "SLURM_LOCALID") if slurm else LOCAL_RANK)

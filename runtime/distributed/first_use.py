@@ -24,7 +24,7 @@ Name = str | tuple[int, ...] | tuple[int, int, str]
 
 
 class Communicator(NamedTuple):
-    """``name``: "world", an axis, the stages of a tied parameter, or a link, whose members are sender and receiver."""
+    """``name``: "world", an axis, the stages of a tied parameter, or a link with its sender and receiver."""
 
     name: Name
     members: tuple[int, ...]

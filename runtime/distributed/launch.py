@@ -56,7 +56,7 @@ def launch(
 
     After a failure that is not bad input all ranks are started again, up to ``max_restarts`` times, with
     TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and ``timeout_seconds`` anew;
-    before each restart the failure is told on stderr and ``on_restart(number of the restart, the failure)`` is called.
+    before a restart the failure goes to stderr and ``on_restart(number of the restart, the failure)`` is called.
 
     SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. Where all of them return within ``stop_seconds``, so does
     this, after ``on_stop(signal)``; else the ranks are ended and this process too. A second signal ends all at once.
@@ -85,7 +85,7 @@ def launch(
 
 
 def _results(outcomes: list[Outcome], told: list[Failure], timed_out: bool, timeout_seconds: float) -> list[Any]:
-    """``told``: what ranks and their parent have published, in the order of the store."""
+    """``told``: failures published by ranks and their parent, in the order of the store."""
     failed = sorted((o for o in outcomes if o.failed), key=lambda outcome: (outcome.of_a_peer, outcome.seconds))
     if not failed:
         return [outcome.result for outcome in outcomes]

@@ -105,7 +105,7 @@ class LocalRanks:
 
     @contextmanager
     def ended(self, signals: Forwarding) -> Iterator[None]:
-        """No process is left behind, and what they told is read."""
+        """End all processes, and read their outcomes."""
         try:
             yield
         finally:
@@ -119,7 +119,7 @@ class LocalRanks:
             self.failures = list(self._board.failures())
 
     def _tell_end(self, rank: int) -> None:
-        """What a rank that failed could not tell the others, or has told only us."""
+        """The failure of a rank that could not publish it, or reported it only here."""
         outcome = self._outboxes[rank].read()
         if outcome is None:
             outcome = _silent(rank, self._processes[rank].exitcode)
@@ -132,7 +132,7 @@ class LocalRanks:
         self._publish(told)
 
     def _publish(self, failure: Failure) -> None:
-        """Unless the rank, or another that watched it, has told of it."""
+        """Unless the rank, or a watcher of it, has published it."""
         if all(told.rank != failure.rank for told in self._board.failures()):
             Board(self._store, signer=Signer(self._secret)).publish(failure)
 

@@ -11,7 +11,7 @@ Mark = Any  # seconds of the host's clock, or an event that the device passes
 
 
 class Marks:
-    """Sets marks, and tells how far two of them are apart. To set one costs less than 10 µs and waits for nothing."""
+    """Sets marks, and measures the time between two of them. Setting one takes under 10 µs and waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -46,7 +46,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What all ranks have told of themselves; lists have a figure for each rank, 0 where it is not known."""
+    """Values from all ranks; lists have one figure per rank, 0 if it is unknown."""
 
     stop_requested: bool = False
     usual_seconds: tuple[float, ...] = ()

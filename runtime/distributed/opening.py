@@ -101,7 +101,7 @@ def _begin_on(device: torch.device) -> torch.device:
 def _seat(
     place: Launched, given: torch.device | str | None, identity: dict[str, str], tied: Iterable[tuple[int, ...]]
 ) -> Seat:
-    """What this rank brings to the meeting; that it finds no device is told there, not here alone."""
+    """This rank's entry for the rendezvous; a missing device is reported there, for all ranks."""
     host, stages = socket.gethostname(), tuple(sorted(set(tied)))
     try:
         device = _device(given, place)

@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Outbox:
-    """A file without a name, shared by the launching process and one rank; it is gone when both let go of it."""
+    """An anonymous file, shared by the launcher and one rank; it disappears after both close it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = unnamed_memory("meshwright-outcome") if descriptor is None else descriptor

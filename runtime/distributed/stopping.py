@@ -63,7 +63,7 @@ class Stopping:
             signal.signal(number, handler)
 
     def agreed(self, report: Told) -> bool:
-        """Whether any rank was asked to stop before the update that ``report`` tells of: the same on every rank.
+        """Whether any rank got a stop request before the update of ``report``: the same on every rank.
 
         It reads the report, so it waits for the device where the step still runs there.
         """

@@ -23,7 +23,7 @@ Progress = Callable[[int], None]  # is told how many rows are done
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """Tokens of the text before it was cut into the model's, which perplexity is normalised by; how they were told."""
+    """Number of original tokens, which normalizes perplexity, and its source."""
 
     number: int
     how: str
@@ -76,7 +76,7 @@ def perplexity(
 
 
 def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_rows: None) -> Cloze:
-    """Of the documents, those of whose last word every token is the arg max behind the true ones before it.
+    """Share of documents in which every token of the last word is the arg max, given the true tokens before it.
 
     The same call on every rank, the same answer on each. Raises PlanError where no document is a passage.
     """

@@ -54,7 +54,7 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Cloze:
-    """``num_cut``: passages whose beginning did not fit. ``left_out``: reason → number of documents."""
+    """``num_cut``: passages with a truncated beginning. ``left_out``: reason → number of documents."""
 
     num_right: int
     num_passages: int

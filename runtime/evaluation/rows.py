@@ -72,7 +72,7 @@ class RowBatches:
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:
         """(log P [tokens], is_top [tokens]) of each row's scored tokens, but for those that the loss ignores by value.
 
-        Raises PlanError where the loss does not score what it should, or what it was told.
+        Raises PlanError if the loss does not score the expected tokens.
         """
         if not self.offset and scores.is_scored[:, 0].any():
             raise PlanError(

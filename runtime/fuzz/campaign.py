@@ -21,7 +21,7 @@ COLUMNS = ("cases", "outcome", "reason")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failing case, as small as it was found to fail, and the file that runs it again."""
+    """A failing case, reduced, and the file that runs it again."""
 
     seed: int
     case: Case
@@ -33,7 +33,7 @@ class Failure:
 class Campaign:
     """Owns the counts and failures so far. ``seed``: of the first case, the next has the next. ``folder``: of files.
 
-    ``say``: told of each finished case, and of each failure. ``own``: the user's model; None: models are drawn.
+    ``say``: called with each finished case and each failure. ``own``: the user's model; None: models are drawn.
     """
 
     seed: int

@@ -114,7 +114,7 @@ def in_forks(
 
 
 def _end_with_parent() -> None:
-    """Where the system can (Linux): a child of a process that was killed would compute on for nobody."""
+    """On Linux: otherwise a child of a killed process would continue to run."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

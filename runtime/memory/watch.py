@@ -75,5 +75,5 @@ class MemoryWatch:
 
 
 def _is_held(memory: int, num_buffers: int) -> bool:
-    """Whether somebody holds it beside so many buffers of messages, and Python's own object: a rerun begins with it."""
+    """Whether it has a reference besides the message buffers and Python's own object: an input of a recomputation."""
     return torch._C._storage_Use_Count(memory) > num_buffers + 1

@@ -36,7 +36,7 @@ __all__ = ["BucketTensors", "BufferTensors", "DataParallel", "GradientBuffers", 
 class BufferTensors:
     """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout.
 
-    ``data_parallel``: who shares it.
+    ``data_parallel``: the ranks that share it.
     """
 
     def __init__(self, planned: Buffer, data_parallel: DataParallel, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class GradientBuffers:
             slot.is_fresh = False
 
     def add_in_graphs(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From the next step on, graphs add the gradients of these, and ``arrived`` is told of each."""
+        """From the next step on, graphs add the gradients of these, and ``arrived`` is called for each."""
         found = {self._slot_of[id(p)].local.fqn: self._slot_of[id(p)] for p in parameters}
         self._in_graphs = list(found.values())
 

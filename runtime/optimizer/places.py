@@ -20,7 +20,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ParameterPlace:
-    """``arrived(parameter)`` is told of each contribution."""
+    """``arrived(parameter)`` is called for each contribution."""
 
     __slots__ = ("_arrived", "_parameter", "_slot")
 

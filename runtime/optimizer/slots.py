@@ -13,7 +13,7 @@ from planner.sharding.parameters import LocalParameter
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """Who shares the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else every rank owns all."""
+    """The ranks that share the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else all."""
 
     group: Any = None
     size: int = 1

@@ -69,7 +69,7 @@ class Executor:
 
     Owns: what is saved for the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch of
     the last evaluation, in their order, where a stage gives them.
-    ``around(action)``: each action runs in it, with the receives that it posts; for who looks on.
+    ``around(action)``: each action runs in it, with the receives that it posts; for observers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Executor:
         """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step.
 
         ``before_forward(action)`` runs before each forward that a backward will follow; ``before_weights(is_last)``
-        before each W. ``weights``: who keeps what a W does; without it a backward does all, and a W nothing.
+        before each W. ``weights``: the deferred work of Ws; without it a backward computes all gradients.
         """
         self.stages = list(stages)
         self.order = tuple(order)

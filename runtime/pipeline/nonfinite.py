@@ -79,7 +79,7 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank saw: ``found`` of its own; of each microbatch whose loss is bad, whether it came from elsewhere."""
+    """Result of one rank: ``found`` on it; per microbatch with a bad loss, whether another rank caused it."""
 
     found: tuple[NonFinite, ...] = ()
     sent: tuple[NonFinite, ...] = ()  # of its own, and only sent on: a fault if a loss comes of it
@@ -133,7 +133,7 @@ def worst(values: Any) -> str:
 
 
 class Watch:
-    """Looks at what one rank computes. Owns what it found; ``seen`` tells it when the step is over."""
+    """Checks the values of one rank. Owns the results; ``seen`` returns them after the step."""
 
     def __init__(self, rank: int, first_microbatch: int) -> None:
         self.rank, self.first_microbatch = rank, first_microbatch
@@ -193,7 +193,7 @@ class Watch:
         )
 
     def forward_ended(self, stage: StageModule, sent: Sequence[NonFinite | None], loss: NonFinite | str | None) -> None:
-        """``sent``: who made what is bad in each sent value; ``loss``: who made it bad, "" for another rank."""
+        """``sent``: the op that caused each bad sent value; ``loss``: that of a bad loss, "" for another rank."""
         self._sent += [maker for maker in sent if maker is not None]
         if loss is None:
             return
@@ -254,7 +254,7 @@ _MEANT = "meant"  # an infinity that the code asks for
 
 
 class _Run(fx.Interpreter):
-    """One forward. ``makers``: of each value that is not finite, who made it so; filled on the way."""
+    """One forward. ``makers``: the causing op of each value with NaN or Inf; filled during the forward."""
 
     def __init__(
         self,

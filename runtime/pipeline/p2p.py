@@ -32,13 +32,13 @@ from runtime.pipeline.waits import Waits
 
 
 class _Transfer(NamedTuple):
-    """Buffers that are under way, and the works that tell their end."""
+    """Buffers in flight, and the works that complete them."""
 
     buffers: list[Tensor]
     works: list[Any]
 
     def is_done(self) -> bool:
-        """As far as the backend can be asked: not while a graph is captured, whose work has not begun."""
+        """Not during the capture of a graph, because its work has not started."""
         if self.buffers and self.buffers[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         return all(work.is_completed() for work in self.works)
@@ -56,7 +56,7 @@ class Transport:
     """
 
     def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:
-        """``orders``: the actions of every pp rank; without them no message tells how far its sender has come."""
+        """``orders``: the actions of every pp rank; without them, messages carry no progress of their sender."""
         self.groups = groups
         self.num_stages = num_stages
         self.orders = tuple(orders)
@@ -73,7 +73,7 @@ class Transport:
 
     @property
     def num_sending(self) -> int:
-        """Messages whose buffers are still held."""
+        """Messages with buffers in use."""
         return len(self._sending)
 
     @contextmanager

@@ -39,7 +39,7 @@ class _Run(NamedTuple):
 class Waits:
     """Owns the waits of the run under way, and the runs that the device has not finished.
 
-    ``num_ranks``: of the pipeline; of one there is no bubble. ``is_alone``: nobody asks for times, none are taken.
+    ``num_ranks``: of the pipeline; of one there is no bubble. ``is_alone``: no times are taken.
     ``latest``: the waits of the newest run.
     """
 

@@ -114,7 +114,7 @@ class StepReport:
 
     @cached_property
     def told(self) -> Told:
-        """What all ranks have told of themselves."""
+        """Values from all ranks."""
         return Told.of(self._read[3][-self._num_notes :] if self._num_notes else [])
 
     @property

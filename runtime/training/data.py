@@ -80,7 +80,7 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
 def require_same_data(data: RunData, groups: Groups) -> None:
     """The same call on every rank: each reads rows that no other reads, so nothing later would show another text.
 
-    Raises PlanError on every rank, naming those whose text is another.
+    Raises PlanError on every rank, naming the ranks with another text.
     """
     found = all_gather_json(groups, str(data.identity["data"]), str)
     require_equal("the data (by content)", dict(enumerate(found)), len(found))

@@ -179,7 +179,7 @@ def _draws_by_name(spec: Spec) -> bool:
 
 
 def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
-    """As it is compared: with its dropout where that is drawn by name."""
+    """The model in the mode of the comparison: with dropout if its draws are mapped."""
     return model.train(_draws_by_name(spec))
 
 

@@ -55,7 +55,7 @@ class ModelWeights:
         return False
 
     def release(self) -> None:
-        """Let go of the user's model: the full weights must not outlive the copying of shards."""
+        """Release the user's model: full weights must not outlive the copying of shards."""
         self._model, self._parameters = None, {}
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -70,7 +70,7 @@ class ModelWeights:
 
 
 class OwnWeights(ModelWeights):
-    """Fresh weights for parameters on the meta device by the model's own methods; what it holds is taken as it is."""
+    """Fresh weights for parameters on the meta device by the model's own methods; real tensors are used unchanged."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__(model)
@@ -104,7 +104,7 @@ class RecordedWeights(ModelWeights):
 
 
 class InitialWeights(ModelWeights):
-    """Fresh weights for parameters on the meta device; what the model really holds is taken as it is.
+    """Fresh weights for parameters on the meta device; real tensors of the model are used unchanged.
 
     N(0, std) for matrices, divided by sqrt(number of residual writes) for those that write into the residual; 1 for
     the scales of norms and 0 for biases. Seeded by (seed, fqn): the values do not depend on the layout.

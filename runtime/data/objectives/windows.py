@@ -103,7 +103,7 @@ def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _runs(marks: np.ndarray, heads: np.ndarray, tails: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Begins and stops of the windows of neighbouring documents, whose marks are given; int64 [windows] each."""
+    """Starts and stops of the windows of adjacent documents with these marks; int64 [windows] each."""
     starts = np.union1d(np.flatnonzero(marks & SENTENCE) + heads[0], heads)
     document = np.searchsorted(heads, starts, side="right") - 1
     is_inside = starts < tails[document]  # an end token may be marked too

@@ -35,7 +35,7 @@ def parts(
 ) -> Iterator[Part]:
     """All documents of ``files`` in their order; those of white space alone are left out.
 
-    ``on_bytes`` is told of each bytes that were read. Raises PlanError for a file that cannot be read.
+    ``on_bytes`` is called with the count of bytes of each read. Raises PlanError for a file that cannot be read.
     """
     for path in files:
         try:
@@ -48,7 +48,7 @@ def parts(
 
 
 class _Told:
-    """A file that tells how many bytes are read of it. Owns the place of the next one."""
+    """A file that reports the bytes read from it. Owns the position of the next byte."""
 
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
         self.file, self.on_bytes = file, on_bytes

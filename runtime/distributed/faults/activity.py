@@ -44,7 +44,7 @@ class Activity:
     """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out.
 
     Steps are named as the log counts them, from 1: at work on a step the one that it will be, else the last one made.
-    ``listener``: told of each change, in the main thread.
+    ``listener``: called on each change, in the main thread.
     """
 
     def __init__(self, rank: int = 0, coordinate: Mapping[str, int] | None = None) -> None:

@@ -84,7 +84,7 @@ class Failure:
 
     @property
     def plan_error(self) -> PlanError:
-        """The same error on a rank that has not met it."""
+        """The same error, raised on another rank."""
         return PlanError(str(self), where=self.at, fix=self.fix)
 
 

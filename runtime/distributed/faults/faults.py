@@ -47,7 +47,7 @@ class Faults:
     def during(self, phase: str, step: int) -> Iterator[None]:
         """A call that all ranks take part in; of calls inside of each other the outermost counts.
 
-        Raises PlanError, StepError, or what is no Exception, as it is.
+        Raises PlanError, StepError, and any BaseException that is not an Exception, unchanged.
         """
         if self.activity.is_engaged and self.activity.now.phase != START:
             yield
@@ -66,7 +66,7 @@ class Faults:
         self.activity.rest()
 
     def told(self, error: BaseException) -> BaseException:
-        """Publish ``error``, or find whose it is: what to raise in its place."""
+        """Publish ``error``, or find its cause on another rank; return the error to raise instead."""
         if is_of_a_peer(error) and self.watch is not None:
             return self._of_a_peer(error)
         self.publish(error)
@@ -131,7 +131,7 @@ class Faults:
         return PeerError("\n".join([f"{self.activity}: {lost}", *more, str(first)]))
 
     def _first_failure(self, by_time: bool) -> Failure | None:
-        """What is published, within a moment; else who stands still, told here for all. None where nobody is found."""
+        """A failure published within a moment; otherwise a stuck rank, published here. None if none is found."""
         assert self.watch is not None
         assert self.board is not None
         self.watch.peers_were_lost = True
@@ -156,7 +156,7 @@ def withdraw() -> None:
 
 
 def _stuck(pulses: dict[int, Pulse]) -> Failure | None:
-    """The rank that has stood longest at a line where it waits for nobody."""
+    """The rank that is longest at a line without waiting for another rank."""
     found = [p for p in pulses.values() if p.line and not p.waits and not p.has_left]
     if not found:
         return None

@@ -22,7 +22,7 @@ def host_key() -> str:
 
 
 def boot_of_host() -> str:
-    """Of this machine since it started: no other machine has it. Raises OSError where the kernel does not tell."""
+    """Identity of this machine since its start, unique among machines. Raises OSError if it is unknown."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

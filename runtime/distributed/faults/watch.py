@@ -45,7 +45,7 @@ _running: set[Watch] = set()
 
 
 def leave() -> None:
-    """The process ends well, or has told why not."""
+    """The process ends without a failure, or has published it."""
     for watch in list(_running):
         watch.stop()
 

@@ -43,7 +43,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class Block(nn.Module):
-    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it. ``padded`` [b, s]: keys that nobody looks at."""
+    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it. ``padded`` [b, s]: masked keys."""
 
     def __init__(self, given: dict[str, Any], *, causal: bool, crosses: bool = False) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _TIMES = ("measured", "planned")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page as HTML, with a chart of every figure that some run has; dash and colour tell runs apart."""
+    """The page as HTML, with a chart of every figure that some run has; dash and colour distinguish runs."""
     drawn = [(figure, lines) for figure in FIGURES if (lines := lines_of(figure, runs))]
     first, *others = tables_of(sections_of(runs))
     return render(

@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:
-    """As short as tells them apart: the stem of the file, with as many of the folders above as that takes."""
+    """The shortest distinct names: the stem of the file, with folders above it as needed."""
     parts = [[*log.resolve().parts[1:-1], log.stem] for log in logs]
     for depth in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-depth:]) for part in parts]

@@ -35,7 +35,7 @@ def _or_none(value: float | None, digits: int) -> str:
 
 def json_parts(runs: Sequence[Run]) -> Iterator[str]:
     """JSON, part by part, as a log may be larger than memory: every step of every run, the times of its actions, and
-    the memory of its ranks; null: nobody measured that."""
+    the memory of its ranks; null: not measured."""
     yield "["
     for i, run in enumerate(runs):
         yield f'{"," if i else ""}\n  {{\n    "name": {json.dumps(run.name)},\n    "steps": ['
