@@ -22,7 +22,7 @@ MOST_LETTERS = 50  # of the name, so that the name beside is not too long for th
 
 
 def name_beside(path: Path) -> Path:
-    """A new name in the directory of ``path`` that nobody can foresee: ``.name.….partial``."""
+    """A new, unpredictable name in the directory of ``path``: ``.name.….partial``."""
     return path.with_name(f".{path.name[:MOST_LETTERS]}.{secrets.token_hex(8)}{PARTIAL}")
 
 
@@ -90,7 +90,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_for_user(path: Path, content: str | Iterable[str]) -> None:
-    """Write where a user said: through a link of the user's own, and into a device or pipe as it is. Raises OSError."""
+    """Write where a user said: through a link of the user's own, and directly into a device or pipe. Raises OSError."""
     parts = (content,) if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():

@@ -85,7 +85,7 @@ def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str 
 
 
 def open_regular(path: str | PathLike[str]) -> int:
-    """A descriptor to read a regular file by; whatever else lies there is told, and never waited for.
+    """A descriptor of a regular file for reading; any other kind of file is an error, without waiting for it.
 
     Raises OSError, ValueError for a name that no file can have.
     """

@@ -30,7 +30,7 @@ def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
 
 
 def sections_text(parts: Iterable[Section], *, width: int = WIDTH) -> str:
-    """Sections as plain text of ``width`` columns; a table whose values need more is wider, so that none is cut."""
+    """Sections as plain text of ``width`` columns; a table with longer values is wider, so that none is truncated."""
     out = io.StringIO()
     for section in parts:
         wide = max(width, _needed(section))

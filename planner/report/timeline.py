@@ -3,7 +3,7 @@
     forward    a light, plain bar with dark digits
     backward   a dark, hatched bar with white digits
     weights    a bar of middle tone with white digits: the gradients of weights, where they wait
-    digits     the microbatch; below them, where ranks have several chunks, c and the chunk, whose tone is its own too
+    digits     the microbatch; below them, where ranks have several chunks, c and the chunk, each in its own tone
     bubble     the bare row between bars
 
 A long timeline continues on the next line, like text; a bar that crosses the end of a line appears in both.

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Allocations(TorchDispatchMode):
     """Owns what was made under it and lives on, by memory; ``peak``: the most bytes at once since ``restart``.
 
-    ``known``: tensors whose memory is not counted. What a kernel takes for itself, and returns within, is not seen.
+    ``known``: tensors without counted memory. Workspaces inside a kernel are not seen.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:

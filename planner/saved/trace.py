@@ -41,7 +41,7 @@ class Value:
 class Call:
     """``name``: of the captured node, or of the value whose type is ``changed``. Memory by number.
 
-    ``hidden``: bytes of each tensor that it keeps and nobody else has. ``operands``, ``results``: numbers of values.
+    ``hidden``: bytes of each saved tensor outside the graph. ``operands``, ``results``: numbers of values.
     ``in_place``: what it makes takes the place of what it reads first, as lowering has it (planner.saved.fused).
     """
 

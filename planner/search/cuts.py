@@ -53,7 +53,7 @@ class _Variant:
 
 
 class Cuts:
-    """Owns the folded model, its variants and the work of each cut. The captured program stays as it is."""
+    """Owns the folded model, its variants and the work of each cut. The captured program does not change."""
 
     def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
         """``kinds``: of recompute that will be asked about."""
@@ -104,7 +104,7 @@ class Cuts:
         return self._unfolded(decisions, spec, variant)
 
     def stages(self, cut: Cut, num_stages: int) -> list[int]:
-        """Blocks of each stage, as a plan deals them out."""
+        """Blocks of each stage, as in a plan."""
         key = _key(cut), num_stages
         if key not in self._sizes:
             variant = self._variant(cut)

@@ -92,7 +92,7 @@ def _is_foldable(program: Program, blocks: Blocks, row: list[Block]) -> bool:
 
 
 def _homes_outside(program: Program, block_of: Mapping[str, int]) -> dict[str, int]:
-    """Call that no block holds → the first block in whose stage it runs."""
+    """Call outside all blocks → the first block of its stage."""
     recomputed, needed = recomputed_nodes(program), needed_nodes(program)
     anchor = {node: home for node, home in anchors(program, block_of, recomputed).items() if node in needed}
     homes = {node.name: home for node, home in anchor.items()}

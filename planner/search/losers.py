@@ -68,7 +68,7 @@ def losers(order: BestFirst, found: Found, cluster: Cluster) -> tuple[Loser, ...
 
 
 def _joined(rows: list[Loser]) -> Iterator[Loser]:
-    """Choices whose best layout is the same are one row: ``pp 2, vpp 2``."""
+    """Choices with the same best layout are one row: ``pp 2, vpp 2``."""
     for _, same in groupby(rows, key=lambda loser: loser.candidate.point):
         together = list(same)
         yield replace(together[0], choice=", ".join(loser.choice for loser in together))

@@ -21,7 +21,7 @@ _KINDS = ((BEST, "among the fastest"), (FITS, "best with another choice"), (TOO_
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A candidate as it is listed; ``facts``: what is told of it where one asks."""
+    """A candidate as it is listed; ``facts``: its details."""
 
     id: str
     number: str

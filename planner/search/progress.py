@@ -14,7 +14,7 @@ from planner.slow_steps import shown_by
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that is told what is done, how many are, and of how many (0: not known)."""
+    """A function that gets the current work, the number of finished items, and their total (0: unknown)."""
     console = Console(stderr=True)
     if not (sys.stderr.isatty() and console.is_terminal):
         yield lambda what, done, total: None

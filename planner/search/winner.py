@@ -25,7 +25,7 @@ from planner.spec.spec import Spec
 def spec_to_capture(spec: Spec, example_inputs: Mapping[str, Any] | None) -> Spec:
     """``spec`` of one rank, with a microbatch of a number: its own, that of the inputs, or two sequences.
 
-    Two, because what is as large as the batch is not told apart from what has size one.
+    Two, because a batch of one cannot be distinguished from a dim of size one.
     """
     micro = spec.batch.micro
     if micro == AUTO:
@@ -53,7 +53,7 @@ def chosen(result: Result, candidate: Candidate) -> str:
 
 
 def fits_not(candidate: Candidate, most: int, memory_bytes: float) -> str:
-    """A layout that the search took for small enough, and whose plan is not."""
+    """A layout that fits by the estimate of the search, but not by its plan."""
     return f"skipped {candidate.point}: its plan needs {gigabytes(most)} of {gigabytes(memory_bytes)}"
 
 

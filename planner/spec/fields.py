@@ -57,7 +57,7 @@ def key(default: Any, description: str, **more: Any) -> Any:
 
 
 def optional_by_like(default: Any, description: str) -> Any:
-    """A key of an input whose default is never read: it is given there, or by the input that this one is like."""
+    """A key of an input that is never missing: it is given here, or in the input that this one is like."""
     return key(default, description, json_schema_extra=lambda schema: schema.pop("default", None))
 
 

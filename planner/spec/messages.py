@@ -205,7 +205,7 @@ def _wrong_type(at: _Key, option: dict[str, Any], words: list[str]) -> tuple[str
 
 
 def _allowed(option: dict[str, Any], value: Any = None) -> str:
-    """The range of an option. Its largest size is told to those alone who went beyond it."""
+    """The range of an option. The maximum appears only in an error about exceeding it."""
     is_more = isinstance(value, (int, float)) and "maximum" in option and value > option["maximum"]
     names = [name for name in _LIMITS if name in option and (name == "maximum") <= is_more]
     return " and ".join(f"{_LIMITS[name]} {_digits(option[name])}" for name in names)

@@ -126,7 +126,7 @@ class TensorParallelSpec(Section):
 
 
 class EvenSplit(Section):
-    """Blocks dealt out evenly over the ranks, but for what is said here."""
+    """Blocks distributed evenly over the ranks, except for these."""
 
     first: Size | None = key(None, "blocks of the first pipeline rank")
     last: Size | None = key(None, "blocks of the last pipeline rank")

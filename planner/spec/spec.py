@@ -137,10 +137,10 @@ class Spec(Section):
 
     @staticmethod
     def load(source: Spec | Mapping[str, Any] | str | PathLike[str]) -> Spec:
-        """The checked spec of a YAML file, a dict, or a Spec (given back as it is).
+        """The checked spec of a YAML file, a dict, or a Spec (returned unchanged).
 
         Raises:
-            SpecError: everything that is wrong, each with its line or dotted path, and a fix.
+            SpecError: all errors, each with its line or dotted path, and a fix.
         """
         if isinstance(source, Spec):
             return source
@@ -181,7 +181,7 @@ class Spec(Section):
         return SpecError(what, where=self.location(path), fix=fix)
 
     def locate(self, error: PlanError) -> PlanError:
-        """``error`` at its line of the spec, where its place is the dotted path of a key; otherwise as it is."""
+        """``error`` at its line of the spec, if its place is the dotted path of a key; otherwise unchanged."""
         is_key = isinstance(error.where, str) and error.where.split(".")[0] in Spec.model_fields
         return self.error(str(error.where), error.what, error.fix) if is_key else error
 

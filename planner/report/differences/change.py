@@ -57,7 +57,7 @@ def change(table: str, name: str, field: str, before: Any, after: Any, unit: str
 
 
 def both(before: Any, after: Any, unit: str = "") -> tuple[str, str]:
-    """Two values for eyes, with as many digits as it takes to tell them apart."""
+    """Two values as text, with enough digits to differ."""
     pairs = ((show(before, unit), show(after, unit)), (_exact(before), _exact(after)))
     return _around(*next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1]))
 

@@ -44,7 +44,7 @@ def _parameter(p: ParameterPlan) -> str:
 
 
 def collective_changes(before: Tables, after: Tables) -> list[Change]:
-    """Each place at which ranks meet: a message more or less, or its bytes, number and stage."""
+    """Each place of a collective: a message more or less, or its bytes, number and stage."""
     table = Table(
         "Places of collectives",
         name=lambda c: f"{_module(c.where)} {c.kind} over {c.axis}, {_phase(c)}",

@@ -90,7 +90,7 @@ def _sum(rows: tuple[RecomputeRow, ...], name: str) -> int:
 
 
 def expert_changes(before: Tables, after: Tables) -> list[Change]:
-    """Layers of experts: how many, how tokens meet them, which ranks have them."""
+    """Expert layers: number of experts, dispatch, and ranks."""
     table = Table(
         "Experts",
         name=lambda e: e.block,

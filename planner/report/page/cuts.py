@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """``words`` say the same to who does not see it."""
+    """``words``: the same as text, for readers who do not see it."""
 
     height: float
     parts: tuple[Part, ...]

@@ -1,4 +1,4 @@
-"""A plan in a notebook: a part of a page without a script, whose styles reach nothing else and which has no ids."""
+"""A plan in a notebook: a part of a page without a script and ids, with styles that apply only to it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A plot of points: time to the right, memory upwards, numbers beside the points that do not lie on one another.
 
-An axis over which values differ by more than ``_LOG`` times has steps of a factor. Numbers that would meet move down.
+An axis over which values differ by more than ``_LOG`` times has steps of a factor. Overlapping numbers move down.
 """
 
 from __future__ import annotations

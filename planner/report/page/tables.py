@@ -24,7 +24,7 @@ class Table:
 
 
 def tables_of(sections: Iterable[Section]) -> tuple[Table, ...]:
-    """A row that goes on from the one above it has no name of its own: such a table stays as it is."""
+    """A row that continues the one above it has no name: such a table is not folded."""
     found: list[Table] = []
     for number, section in enumerate(sections):
         sortable = len(section.rows) > 1 and all(any(row[:1]) for row in section.rows)
