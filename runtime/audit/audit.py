@@ -178,7 +178,7 @@ def refuse_too_large(num_bytes: int, available: int | None) -> None:
     """Raise PlanError where the weights do not fit beside what the host holds. ``available``: None if not known."""
     if available is not None and num_bytes > available:
         raise PlanError(
-            f"audit: the weights of one step are {format_bytes(num_bytes)}to gather on the host of rank 0, which "
+            f"audit: the weights of one step are {format_bytes(num_bytes)} to gather on the host of rank 0, which "
             f"has {format_bytes(available)} of memory left",
             where="audit",
             fix="remove audit, give rank 0 a host with more memory, or audit a smaller model of the same code",

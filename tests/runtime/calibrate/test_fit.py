@@ -131,7 +131,7 @@ def test_the_comments_say_when_how_and_what_was_seen():
         "#   all_reduce of 1 MB: ",
         "#   product float32 [2048, 2048] · [2048, 2048]: 39",
         "# 2 ranks shared a core",
-        "left out: a product of float16",
+        "skipped: a product of float16",
     ):
         assert words in text
     assert all(len(line) <= 120 for line in text.splitlines())

@@ -54,7 +54,11 @@ def job_in(directory: Path, dp: int, **more: Any) -> Job:
     for name in ("text", "other"):
         (directory / f"{name}.txt").write_bytes(bytes(random.Random(name).choices(range(32, 127), k=2000)))
     ids = {"shape": [LENGTH], "dtype": "int64", "high": 256}
-    spec = {"mesh": {"dp": dp}, "batch": {"global": GLOBAL, "micro": 2}, "inputs": {"input_ids": ids, "targets": ids}}
+    spec = {
+        "mesh": {"dp": dp},
+        "batch": {"global": GLOBAL, "micro": 2},
+        "inputs": {"input_ids": ids, "targets": {"like": "input_ids"}},
+    }
     (directory / "spec.yaml").write_text(yaml.safe_dump(spec | {"data": {"validation": 0.2}}))
     job = Job(f"{directory}/model.py:build", f"{directory}/spec.yaml", f"{directory}/text.txt", STEPS, quiet=True)
     return replace(job, **more)
