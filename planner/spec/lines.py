@@ -15,7 +15,7 @@ import yaml
 
 from planner.errors import PlanError, SpecError, Where
 from planner.files.text import KIB, read_text, shorten
-from planner.spec.yaml_nodes import COLLECTIONS, Nodes, scalar
+from planner.spec.yaml_nodes import COLLECTIONS, AliasFound, Nodes, scalar
 
 MOST_BYTES = 256 * KIB
 
@@ -50,11 +50,11 @@ def _syntax_error(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
         line, what = error.problem_mark.line + 1, ", ".join(filter(None, (error.context, error.problem)))
     else:  # a character that YAML forbids: the reader knows its position only
         line, what = text.count("\n", 0, getattr(error, "position", 0)) + 1, getattr(error, "reason", str(error))
-    return SpecError(
-        f"invalid YAML: {shorten(what)}",
-        where=Where(file=str(path), line=line),
-        fix="check the indentation (spaces, no tabs), brackets, quotes and colons around this line",
-    )
+    where = Where(file=str(path), line=line)
+    if isinstance(error, AliasFound):
+        return SpecError(what, where=where, fix="write the value in full, without `&name` and `*name`")
+    fix = "check the indentation (spaces, no tabs), brackets, quotes and colons around this line"
+    return SpecError(f"invalid YAML: {shorten(what)}", where=where, fix=fix)
 
 
 class _NodeReader:

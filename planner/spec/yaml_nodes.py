@@ -71,14 +71,16 @@ def scalar(node: ScalarNode) -> Any:
     return value
 
 
+class AliasFound(ComposerError):
+    """An alias (``*name``), at its mark."""
+
+
 class Nodes(SafeLoader):
-    """Text to nodes. Raises yaml.YAMLError, and ValueError or OverflowError for numbers inside of YAML's own syntax."""
+    """Text to nodes. Raises yaml.YAMLError, AliasFound included; ValueError or OverflowError for YAML's own numbers."""
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(AliasEvent):
-            raise ComposerError(
-                None, None, "aliases are not supported: write the value in full", self.peek_event().start_mark
-            )
+            raise AliasFound(None, None, "YAML aliases are not supported", self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
