@@ -1,8 +1,8 @@
 """Read YAML into plain values and remember the line of every key.
 
 The answer is (value, locations): ``locations["mesh.tp"]`` is the place of that key in the file; list items count from
-zero (``optimizer.betas.1``). A key given twice is an error, because PyYAML would silently keep the last one. An alias
-is an error too: a small file with aliases of aliases would fill the memory.
+zero (``optimizer.betas.1``). A key given twice is an error, because PyYAML would silently keep the last one. Aliases
+and merges (``<<: *anchor``) are followed, up to ``MOST_LETTERS``: aliases of aliases would fill the memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import yaml
 
 from planner.errors import PlanError, SpecError, Where
 from planner.files.text import KIB, read_text, shorten
-from planner.spec.yaml_nodes import COLLECTIONS, AliasFound, Nodes, scalar
+from planner.spec.yaml_nodes import COLLECTIONS, MERGE, Nodes, scalar
 
 MOST_BYTES = 256 * KIB
+MOST_LETTERS = 2_000_000  # of the paths of all keys and items
 
 
 def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
@@ -25,21 +26,24 @@ def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
 
     Raises:
         SpecError: the file is missing, no regular file, too large or unreadable, is not valid YAML, gives a key twice,
-            has an alias or nests too deep.
+            nests too deep or repeats aliases too often.
     """
     fix = "give the path of a YAML file, or a dict"
     text = read_text(path, what, most_bytes=MOST_BYTES, error=SpecError, fix=fix)
+    reader = _NodeReader(str(path))
     try:
         node = Nodes(text).get_single_node()
+        value = None if node is None else reader.value(node, "")
+    except PlanError:  # a ValueError too
+        raise
     except yaml.YAMLError as error:
         raise _syntax_error(error, path, text) from None
     except RecursionError:
-        words, fix = "invalid YAML: nested too deeply", "remove brackets or indentation: a spec has few levels"
+        words = "invalid YAML: nested too deeply, or an alias refers to the value that contains it"
+        fix = "remove brackets or indentation, and write the value of such an alias in full"
         raise SpecError(words, where=Where(file=str(path)), fix=fix) from None
     except (ValueError, OverflowError) as error:  # a number of YAML's own: of a version, of a character
         raise SpecError(f"invalid YAML: {error}", where=Where(file=str(path)), fix="remove the escape") from None
-    reader = _NodeReader(str(path))
-    value = None if node is None else reader.value(node, "")
     if reader.errors:
         raise SpecError.of(reader.errors, f"the {what}")
     return value, reader.locations
@@ -50,11 +54,11 @@ def _syntax_error(error: yaml.YAMLError, path: Path, text: str) -> SpecError:
         line, what = error.problem_mark.line + 1, ", ".join(filter(None, (error.context, error.problem)))
     else:  # a character that YAML forbids: the reader knows its position only
         line, what = text.count("\n", 0, getattr(error, "position", 0)) + 1, getattr(error, "reason", str(error))
-    where = Where(file=str(path), line=line)
-    if isinstance(error, AliasFound):
-        return SpecError(what, where=where, fix="write the value in full, without `&name` and `*name`")
-    fix = "check the indentation (spaces, no tabs), brackets, quotes and colons around this line"
-    return SpecError(f"invalid YAML: {shorten(what)}", where=where, fix=fix)
+    return SpecError(
+        f"invalid YAML: {shorten(what)}",
+        where=Where(file=str(path), line=line),
+        fix="check the indentation (spaces, no tabs), brackets, quotes and colons around this line",
+    )
 
 
 class _NodeReader:
@@ -64,8 +68,10 @@ class _NodeReader:
         self.file = file
         self.locations: dict[str, Where] = {}
         self.errors: list[PlanError] = []
+        self._letters = 0
 
     def value(self, node: yaml.Node, path: str) -> Any:
+        self._count(node, 1 + len(path))
         self.locations.setdefault(path, self._where(node))
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
@@ -77,19 +83,38 @@ class _NodeReader:
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        lines: dict[Any, int] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise self._error(key_node, "a key must be a single word", "write `key: value`")
-            key = self._scalar(key_node)
-            if key in lines:
-                what, fix = f"the key '{shorten(key)}' is given twice", f"remove one; the first is on line {lines[key]}"
-                self.errors.append(self._error(key_node, what, fix))
-            lines.setdefault(key, key_node.start_mark.line + 1)
+        for key, (key_node, value_node) in self._entries(node).items():
             child = join(path, key)
             self.locations[child] = self._where(key_node)
             result[key] = self.value(value_node, child)
         return result
+
+    def _entries(self, node: yaml.Node) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
+        """The keys that ``<<`` merges, then the mapping's own, which replace them."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self._error(node, "`<<` takes a mapping or a list of mappings", "write `<<: *name`")
+        merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._error(key_node, "a key must be a single word", "write `key: value`")
+            key = self._scalar(key_node)
+            self._count(key_node, 10)
+            if key in own:
+                fix = f"remove one; the first is on line {own[key][0].start_mark.line + 1}"
+                self.errors.append(self._error(key_node, f"the key '{shorten(key)}' is given twice", fix))
+            elif key_node.tag == MERGE:
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                for mapping in reversed(value_node.value) if is_list else [value_node]:
+                    merged |= self._entries(mapping)
+            else:
+                own[key] = key_node, value_node
+        return merged | own
+
+    def _count(self, node: yaml.Node, letters: int) -> None:
+        self._letters += letters
+        if self._letters > MOST_LETTERS:
+            raise self._error(node, "aliases repeat values too often", "write the values in full")
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The YAML that a spec may be written in: PyYAML's nodes, with fewer types than YAML has, and no aliases.
+"""The YAML that a spec may be written in: PyYAML's nodes, with fewer types than YAML has.
 
     null   ~ null          bool   true yes on …       int   12 40_000_000       float   1.5 1e-8 .inf
 
@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from yaml import AliasEvent, MappingNode, Node, SafeLoader, ScalarNode
-from yaml.composer import ComposerError
+from yaml import MappingNode, Node, SafeLoader, ScalarNode
 
 from planner.files.json_text import parse_integer
 from planner.files.text import shorten
 
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+", re.ASCII)
 _CORE = "tag:yaml.org,2002:"
+MERGE = f"{_CORE}merge"
 COLLECTIONS = (f"{_CORE}map", f"{_CORE}seq")
 _TRUE = ("yes", "true", "on")
 
@@ -55,6 +55,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
         _float,
     ),
     f"{_CORE}str": (re.compile("(?s:.*)"), str),
+    MERGE: (re.compile("<<"), str),
 }
 
 
@@ -71,17 +72,8 @@ def scalar(node: ScalarNode) -> Any:
     return value
 
 
-class AliasFound(ComposerError):
-    """An alias (``*name``), at its mark."""
-
-
 class Nodes(SafeLoader):
-    """Text to nodes. Raises yaml.YAMLError, AliasFound included; ValueError or OverflowError for YAML's own numbers."""
-
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        if self.check_event(AliasEvent):
-            raise AliasFound(None, None, "YAML aliases are not supported", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+    """Text to nodes. Raises yaml.YAMLError, and ValueError or OverflowError for numbers inside of YAML's own syntax."""
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
         """The tag of a node that has none."""
@@ -89,4 +81,4 @@ class Nodes(SafeLoader):
             return COLLECTIONS[kind is not MappingNode]
         if not implicit[0]:
             return f"{_CORE}str"
-        return next(tag for tag in _SCALARS if _SCALARS[tag][0].fullmatch(value))
+        return next(tag for tag in (MERGE, *_SCALARS) if _SCALARS[tag][0].fullmatch(value))

@@ -188,6 +188,11 @@ def test_null_clipping_means_none_and_python_none_means_the_word_none():
     assert spec.recompute == "none"
 
 
+def test_anchors_and_merges_work(tmp_path):
+    spec = load(tmp_path, TWO_LINES + "inputs:\n  a: &a {shape: [4], dtype: int64}\n  b: {<<: *a, dtype: int32}\n")
+    assert spec.inputs["b"] == InputSpec(shape=(4,), dtype="int32")
+
+
 def test_location_is_the_line_of_a_key_or_of_what_is_around_it(tmp_path):
     spec = load(tmp_path, TWO_LINES + "tensor_parallel:\n  overrides:\n    '*.lm_head': replicate\n")
     assert str(spec.location("tensor_parallel.overrides.*.lm_head")) == "spec.yaml:5"
