@@ -86,10 +86,16 @@ def test_the_first_rank_of_1f1b_holds_the_most_microbatches_and_its_peak_is_name
     assert all(row.logits == 0 for row in rows[:3])
 
 
+def told(made: Plan) -> list[str]:
+    """The rows of the memory table of a plan, as text."""
+    table = made.describe().partition("per microbatch  peak\n")[2]
+    return [line.rstrip() for line in table.split("\n\n")[0].splitlines()]
+
+
 def test_chunks_of_a_rank_are_told_one_by_one(four: nn.Module) -> None:
     made = planned(four, {"pp": 2, "vpp": 2}, microbatches=4, pipeline={"schedule": "interleaved_1f1b"})
     assert [len(row.of_microbatch) for row in made.memory] == [2, 2]
-    assert "peak at" in made.describe()
+    assert all(line.endswith(f" {row.peak}") for row, line in zip(made.memory, told(made), strict=True))
 
 
 def test_the_total_is_the_sum_and_slack_a_part_of_what_comes_and_goes(four: nn.Module) -> None:
