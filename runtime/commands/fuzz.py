@@ -27,7 +27,8 @@ def fuzz_command(
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, help="Number of cases; 20 without --minutes.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="Start no new case after this time.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first case; each further case adds 1.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first model; each further model adds 1.")] = 0,
+    specs: Annotated[int, typer.Option(min=1, help="Specs per model, which is captured once.")] = 4,
     nproc: Annotated[int, typer.Option(help="Maximum number of ranks in a case.")] = 4,
     case: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rerun the case in this file instead of drawing cases.")
@@ -50,7 +51,7 @@ def fuzz_command(
     if model is None:
         os.environ[CACHE] = "0"  # nobody asks for a drawn model again
     own = None if model is None else OwnModel.read(model, need_spec(spec), nproc)
-    campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True), own)
+    campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True), own, specs)
     if given is not None:
         _run_again(campaign, given)
     before = processor_seconds()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,18 +12,19 @@ from runtime.fuzz.case import Case
 from runtime.fuzz.forks import StoreHost
 from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.progress import Progress
-from runtime.fuzz.run import Outcome, Verdict, run_case
+from runtime.fuzz.run import Outcome, Verdict, run_cases
 from runtime.fuzz.shrink import shrunk
 
 Row = tuple[str, ...]
 COLUMNS = ("cases", "outcome", "reason")
+SPECS_OF_A_MODEL = 4  # a capture takes about as long as three cases
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A failing case, reduced, and the file that runs it again."""
 
-    seed: int
+    name: str
     case: Case
     outcome: Outcome
     file: Path
@@ -31,9 +32,10 @@ class Failure:
 
 @dataclass
 class Campaign:
-    """Owns the counts and failures so far. ``seed``: of the first case, the next has the next. ``folder``: of files.
+    """Owns the counts and failures so far. ``seed``: of the first model, the next has the next. ``folder``: of files.
 
     ``say``: called with each finished case and each failure. ``own``: the user's model; None: models are drawn.
+    ``num_specs``: cases of each model.
     """
 
     seed: int
@@ -41,6 +43,7 @@ class Campaign:
     folder: Path
     say: Callable[[str], None]
     own: OwnModel | None = None
+    num_specs: int = SPECS_OF_A_MODEL
     counts: Counter[tuple[Verdict, str]] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
@@ -49,38 +52,50 @@ class Campaign:
 
     def run(self, num_cases: int | None, seconds: float | None) -> None:
         """Until so many cases are done or so much time has passed; an interrupt keeps what was found."""
-        progress, done = Progress(num_cases, seconds), 0
+        progress, done, seed = Progress(num_cases, seconds), 0, self.seed
         try:
             while not progress.is_over(done):
-                seed, done = self.seed + done, done + 1
-                words = self.run_seed(seed)
-                self.say(f"seed {seed}: {words}   ({progress.told(done)})")
+                num = self.num_specs if num_cases is None else min(self.num_specs, num_cases - done)
+                for name, words in self.run_model(seed, num):
+                    done += 1
+                    self.say(f"seed {name}: {words}   ({progress.told(done)})")
+                seed += 1
         except KeyboardInterrupt:
             self.say("interrupted: results so far are kept")
 
-    def run_seed(self, seed: int) -> str:
-        """The verdict in a word, and of a failure what is wrong, where, and the file."""
-        case = Case.drawn(seed, self.most_ranks, self.own)
-        outcome = self.outcome_of(case)
-        self.counts[outcome.verdict, outcome.kind] += 1
-        if outcome.verdict.is_failure:
-            self.note_failure(seed, case, outcome)
-        return outcome.verdict
+    def run_model(self, seed: int, num_specs: int) -> Iterator[tuple[str, str]]:
+        """The name and the verdict of each case of a model; of a failure also the first difference and the file.
 
-    def note_failure(self, seed: int, case: Case, outcome: Outcome) -> None:
+        The first case of seed 7 is named 7, the others 7.1, 7.2, ….
+        """
+        cases = {str(seed): (first := Case.drawn(seed, self.most_ranks, self.own))}
+        cases |= {f"{seed}.{k}": first.another(seed, k, self.most_ranks) for k in range(1, num_specs)}
+        outcomes = self.outcomes_of(list(cases.values()))
+        for (name, case), outcome in zip(cases.items(), outcomes, strict=True):
+            self.counts[outcome.verdict, outcome.kind] += 1
+            if outcome.verdict.is_failure:
+                self.note_failure(name, case, outcome)
+            yield name, outcome.verdict
+
+    def note_failure(self, name: str, case: Case, outcome: Outcome) -> None:
         """The file is written at once, and again for each smaller case: an interrupt leaves the smallest so far."""
-        self.say(f"seed {seed} {outcome.verdict}: {outcome.words}\n  {case}\n  searching for a smaller case")
-        file, place = self.folder / f"fuzz-{seed}.json", len(self.failures)
+        self.say(f"seed {name} {outcome.verdict}: {outcome.words}\n  {case}\n  searching for a smaller case")
+        file, place = self.folder / f"fuzz-{name}.json", len(self.failures)
         case.save(file)
-        self.failures.append(Failure(seed, case, outcome, file))
+        self.failures.append(Failure(name, case, outcome, file))
         for smaller, found in shrunk(case, outcome, self.outcome_of, self.most_ranks):
             smaller.save(file)
-            self.failures[place] = Failure(seed, smaller, found, file)
+            self.failures[place] = Failure(name, smaller, found, file)
             self.say(f"  smaller: {smaller}")
 
     def outcome_of(self, case: Case) -> Outcome:
-        self._number += 1
-        return run_case(case, self._host, self._number)
+        return next(self.outcomes_of([case]))
+
+    def outcomes_of(self, cases: list[Case]) -> Iterator[Outcome]:
+        """Of cases that have one model."""
+        number = self._number
+        self._number += len(cases)
+        yield from run_cases(cases, self._host, number)
 
     def rows(self) -> list[Row]:
         """The summary: how many cases of each outcome and reason, failures first."""
@@ -90,7 +105,7 @@ class Campaign:
 
 
 def told(failure: Failure) -> str:
-    words = f"seed {failure.seed}, reduced: {failure.outcome.words}"
+    words = f"seed {failure.name}, reduced: {failure.outcome.words}"
     return f"{words}\n  {failure.case}\n  run it again: meshwright fuzz --case {failure.file}"
 
 

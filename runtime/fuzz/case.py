@@ -41,17 +41,25 @@ class Case:
         """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
         random = Random(seed)
         model = {} if own is not None else draw(models.FIELDS, random, simplest=random.random())
-        case = cls(model, {}, own)
-        options = case.spec_options
+        return cls(model, {}, own)._with_a_spec(random, most_ranks)
+
+    def another(self, seed: int, number: int, most_ranks: int) -> Case:
+        """The ``number``-th further spec of ``seed`` for this model; it shares what a capture depends on."""
+        kept = {name: self.spec[name] for name in specs.OF_CAPTURES}
+        return self._with_a_spec(Random(f"{seed}.{number}"), most_ranks, kept)
+
+    def _with_a_spec(self, random: Random, most_ranks: int, kept: Choices | None = None) -> Case:
+        options = self.spec_options
         spec = draw(options, random, simplest=random.random())
         for name, chance in specs.RARE.items():
             if random.random() < chance:
                 spec[name] = options[name][0]
+        spec |= kept or {}
         axis = random.choice(("tp", "pp", "dp", "cp"))
-        found = replace(case, spec=spec).sensible(most_ranks)
-        if found.world_size > 1 or f"mesh.{axis}" in case.pinned:
+        found = replace(self, spec=spec).sensible(most_ranks)
+        if found.world_size > 1 or f"mesh.{axis}" in self.pinned:
             return found
-        return replace(case, spec=spec | {f"mesh.{axis}": 2}).sensible(most_ranks)
+        return replace(self, spec=spec | {f"mesh.{axis}": 2}).sensible(most_ranks)
 
     @property
     def spec_options(self) -> Options:

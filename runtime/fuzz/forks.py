@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 120.0
+_LENGTH_BYTES = 8
+_LAST = "no further value"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -34,7 +36,10 @@ class ForkError(RuntimeError):
 
 
 class Child:
-    """A fork of this process that runs ``function(*args)`` and sends back its pickled result, or its error."""
+    """A fork of this process that runs ``function(*args)`` and sends back its pickled result, or its error.
+
+    Of a generator function it sends each value as a message of its own: 8 bytes of length, then the pickle.
+    """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         sys.stdout.flush()
@@ -60,28 +65,37 @@ class Child:
         # backward may start several at once: after an export, a torch built for CUDA does so even without a GPU.
         torch.set_num_threads(torch.get_num_threads())
         with os.fdopen(write, "wb") as pipe:
-            pipe.write(_run(function, args))
+            for message in _messages(function, args):
+                pipe.write(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+                pipe.flush()
 
-    def read_until(self, deadline: float) -> bool:
-        """Read what is there; True once the child has sent all. Raises TimeoutError."""
-        while True:
+    def message(self, deadline: float) -> tuple[Any, BaseException | None] | None:
+        """The next value and error of the child; None after the last one. Raises TimeoutError."""
+        while (found := self._taken()) is None:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError
             piece = os.read(self._read, 1 << 20)
             if not piece:
-                return True
+                return None
             self._content += piece
+        return pickle.loads(found)
 
-    def end(self) -> tuple[Any, BaseException | None]:
-        """Reap the child; its result and its error."""
+    def _taken(self) -> bytes | None:
+        """The first message of the content, removed from it, if all of it is there."""
+        end = _LENGTH_BYTES + int.from_bytes(self._content[:_LENGTH_BYTES], "big")
+        if len(self._content) < end or end == _LENGTH_BYTES:
+            return None
+        found = bytes(self._content[_LENGTH_BYTES:end])
+        del self._content[:end]
+        return found
+
+    def end(self) -> int:
+        """Reap the child, which is killed if it still runs; its exit status."""
         os.close(self._read)
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        if not self._content:
-            return None, ForkError(f"the child ended without a result (status {status})")
-        return pickle.loads(self._content)
+        return os.waitpid(self.pid, 0)[1]
 
 
 def in_fork(function: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
@@ -95,16 +109,18 @@ def in_forks(
     """All calls at once, each in a fork of its own; raises the first error, and ends all children in any case."""
     deadline = time.monotonic() + timeout_seconds
     children: list[Child] = []
+    found: list[tuple[Any, BaseException | None] | None] = []
     late = None
     try:
         for function, args in calls:
             children.append(Child(function, *args))
         for child in children:
-            child.read_until(deadline)
+            found.append(child.message(deadline))
     except TimeoutError:
         late = ForkError(f"not finished in {timeout_seconds:g} s")
     finally:
-        ended = [child.end() for child in children]
+        statuses = [child.end() for child in children]
+    ended = [f or (None, _no_result(status)) for f, status in zip(found, statuses, strict=False)]
     errors = [error for _, error in ended if error is not None]
     # A rank that fails for a reason of its own counts before those that lose their peer by it.
     errors.sort(key=lambda error: "Connection closed by peer" in str(error) or "ended without" in str(error))
@@ -113,23 +129,58 @@ def in_forks(
     return [result for result, _ in ended]
 
 
+def values_of(function: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float) -> Iterator[Any]:
+    """Each value of the generator ``function(*args)``, which runs in a fork; raises its error.
+
+    ``timeout_seconds``: for each value.
+    """
+    child, status = Child(function, *args), 0
+    try:
+        while (message := child.message(time.monotonic() + timeout_seconds)) is not None:
+            value, error = message
+            if error is not None:
+                raise error
+            if value == _LAST:
+                return
+            yield value
+    except TimeoutError:
+        raise ForkError(f"not finished in {timeout_seconds:g} s") from None
+    finally:
+        status = child.end()
+    raise _no_result(status)
+
+
+def _no_result(status: int) -> ForkError:
+    return ForkError(f"the child ended without a result (status {status})")
+
+
 def _end_with_parent() -> None:
     """On Linux: otherwise a child of a killed process would continue to run."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _messages(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[bytes]:
+    """The pickled (value, error) of a call; of a generator one for each value, and ``_LAST``."""
     try:
-        return pickle.dumps((function(*args), None))
+        found = function(*args)
+        if isinstance(found, Generator):
+            for value in found:
+                yield pickle.dumps((value, None))
+            found = _LAST
+        yield pickle.dumps((found, None))
     except BaseException as error:
-        text = traceback.format_exc()
-        try:
-            content = pickle.dumps((None, error))
-            pickle.loads(content)
-        except Exception:
-            return pickle.dumps((None, ForkError(text)))
-        return content if _is_ours(error) else pickle.dumps((None, ForkError(text)))
+        yield _pickled(error)
+
+
+def _pickled(error: BaseException) -> bytes:
+    text = traceback.format_exc()
+    try:
+        content = pickle.dumps((None, error))
+        pickle.loads(content)
+    except Exception:
+        return pickle.dumps((None, ForkError(text)))
+    return content if _is_ours(error) else pickle.dumps((None, ForkError(text)))
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Run one case: plan it, run its ranks as forks, and compare them with the model itself in one process.
+"""Run cases of one model: capture it once, plan each, run its ranks as forks, and compare them with one process.
 
 plan file       the plan, saved and loaded, is the plan
 values          loss, norm, gradients and parameters of three updates, and the mean of the weights (fuzz.rank)
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from passes.lower import check_stages
-from planner import plan
+from planner import Captured, plan
 from planner.errors import PlanError, Where
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.fuzz import memory
+from runtime.fuzz.captures import Captures
 from runtime.fuzz.case import Case
-from runtime.fuzz.forks import ForkError, StoreHost, in_fork
+from runtime.fuzz.forks import ForkError, StoreHost, values_of
 from runtime.fuzz.rank import OfRank, go_on, on_rank
 from runtime.verify.comparison import Row
-from runtime.verify.run import in_mode
 
 CASE_SECONDS = 240.0
 
@@ -69,12 +69,20 @@ class Outcome:
         return alike and (not is_crash or self.kind == other.kind)
 
 
-def run_case(case: Case, host: StoreHost, number: int) -> Outcome:
-    """In a fork of this process, which keeps nothing of it."""
-    try:
-        return in_fork(_in_fork, case, host, number, timeout_seconds=CASE_SECONDS)
-    except (ForkError, Exception) as error:
-        return Outcome(Verdict.CRASHED, _last_line(error))
+def run_cases(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:
+    """The outcome of each of ``cases``, which have one model, in a fork of this process, which keeps nothing of it.
+
+    A case that ends the fork is a crash; the others go on in a new one.
+    """
+    done = 0
+    while done < len(cases):
+        try:
+            for outcome in values_of(_in_fork, cases[done:], host, number + done, timeout_seconds=CASE_SECONDS):
+                done += 1
+                yield outcome
+        except (ForkError, Exception) as error:
+            done += 1
+            yield Outcome(Verdict.CRASHED, _last_line(error))
 
 
 def _last_line(error: BaseException) -> str:
@@ -82,32 +90,41 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
-def _in_fork(case: Case, host: StoreHost, number: int) -> Outcome:
+def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans: what is warned of is compared too
     host.begin(f"{number:x}")
-    try:
-        spec = Spec.load(case.to_spec())
-        model = in_mode(case.build(), spec)
-        decided = _planned(model, spec)
-        with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
-            return _compared(case, decided, model, spec, Path(folder), host)
-    except PlanError as error:
-        return refused(error)
+    captures = Captures()
+    for case in cases:
+        try:
+            yield _outcome(case, captures, host)
+        except PlanError as error:
+            yield refused(error)
 
 
-def _planned(model: nn.Module, spec: Spec) -> Plan:
-    decided = plan(model, spec)
+def _outcome(case: Case, captures: Captures, host: StoreHost) -> Outcome:
+    """Raises PlanError where the case is refused."""
+    spec = Spec.load(case.to_spec())
+    captured = captures.of(case, spec)
+    decided = _planned(captured, spec)
+    with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
+        return _compared(case, decided, captures, captured.model, spec, Path(folder), host)
+
+
+def _planned(captured: Captured, spec: Spec) -> Plan:
+    decided = plan(captured, spec)
     check_stages(decided)
     return decided
 
 
-def _compared(case: Case, decided: Plan, model: nn.Module, spec: Spec, folder: Path, host: StoreHost) -> Outcome:
+def _compared(
+    case: Case, decided: Plan, captures: Captures, model: nn.Module, spec: Spec, folder: Path, host: StoreHost
+) -> Outcome:
     decided.save(folder / "plan.json")
     loaded = Plan.load(folder / "plan.json")
     if loaded != decided or loaded.hash() != decided.hash():
         return Outcome(Verdict.DIFFERS, "the plan differs after saving and loading", "plan file")
-    other, saves = _other_layout(case, model), folder / "saves"
+    other, saves = _other_layout(case, captures), folder / "saves"
     found: list[OfRank] = host.run_ranks(
         case.world_size, on_rank, decided, model, spec, None if other is None else saves
     )
@@ -121,14 +138,14 @@ def _compared(case: Case, decided: Plan, model: nn.Module, spec: Spec, folder: P
     return _judged(rows, "continued", "continued on another layout: ")
 
 
-def _other_layout(case: Case, model: nn.Module) -> tuple[Plan, Spec] | None:
+def _other_layout(case: Case, captures: Captures) -> tuple[Plan, Spec] | None:
     """The layout that goes on from a save; None where the case asks for none, or that one is refused."""
     values: Any = case.continued()
     if values is None:
         return None
     spec = Spec.load(values)
     try:
-        return _planned(model, spec), spec
+        return _planned(captures.of(case, spec), spec), spec
     except PlanError as error:
         if refused(error).verdict.is_failure:
             raise

@@ -42,7 +42,8 @@ def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
     found = copy.deepcopy(spec)
     size = found["batch"]["global"]
     found["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
-    found["batch"]["micro"] = 1
+    if size % (found["batch"]["micro"] * (2 if found["mesh"].get("dp") else 1)):
+        found["batch"]["micro"] = 1
     found["pipeline"] = {}
     found["cuda_graphs"] = {}
     found["optimizer"] |= {"zero": 1 - found["optimizer"]["zero"], "bucket_size": None}

@@ -86,3 +86,6 @@ RARE = {
     "compile": 0.97,
     "precision.parameters": 0.3,
 }  # the chance to become the simplest again: it takes long, or hides differences
+
+# A capture depends on these, and so do the weights of the user's own model: all cases of one model share them.
+OF_CAPTURES = ("batch.micro", "precision.parameters", "dropout", "seed")

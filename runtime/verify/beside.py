@@ -4,6 +4,7 @@
     one process                                forward, backward · update
     compared                                   weights before, loss, gradients, norm
 
+Below float64 the one process goes on from the engine's weights once they are compared.
 The weights after an update are gathered when the next forward has read them, since a gather waits for all of them: the
 engine goes on as in ``train_step``.
 """
@@ -47,6 +48,7 @@ class Beside:
         """Compare the step that the engine has made with ``batch``, and make it here."""
         if made.before:
             self.compare_parameters(made.before)
+            self._adopt(made.before)
         with lowest_precision() as seen:
             loss = self._one.forward_backward(batch)
         if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
@@ -60,6 +62,18 @@ class Beside:
         norm = self._one.update()
         self.rows.append(compare_value("norm", made.norm, norm, allowed.gradient, step))
         self._note(made.gradients, unscaled, norm)
+
+    def _adopt(self, found: Named) -> None:
+        """Below float64 each step begins with the engine's parameters: its gradients differ by that step alone.
+
+        AdamW makes an update of lr from a gradient near zero, so rounding, amplified, would move the next gradients.
+        """
+        if self.precision == torch.float64:
+            return
+        with torch.no_grad():
+            for name, parameter in named_parameters(self._one.model):
+                if name in found and found[name].shape == parameter.shape:
+                    parameter.copy_(found[name])
 
     def compare_parameters(self, found: Named) -> None:
         """After the last update of both. ``found``: the engine's, whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import runtime.engine
+import runtime.fuzz.run
 import runtime.memory.run
 import runtime.optimizer.average
 import runtime.verify.run
@@ -145,15 +147,40 @@ def test_a_refusal_names_a_line_or_a_key():
 def test_an_interrupt_keeps_the_smallest_case_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     campaign, runs = Campaign(0, 4, tmp_path, print), iter(range(100))
 
-    def outcome_of(case: Case) -> Outcome:
-        if next(runs) == 3:
-            raise KeyboardInterrupt
-        return Outcome(Verdict.DIFFERS, "all of it", "values")
+    def outcomes_of(cases: list[Case]) -> Iterator[Outcome]:
+        for _ in cases:
+            if next(runs) == 3:
+                raise KeyboardInterrupt
+            yield Outcome(Verdict.DIFFERS, "all of it", "values")
 
-    monkeypatch.setattr(campaign, "outcome_of", outcome_of)
+    monkeypatch.setattr(campaign, "outcomes_of", outcomes_of)
     campaign.run(5, None)
     assert campaign.rows() == [("1", "differs", "values")]
     assert Case.load(tmp_path / "fuzz-0.json") == campaign.failures[0].case
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 9))
+def test_cases_of_one_model_share_what_a_capture_depends_on(seed: int, number: int):
+    first = Case.drawn(seed, 4)
+    other = first.another(seed, number, 4)
+    assert other == first.another(seed, number, 4)
+    assert other.model == first.model
+    assert [other.spec[name] for name in specs.OF_CAPTURES] == [first.spec[name] for name in specs.OF_CAPTURES]
+
+
+@pytest.mark.slow
+def test_a_case_that_ends_its_process_is_a_crash_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ending, whole = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2}), runtime.fuzz.run.plan
+
+    def ended(captured: Any, spec: Spec) -> Any:
+        return os._exit(3) if spec.mesh.dp == 2 else whole(captured, spec)
+
+    prepare()
+    monkeypatch.setattr(runtime.fuzz.run, "plan", ended)
+    following = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.pp": 2})
+    found = list(Campaign(0, 2, tmp_path, print).outcomes_of([ending, following]))
+    assert [outcome.verdict for outcome in found] == [Verdict.CRASHED, Verdict.EQUAL]
+    assert "without a result" in found[0].words
 
 
 def test_progress_tells_what_is_left():

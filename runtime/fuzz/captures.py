@@ -1,0 +1,34 @@
+"""The captures of one model: cases that differ in other keys of the spec share one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner import Captured, capture
+from planner.errors import PlanError
+from planner.spec.spec import Spec
+from runtime.fuzz.case import Case
+from runtime.verify.run import in_mode
+
+
+class Captures:
+    """Owns a built model and its capture for each combination so far of ``specs.OF_CAPTURES``."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], Captured | PlanError] = {}
+
+    def of(self, case: Case, spec: Spec) -> Captured:
+        """Raises PlanError where the model cannot be captured."""
+        key = (spec.batch.micro, spec.precision.parameters, spec.dropout, spec.seed)
+        if key not in self._found:
+            self._found[key] = _captured(case, spec)
+        if isinstance(found := self._found[key], PlanError):
+            raise found
+        return found
+
+
+def _captured(case: Case, spec: Spec) -> Captured | PlanError:
+    try:
+        return capture(in_mode(case.build(), spec), spec)
+    except PlanError as error:
+        return error
