@@ -8,19 +8,22 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from planner.report.page.palette import css
+from planner.report.shapes import box
 
 _SHARED = "planner.report.page"  # the frame of a page, its styles and its macros
 
 
 @lru_cache
 def _environment(package: str) -> Environment:
-    return Environment(
+    environment = Environment(
         loader=ChoiceLoader([PackageLoader(name, "templates") for name in dict.fromkeys((package, _SHARED))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["box"] = box
+    return environment
 
 
 def render(template: str, root: str = ":root", package: str = _SHARED, **values: Any) -> str:
