@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,8 @@ class Plan(Tables):
         return describe(self, full=full)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of a plan: sizes, warnings, memory, and the tables to open."""
-        from planner.report.page.fragment import plan_fragment  # templates are loaded where they are asked for
-
-        return plan_fragment(self)
+        """A notebook shows the tables of ``describe``."""
+        return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""

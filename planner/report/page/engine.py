@@ -26,7 +26,7 @@ def _environment(package: str) -> Environment:
     return environment
 
 
-def render(template: str, root: str = ":root", package: str = _SHARED, **values: Any) -> str:
-    """A file of templates/, filled. ``values``: all that it names; ``root``: what has the colours; ``package``: whose
-    templates/ come before those of this one."""
-    return _environment(package).get_template(template).render(palette=css(root), **values)
+def render(template: str, package: str = _SHARED, **values: Any) -> str:
+    """A file of templates/, filled. ``values``: all that it names; ``package``: whose templates/ come before those of
+    this one."""
+    return _environment(package).get_template(template).render(palette=css(), **values)
