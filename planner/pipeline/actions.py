@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KINDS_OF_ACTION = "FBW"
-
 
 class Action(NamedTuple):
     """Forward ("F"), backward ("B") or gradients of weights ("W") of one microbatch on one chunk of a rank."""
