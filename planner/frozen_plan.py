@@ -9,46 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from planner.compiled.pieces import Compiled, CompiledPiece
-from planner.compiled.rows import CompiledRow
-from planner.cost.memory import MemoryRow
-from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
-from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.pieces import Piece
-from planner.regions.regions import GraphRegion, Region
-from planner.regions.static_memory import GraphSlots
+from planner.regions.regions import Region
 from planner.report.text import to_text as describe
-from planner.sharding.boundaries import BoundaryPlan
-from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
-from planner.sharding.collectives import CollectivePlan
-from planner.sharding.parameters import ParameterPlan
 from planner.sharding.shards import Shards
 from planner.tables.codec import decode, to_text
-from planner.tables.rows import Diagnostic, StagePlan, Summary
 from planner.tables.tables import VERSION, Tables
-
-__all__ = [
-    "BoundaryPlan",
-    "BucketPlan",
-    "BufferPlan",
-    "CollectivePlan",
-    "CompiledRow",
-    "CostPlan",
-    "Diagnostic",
-    "GraphRegion",
-    "GraphSlots",
-    "MemoryRow",
-    "OptimizerPlan",
-    "ParameterPlan",
-    "Plan",
-    "SchedulePlan",
-    "StagePlan",
-    "Summary",
-]
 
 _AGAIN = "save the plan again with this version"
 _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs

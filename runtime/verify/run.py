@@ -257,6 +257,3 @@ def _summary(rows: list[Row]) -> str:
     worst = max(rows, key=lambda row: row.severity)
     good = f"{sum(row.passed for row in rows)} of {len(rows)} equal"
     return f"{good}, largest difference {worst.difference:.1e} ({worst.place}), allowed {worst.allowed:.1e}"
-
-
-__all__ = ["PlanError", "VerifyReport", "verify", "verify_rank"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.placement.types import I
 from planner.sharding.parameters import LocalParameter
-from runtime.optimizer.zero1 import squared_norm
+from runtime.optimizer.norm import squared_norm
 from tests.tools.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"

@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import PlanError
-from planner.frozen_plan import Diagnostic, Plan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import simulate
 from planner.report.page.model import model_cards, scopes_of
 from planner.report.page.plan_page import plan_page
 from planner.report.sections import sections
+from planner.tables.rows import Diagnostic
 from tests.tools.html_page import Element, read_page
 from tests.tools.paths import ROOT
 
