@@ -37,6 +37,16 @@ def without_weights(order: Order) -> Order:
     return tuple(action for action in order if action.kind != "W")
 
 
+def needs(kind: str, microbatch: int, stage: int, num_stages: int) -> list[tuple[str, int, int]]:
+    """(kind, microbatch, stage) of the actions that end before this one begins."""
+    if kind == "F":
+        return [("F", microbatch, stage - 1)] if stage else []
+    if kind == "W":
+        return [("B", microbatch, stage)]
+    after = [("B", microbatch, stage + 1)] if stage + 1 < num_stages else []
+    return [("F", microbatch, stage), *after]
+
+
 def too_early(order: Order) -> Action | None:
     """The first W that stands before its B."""
     done = set[tuple[int, int]]()
