@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from planner.compiled.pieces import Compiled, CompiledPiece
-from planner.compiled.rows import CompiledRow
-from planner.cost.memory import MemoryRow
-from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.errors import PlanError
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
-from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.pieces import Piece
-from planner.regions.regions import GraphRegion, Region
-from planner.regions.static_memory import GraphSlots
+from planner.regions.regions import Region
 from planner.report.text import to_text as describe
-from planner.sharding.boundaries import BoundaryPlan
-from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
-from planner.sharding.collectives import CollectivePlan
-from planner.sharding.parameters import ParameterPlan
 from planner.sharding.shards import Shards
 from planner.tables.codec import decode, to_text
-from planner.tables.rows import Diagnostic, StagePlan, Summary
 from planner.tables.tables import VERSION, Tables
-
-__all__ = [
-    "BoundaryPlan",
-    "BucketPlan",
-    "BufferPlan",
-    "CollectivePlan",
-    "CompiledRow",
-    "CostPlan",
-    "Diagnostic",
-    "GraphRegion",
-    "GraphSlots",
-    "MemoryRow",
-    "OptimizerPlan",
-    "ParameterPlan",
-    "Plan",
-    "SchedulePlan",
-    "StagePlan",
-    "Summary",
-]
 
 _AGAIN = "save the plan again with this version"
 _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs
@@ -94,10 +66,8 @@ class Plan(Tables):
         return describe(self, full=full)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of a plan: sizes, warnings, memory, and the tables to open."""
-        from planner.report.page.fragment import plan_fragment  # templates are loaded where they are asked for
-
-        return plan_fragment(self)
+        """A notebook shows the tables of ``describe``."""
+        return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""

@@ -12,7 +12,8 @@ from typer.main import get_command
 
 from planner import plan
 from planner.capture.model.reference import load_model
-from planner.report.sections import Section, sections
+from planner.report.section import Section
+from planner.report.sections import sections
 from planner.spec.spec import Spec
 from runtime.cli import app
 from tests.tools.paths import ROOT

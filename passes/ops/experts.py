@@ -1,12 +1,9 @@
-"""What happens to tokens on their way through experts: each step a function, the exchange over ep among them.
+"""What happens to rows (token, choice), sorted by expert, on their way through experts: each exchange a function.
 
-    route      chosen[t, k] → order[t·k], counts[E]      the pairs (token, choice), sorted by expert
-    permute    x[t, h] → rows[t·k, h]                    the token of each pair
-    dispatch   rows, counts → rows of this rank's experts, counts[E / ep]       all-to-all, of uneven parts
-    spread     rows of one etp rank → of all of them, each of which has a part of every expert         all-gather
-    gather_in  their parts of the results, summed where the rows came from                             reduce-scatter
-    give_back  the reverse of dispatch
-    unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
+    dispatch     rows → rows of this rank's experts                                                      all-to-all
+    spread_rows  rows of one etp rank → of all of them, each of which has a part of every expert         all-gather
+    gather_in    their parts of the results, summed where the rows came from                             reduce-scatter
+    give_back    the reverse of dispatch
 
 How many rows a rank sends and receives follows the routing: the host waits for it in ``on_host``, once a layer.
 """
@@ -24,26 +21,6 @@ from passes.ops.axis import AxisHandle
 
 Tensor = torch.Tensor
 _Move = Callable[..., Tensor]  # rows, splits, axis, phase → rows
-
-
-def route(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts pairs by expert, tokens in their order within one; and how many each expert has (int64)."""
-    flat = chosen.reshape(-1)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return torch.sort(flat, stable=True).indices, counts
-
-
-def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """One row for each pair, by expert."""
-    return x.index_select(0, order // top_k)
-
-
-def unpermute(rows: Tensor, order: Tensor, probs: Tensor) -> Tensor:
-    """``rows`` back at their tokens: Σ over choices of prob · row, in the type of ``rows``."""
-    tokens, top_k = probs.shape
-    by_token = rows.index_select(0, _inverse(order)).view(tokens, top_k, -1)
-    return (by_token * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +67,6 @@ def splits_of_both(counts: Tensor, ep: AxisHandle, etp: AxisHandle) -> tuple[Spl
     return Splits.over_ep(here[0], here[1], received), Splits.over_etp(here[2], every, etp.rank)
 
 
-def splits_of(counts: Tensor, axis: AxisHandle) -> Splits:
-    """The same of ep alone."""
-    return splits_of_both(counts, axis, AxisHandle("etp", 1, 0))[0]
-
-
 def on_host(*tables: Tensor) -> list[list[list[int]]]:
     """The values of several tables of integers, for which the host waits once."""
     flat = iter(torch.cat([table.reshape(-1) for table in tables]).tolist())
@@ -129,18 +101,6 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """What became of the rows that this rank sent, in the order in which it sent them."""
     return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
-
-
-def spread(rows: Tensor, counts: Tensor, axis: AxisHandle) -> tuple[Tensor, Splits]:
-    """V → R: the rows of all etp ranks, by expert; within one by rank. ``counts`` [E / ep]: of this rank's rows."""
-    splits = spread_splits(counts, axis)
-    return spread_rows(rows, splits, axis), splits
-
-
-def spread_splits(counts: Tensor, axis: AxisHandle) -> Splits:
-    """What the ranks of etp tell each other of the rows that each of them has."""
-    every = _every(counts, axis)
-    return Splits.over_etp(on_host(every)[0], every, axis.rank)
 
 
 def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:

@@ -37,9 +37,3 @@ def places(size: int, cp: int, rank: int) -> list[int]:
 def pairs(size: int, cp: int, rank: int) -> int:
     """(token, token that it sees) of causal attention on one rank."""
     return sum((start + 1 + end) * (end - start) // 2 for start, end in rows(size, cp, rank))
-
-
-def nearest_sizes(size: int, cp: int) -> tuple[int, ...]:
-    """The lengths next to ``size``, below and above, that divide into 2·cp chunks."""
-    below = size // (2 * cp) * (2 * cp)
-    return (below, below + 2 * cp) if below else (2 * cp,)

@@ -43,11 +43,6 @@ class Estimate:
     cost: CostPlan
     memory: tuple[MemoryRow, ...]
 
-    @property
-    def most_memory(self) -> int:
-        """Bytes of the rank that needs the most."""
-        return max(row.total for row in self.memory)
-
 
 def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Estimate:
     """``work``: of the layout's tp, cp, ep and sequence parallelism, in any number of stages."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.liveness import StageMemory
-from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.links import Message, received_by, sent_by
+from planner.fold import LOOP, Fold, stage_of
+from planner.pipeline.links import Message, Progress, received_by, sent_by
 from planner.pipeline.schedule import Action, Order
 from planner.sharding.shards import Shards
 
@@ -69,11 +69,7 @@ class _Rank:
         self.fold: Fold = fold
         self.stands_still = stands_still
         self.sending: dict[Message, int] = {}
-        self.positions = {
-            (action.kind, action.microbatch, stage_of(r, action.chunk, self.pp, fold)): at
-            for r, order in enumerate(orders)
-            for at, action in enumerate(order)
-        }
+        self.progress = Progress(orders, fold)
 
     def run(self) -> Peak:
         peak, held = Peak(), Peak()
@@ -118,11 +114,8 @@ class _Rank:
         kept, forward, backward = (n - memory.received for n in (memory.kept, memory.forward, memory.backward))
         return replace(memory, kept=kept, forward=forward, backward=backward)
 
-    def _rank_of(self, stage: int) -> int:
-        return rank_of(stage, self.pp, self.fold)
-
     def _crosses(self, message: Message) -> bool:
-        return 0 <= message.boundary < len(self.stages) - 1 and message.link(self.pp, self.fold) is not None
+        return message.crosses(len(self.stages), self.pp, self.fold)
 
     def _posted(self, action: Action) -> int:
         """Bytes of the buffers that wait for what ``action`` will need."""
@@ -139,13 +132,8 @@ class _Rank:
         if action.kind == "W":
             return
         received = received_by(action.kind, self._stage(action), action.microbatch)
-        if not self._crosses(received):
-            return
-        reached = self.positions.get((received.kind, received.microbatch, received.sender), -1)
-        for sent in list(self.sending):
-            used = self.positions[sent.kind, sent.microbatch, sent.receiver]
-            if self._rank_of(sent.receiver) == self._rank_of(received.sender) and used <= reached:
-                del self.sending[sent]
+        for sent in self.progress.taken_over(self.sending, received) if self._crosses(received) else ():
+            del self.sending[sent]
 
     def _send(self, action: Action, memory: StageMemory) -> None:
         if action.kind == "W":

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 
 from planner.cost.cut.build import Builder
-from planner.cost.cut.units import CutWork, UnitWork
+from planner.cost.cut.units import CutWork
 from planner.decisions import Decisions
 from planner.recompute.asked import NONE
 from planner.recompute.decide import decide_recompute
@@ -21,8 +21,6 @@ from planner.regions.regather import gather_again
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
-
-__all__ = ["AS_PLANNED", "CutWork", "UnitWork", "cut_work", "planned_work"]
 
 AS_PLANNED = "as planned"  # the kind of recompute of a plan whose spec names blocks
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KINDS_OF_ACTION = "FBW"
-
 
 class Action(NamedTuple):
     """Forward ("F"), backward ("B") or gradients of weights ("W") of one microbatch on one chunk of a rank."""
@@ -37,6 +35,16 @@ def format_order(order: Order) -> str:
 def without_weights(order: Order) -> Order:
     """The forwards and backwards alone: what links and CUDA graphs know of."""
     return tuple(action for action in order if action.kind != "W")
+
+
+def needs(kind: str, microbatch: int, stage: int, num_stages: int) -> list[tuple[str, int, int]]:
+    """(kind, microbatch, stage) of the actions that end before this one begins."""
+    if kind == "F":
+        return [("F", microbatch, stage - 1)] if stage else []
+    if kind == "W":
+        return [("B", microbatch, stage)]
+    after = [("B", microbatch, stage + 1)] if stage + 1 < num_stages else []
+    return [("F", microbatch, stage), *after]
 
 
 def too_early(order: Order) -> Action | None:

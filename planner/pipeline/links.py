@@ -18,7 +18,7 @@ behind nothing but messages that earlier actions of this rank receive; so they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from planner.errors import PlanError
@@ -58,6 +58,32 @@ class Message(NamedTuple):
         """The link that carries it; None where both stages are on one rank."""
         sender, receiver = rank_of(self.sender, pp, fold), rank_of(self.receiver, pp, fold)
         return None if sender == receiver else Link(sender, receiver, self.kind)
+
+    def crosses(self, num_stages: int, pp: int, fold: Fold) -> bool:
+        """Whether a pipeline of ``num_stages`` has its boundary, and between two ranks."""
+        return 0 <= self.boundary < num_stages - 1 and self.link(pp, fold) is not None
+
+
+class Progress:
+    """Owns: where each action stands in the order of its rank, by (kind, microbatch, stage)."""
+
+    def __init__(self, orders: Sequence[Order], fold: Fold) -> None:
+        self.pp = len(orders)
+        self.fold: Fold = fold
+        self.positions = {
+            (action.kind, action.microbatch, stage_of(rank, action.chunk, self.pp, fold)): at
+            for rank, order in enumerate(orders)
+            for at, action in enumerate(order)
+        }
+
+    def taken_over(self, sending: Iterable[Message], received: Message) -> list[Message]:
+        """The messages of ``sending`` that the sender of ``received`` had used when it sent that."""
+        reached = self.positions.get((received.kind, received.microbatch, received.sender))
+        if reached is None:
+            return []
+        rank = rank_of(received.sender, self.pp, self.fold)
+        taken = (sent for sent in sending if rank_of(sent.receiver, self.pp, self.fold) == rank)
+        return [sent for sent in taken if self.positions[sent.kind, sent.microbatch, sent.receiver] <= reached]
 
 
 Carried = dict[Link, list[tuple[Message, Action]]]
@@ -108,8 +134,7 @@ def _by_link(
     found: Carried = {}
     for action in without_weights(order):
         message = crossing(action.kind, stage_of(pp_rank, action.chunk, pp, fold), action.microbatch)
-        link = message.link(pp, fold) if 0 <= message.boundary < num_stages - 1 else None
-        if link is not None:
+        if message.crosses(num_stages, pp, fold) and (link := message.link(pp, fold)):
             found.setdefault(link, []).append((message, action))
     return found
 

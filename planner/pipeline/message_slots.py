@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from planner.fold import LOOP, Fold, rank_of, stage_of
 from planner.pipeline.actions import Action, Order
-from planner.pipeline.links import Message, received_by, sent_by
+from planner.pipeline.links import Message, Progress, received_by, sent_by
 
 
 class Ring(NamedTuple):
@@ -56,11 +56,7 @@ class _Rank:
     def __init__(self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold) -> None:
         self.order, self.rank, self.pp, self.num_stages = orders[rank], rank, len(orders), num_stages
         self.fold: Fold = fold
-        self.positions = {
-            (action.kind, action.microbatch, stage_of(r, action.chunk, self.pp, fold)): at
-            for r, order in enumerate(orders)
-            for at, action in enumerate(order)
-        }
+        self.progress = Progress(orders, fold)
         self.slots: Slots = {}
         self.free: defaultdict[Ring, list[int]] = defaultdict(list)
         self.used: defaultdict[Ring, int] = defaultdict(int)
@@ -92,23 +88,18 @@ class _Rank:
     def _let_go_of_sent(self, action: Action) -> None:
         """What the sender of the message that ``action`` receives had used when it sent it."""
         received = self._crossing(action, received_by)
-        if received is None:
-            return
-        reached = self.positions[received.kind, received.microbatch, received.sender]
-        for sent in list(self.sending):
-            used = self.positions[sent.kind, sent.microbatch, sent.receiver]
-            if self._rank_of(sent.receiver) == self._rank_of(received.sender) and used <= reached:
-                self.sending.remove(sent)
-                self._give_back(False, sent)
+        for sent in self.progress.taken_over(self.sending, received) if received else ():
+            self.sending.remove(sent)
+            self._give_back(False, sent)
 
     def _last_reader(self, message: Message) -> int:
         stages = {*self._handed_on(message.receiver, 1), *self._handed_on(message.receiver, -1)}
         known = ((kind, message.microbatch, stage) for kind in "FBW" for stage in stages)
-        return max(self.positions[key] for key in known if key in self.positions)
+        return max(self.progress.positions[key] for key in known if key in self.progress.positions)
 
     def _handed_on(self, stage: int, step: int) -> Iterator[int]:
         """``stage`` and those behind it that this rank runs too, without a message between."""
-        while 0 <= stage < self.num_stages and self._rank_of(stage) == self.rank:
+        while 0 <= stage < self.num_stages and rank_of(stage, self.pp, self.fold) == self.rank:
             yield stage
             stage += step
 
@@ -117,11 +108,7 @@ class _Rank:
         if action.kind == "W":
             return None
         message = found_by(action.kind, stage_of(self.rank, action.chunk, self.pp, self.fold), action.microbatch)
-        crosses = 0 <= message.boundary < self.num_stages - 1 and message.link(self.pp, self.fold) is not None
-        return message if crosses else None
-
-    def _rank_of(self, stage: int) -> int:
-        return rank_of(stage, self.pp, self.fold)
+        return message if message.crosses(self.num_stages, self.pp, self.fold) else None
 
     def _take(self, is_received: bool, message: Message) -> None:
         ring = ring_of(is_received, message)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.fold import chunk_of, rank_of, stage_of
-from planner.pipeline.actions import Action, Order
+from planner.pipeline.actions import Action, Order, needs
 from planner.pipeline.links import check_links
 from planner.pipeline.schedule import Schedule, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
@@ -102,17 +102,6 @@ def _event(action: Action, rank: int, schedule: Schedule) -> _Event:
     return action.kind, action.microbatch, stage_of(rank, action.chunk, schedule.pp, schedule.fold)
 
 
-def _needs(event: _Event, num_stages: int) -> list[_Event]:
-    """What must be done before ``event``."""
-    kind, microbatch, stage = event
-    if kind == "F":
-        return [("F", microbatch, stage - 1)] if stage else []
-    if kind == "W":
-        return [("B", microbatch, stage)]
-    after = [("B", microbatch, stage + 1)] if stage + 1 < num_stages else []
-    return [("F", microbatch, stage), *after]
-
-
 def _lock_steps(schedule: Schedule) -> Steps:
     """In each step every rank runs its next action if all it needs was done in an earlier step."""
     done: set[_Event] = set()
@@ -135,7 +124,7 @@ def _ready(schedule: Schedule, rank: int, position: int, done: set[_Event]) -> A
     if position == len(order):
         return None
     event = _event(order[position], rank, schedule)
-    return order[position] if all(need in done for need in _needs(event, schedule.num_stages)) else None
+    return order[position] if all(need in done for need in needs(*event, schedule.num_stages)) else None
 
 
 def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_Event]) -> PlanError:
@@ -155,8 +144,8 @@ def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_
 
 
 def _missing(schedule: Schedule, action: Action, rank: int, done: set[_Event]) -> str:
-    needs = _needs(_event(action, rank, schedule), schedule.num_stages)
-    kind, microbatch, stage = next(need for need in needs if need not in done)
+    before = needs(*_event(action, rank, schedule), schedule.num_stages)
+    kind, microbatch, stage = next(need for need in before if need not in done)
     chunk, rank = (of(stage, schedule.pp, schedule.fold) for of in (chunk_of, rank_of))
     return f"{Action(kind, microbatch, chunk)} of rank {rank}"
 
@@ -174,7 +163,7 @@ def _spans(schedule: Schedule, steps: Steps, costs: dict[str, list[float]]) -> t
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     for rank, action in ((rank, action) for row in steps for rank, action in enumerate(row) if action):
         event = _event(action, rank, schedule)
-        start = max([free[rank], *(ends[need] for need in _needs(event, schedule.num_stages))])
+        start = max([free[rank], *(ends[need] for need in needs(*event, schedule.num_stages))])
         ends[event] = free[rank] = start + costs[action.kind][event[2]]
         spans[rank].append((start, free[rank]))
     return tuple(map(tuple, spans))

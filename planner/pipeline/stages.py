@@ -11,7 +11,6 @@ a stage of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from planner.graph.live_sets import (
     recomputed_nodes,
     stages_of_copies,
 )
-from planner.graph.ops.flops import node_cost as default_cost
+from planner.graph.ops.flops import node_cost
 from planner.graph.program import Program
 from planner.pipeline.balance import balance
 from planner.pipeline.layout import Layout, complaint, layout_of_sizes
@@ -74,7 +73,6 @@ def assign_stages(
     pp: int,
     vpp: int = 1,
     split: Any = "auto",
-    node_cost: Callable[[fx.Node], int] = default_cost,
     where: Where | str | None = None,
     fold: Fold = LOOP,
 ) -> StageAssignment:
@@ -126,7 +124,7 @@ def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_
     return of_blocks
 
 
-def block_costs(program: Program, blocks: Blocks, node_cost: Callable[[fx.Node], int] = default_cost) -> list[int]:
+def block_costs(program: Program, blocks: Blocks) -> list[int]:
     """Of each block, with all that is anchored to it: what ``assign_stages`` balances."""
     recomputed, needed = recomputed_nodes(program), needed_nodes(program)
     anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}

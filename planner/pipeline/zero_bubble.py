@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.actions import Action, Order
+from planner.pipeline.actions import Action, Order, needs
 
 _TICKS = 1 << 20  # of the longest action: so that the last digits of costs decide nothing
 _SHARES = (1.0, 0.5, 0.0)  # of a W, that must fit into a wait
@@ -105,15 +105,9 @@ class _Ranks:
         action = self.orders[rank][self.at[rank]]
         if action.kind == "F" and self.held[rank] >= self.most_held:
             return action, None
-        ends = [self.ends.get(need) for need in self._needs(action, rank)]
+        before = needs(action.kind, action.microbatch, self._stage(rank, action), self.num_stages)
+        ends = [self.ends.get(need) for need in before]
         return action, None if None in ends else max((end for end in ends if end is not None), default=0)
-
-    def _needs(self, action: Action, rank: int) -> list[tuple[str, int, int]]:
-        kind, microbatch, stage = action.kind, action.microbatch, self._stage(rank, action)
-        if kind == "F":
-            return [("F", microbatch, stage - 1)] if stage else []
-        after = [("B", microbatch, stage + 1)] if stage + 1 < self.num_stages else []
-        return [("F", microbatch, stage), *after]
 
     def _start(self, rank: int, action: Action, now: int) -> None:
         stage = self._stage(rank, action)

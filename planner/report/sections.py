@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from planner.fold import V
@@ -100,14 +101,14 @@ def cut_of(p: ParameterPlan) -> str:
     return f"{experts}, {own}" if experts else own
 
 
+def collective_key(c: CollectivePlan) -> Hashable:
+    """Equal for collectives that share a line."""
+    return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
+
+
 def _collectives(plan: Tables, full: bool) -> Section:
-    def name(c: CollectivePlan) -> str:
-        return c.where
-
-    def same(c: CollectivePlan) -> Any:
-        return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
-
-    folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, same)
+    name = attrgetter("where")
+    folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, collective_key)
     rows = tuple(_collective_cells(item) for item in folds)
     columns = ("where", TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
     note = "" if rows else "none: ranks do not communicate"

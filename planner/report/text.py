@@ -15,8 +15,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.report.section import PROSE
-from planner.report.sections import Section, sections
+from planner.report.section import PROSE, Section
+from planner.report.sections import sections
 from planner.tables.tables import Tables
 
 WIDTH = 160

@@ -18,25 +18,29 @@ from xml.sax.saxutils import escape
 from planner.pipeline.schedule import Action, Schedule
 from planner.pipeline.simulate import Simulation
 from planner.report.schedule import costs_in_words
+from planner.report.shapes import box
 
 _LEFT, _HEAD, _MARGIN, _WIDEST = 64, 74, 16, 1500  # pixels: rank names, title and legend, the edge, a line of bars
 _AXIS, _GAP = 18, 14  # pixels above and below the rows of a line
 _BAR = {"F": ("#cfe4f7", "#9fcaef", "#74aee2", "#b9d9b0"), "B": ("#9a3412", "#6d2a7f", "#7c4a03", "#1f4e79"),
         "W": ("#2e7d5b", "#4d7c0f", "#0f766e", "#155e75")}  # fmt: skip
 _STYLE = """
-text { font: 11px system-ui, sans-serif; fill: #1f2328 }
-.page { fill: #ffffff } .row { fill: #e3e6ea } .tick { stroke: #b4bac2 }
-.heading { font-size: 15px; font-weight: 600 } .small { font-size: 10px } .middle { text-anchor: middle }
-.F text { fill: #0b1f33 }
-.B text { fill: #ffffff; stroke: #000000; stroke-width: 2; stroke-opacity: 0.45; paint-order: stroke }
-.W text { fill: #ffffff; stroke: #000000; stroke-width: 2; stroke-opacity: 0.45; paint-order: stroke }
-.action text { text-anchor: middle } .action .chunk { font-size: 9px }
-.F .bar { stroke: #2f6fb0 } .B .bar { stroke: #ffffff } .W .bar { stroke: #ffffff }
-.hatch { stroke: #ffffff; stroke-width: 1.5; stroke-opacity: 0.3 }
+.schedule text { font: 11px system-ui, sans-serif; fill: #1f2328 }
+.schedule .page { fill: #ffffff } .schedule .row { fill: #e3e6ea } .schedule .tick { stroke: #b4bac2 }
+.schedule .heading { font-size: 15px; font-weight: 600 }
+.schedule .small { font-size: 10px } .schedule .middle { text-anchor: middle }
+.schedule .F text { fill: #0b1f33 }
+.schedule .W text, .schedule .B text {
+  fill: #ffffff; stroke: #000000; stroke-width: 2; stroke-opacity: 0.45; paint-order: stroke
+}
+.schedule .action text { text-anchor: middle } .schedule .action .chunk { font-size: 9px }
+.schedule .F .bar { stroke: #2f6fb0 } .schedule .W .bar, .schedule .B .bar { stroke: #ffffff }
+.schedule .hatch { stroke: #ffffff; stroke-width: 1.5; stroke-opacity: 0.3 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .F text { fill: #0b1f33 } .B text { fill: #ffffff } .W text { fill: #ffffff }
-  .page { fill: #0d1117 } .row { fill: #2b323b } .tick { stroke: #59636e }
-  .F .bar { stroke: #0d1117 } .B .bar { stroke: #c9d1d9 } .W .bar { stroke: #c9d1d9 }
+  .schedule text { fill: #e6edf3 } .schedule .F text { fill: #0b1f33 }
+  .schedule .W text, .schedule .B text { fill: #ffffff }
+  .schedule .page { fill: #0d1117 } .schedule .row { fill: #2b323b } .schedule .tick { stroke: #59636e }
+  .schedule .F .bar { stroke: #0d1117 } .schedule .W .bar, .schedule .B .bar { stroke: #c9d1d9 }
 }"""
 
 
@@ -65,7 +69,7 @@ def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
     title, cost = _words(schedule, simulation)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img"><title>{title}; {cost}</title><style>{escape(_STYLE)}</style>',
+        f'class="schedule" role="img"><title>{title}; {cost}</title><style>{escape(_STYLE)}</style>',
         '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<path class="hatch" d="M0 0V6"/></pattern></defs>',
         _box("page", 0, 0, width, height),
@@ -91,7 +95,7 @@ def _legend(schedule: Schedule) -> Iterator[str]:
     shown += [("W", "its gradients of weights")] * schedule.has_weights
     for kind, words in shown:
         fill = _BAR[kind][bool(chunk)]
-        yield f'<g class="{kind} legend"><path class="bar" d="M{left} {top}h34v16h-34z" fill="{fill}"/>'
+        yield f'<g class="{kind} legend"><path class="bar" d="{box(left, top, 34, 16)}" fill="{fill}"/>'
         yield _hatch(kind, left, top, 34, 16)
         yield f'<text class="middle" x="{left + 17}" y="{top + 12}">3{chunk}</text></g>'
         yield f'<text x="{left + 40}" y="{top + 12}">{words}</text>'
@@ -129,20 +133,19 @@ def _ticks(scale: _Scale, start: float, end: float, top: int, num_rows: int) -> 
 
 def _bar(action: Action, left: float, top: int, width: float, height: int, with_chunk: bool) -> str:
     fill = _BAR[action.kind][action.chunk % len(_BAR[action.kind])]
-    box = f'x="{left:g}" y="{top}" width="{width:g}" height="{height}"'
     middle = left + width / 2
     chunk = f'<text class="chunk" x="{middle:g}" y="{top + 25}">c{action.chunk}</text>' if with_chunk else ""
     return (
         f'<g class="action {action.kind}"><title>{action}</title>'
-        f'<rect class="bar" {box} fill="{fill}"/>{_hatch(action.kind, left, top, width, height)}'
+        f'<rect class="bar" x="{left:g}" y="{top}" width="{width:g}" height="{height}" fill="{fill}"/>'
+        f"{_hatch(action.kind, left, top, width, height)}"
         f'<text x="{middle:g}" y="{top + (13 if with_chunk else 15)}">{action.microbatch}</text>{chunk}</g>'
     )
 
 
 def _hatch(kind: str, left: float, top: float, width: float, height: float) -> str:
-    path = f'<path d="M{left:g} {top:g}h{width:g}v{height:g}h-{width:g}z" fill="url(#hatch)"/>'
-    return path if kind == "B" else ""
+    return f'<path d="{box(left, top, width, height)}" fill="url(#hatch)"/>' if kind == "B" else ""
 
 
 def _box(name: str, left: float, top: float, width: float, height: float) -> str:
-    return f'<path class="{name}" d="M{left:g} {top:g}h{width:g}v{height:g}h-{width:g}z"/>'
+    return f'<path class="{name}" d="{box(left, top, width, height)}"/>'

@@ -17,7 +17,8 @@ from planner.captured import Prepared
 from planner.context.cut import cut_sequence
 from planner.context.facts import Context
 from planner.context.own_keys import keep_own_keys
-from planner.cost.work import CutWork, cut_work, own_tokens
+from planner.cost.cut.units import CutWork
+from planner.cost.work import cut_work, own_tokens
 from planner.decisions import Decisions
 from planner.experts.find import find_experts
 from planner.experts.layers import Experts

@@ -16,8 +16,8 @@ from typing import Any
 
 from planner.captured import Prepared
 from planner.cluster.cluster import Cluster
+from planner.cost.cut.units import CutWork
 from planner.cost.estimate import at_least, estimate, rank_holdings
-from planner.cost.work import CutWork
 from planner.errors import PlanError
 from planner.mesh import MOST_RANKS
 from planner.search.best_first import BestFirst, Candidate, Estimated, Found

@@ -117,11 +117,6 @@ class BufferLayout:
         """Without the padding at the ends of buckets."""
         return sum(bucket.num_unpadded for bucket in self.buckets)
 
-    @property
-    def num_padding(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.num_elements - sum(len(slot.world) for slot in self.slots)
-
     def shard_elements(self) -> int:
         """Elements that one rank owns over all buckets."""
         return self.num_elements // self.num_ranks

@@ -8,12 +8,10 @@ path that it takes in training. Dropout is the identity, as in ``Engine.evaluate
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +23,7 @@ from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.audit.no_dropout import NoDropout
 from runtime.audit.tolerance import lowest_precision
+from runtime.weights.own_methods import generators_as_before
 
 Batch = Mapping[str, Tensor]
 
@@ -58,7 +57,7 @@ class OwnModule:
     def loss(self, batch: Batch) -> float:
         """Of one forward. Raises PlanError where the module fails on the CPU, or returns no loss."""
         with ExitStack() as stack:
-            for context in (caches_off(self._model), self._in_its_modes(), _generators_as_before()):
+            for context in (caches_off(self._model), self._in_its_modes(), generators_as_before()):
                 stack.enter_context(context)
             seen = stack.enter_context(lowest_precision())
             stack.enter_context(torch.enable_grad())
@@ -141,18 +140,6 @@ def _swapped(tensor: Tensor, value: Tensor) -> Iterator[None]:
         yield
     finally:
         swap(tensor, stand_in)
-
-
-@contextmanager
-def _generators_as_before() -> Iterator[None]:
-    """Random states of Python, NumPy and torch are restored afterwards."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
 
 
 def _drop(saved: Any) -> None:

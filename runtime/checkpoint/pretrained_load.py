@@ -21,8 +21,8 @@ from planner.capture.model.hub_format import HubFormat
 from planner.errors import PlanError
 from planner.files.json_text import read_json
 from planner.files.text import is_file
-from planner.frozen_plan import ParameterPlan, Plan
-from planner.sharding.parameters import LocalParameter
+from planner.frozen_plan import Plan
+from planner.sharding.parameters import LocalParameter, ParameterPlan
 from planner.sharding.parts import part_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 from runtime.distributed.agreement import agree, agreed

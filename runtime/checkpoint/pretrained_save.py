@@ -23,7 +23,8 @@ from torch import Tensor
 
 from planner.errors import PlanError
 from planner.files.atomic import open_new, write_new
-from planner.frozen_plan import ParameterPlan, Plan
+from planner.frozen_plan import Plan
+from planner.sharding.parameters import ParameterPlan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE

@@ -25,8 +25,9 @@ from runtime.checkpoint.pieces import PieceReader, WrittenPiece
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
+from runtime.optimizer.adamw import MOMENTS
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.state import AVERAGE, MOMENTS, OwnedRun, begin_at, num_updates, owned_runs, updates_of
+from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, num_updates, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept

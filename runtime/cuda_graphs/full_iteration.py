@@ -23,7 +23,8 @@ from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
 from runtime.cuda_graphs.region_graphs import copy_in
-from runtime.optimizer.buffers import GradientBuffers, ParameterSlot
+from runtime.optimizer.buffers import GradientBuffers
+from runtime.optimizer.slots import ParameterSlot
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.message_buffers import StaticBuffers
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
@@ -33,9 +32,7 @@ class Prefetched:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_closed = True
         self._room.release()
         self._thread.join()

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
@@ -50,9 +49,7 @@ class TokenWriter:
                 self._files[name] = self._stack.enter_context(tempfile.TemporaryFile(dir=folder))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def add(self, pieces: Iterable[Piece]) -> None:

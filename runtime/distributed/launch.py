@@ -21,10 +21,7 @@ from planner.errors import RunError
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.forwarding import Forwarding
 from runtime.distributed.local_ranks import LocalRanks
-from runtime.distributed.loopback import HOST
 from runtime.distributed.outcomes import Outcome
-
-__all__ = ["HOST", "RankError", "launch"]
 
 STOP_SECONDS = 60.0  # what ranks have after SIGTERM or Ctrl-C, to finish a step and save
 

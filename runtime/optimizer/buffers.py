@@ -30,8 +30,6 @@ from runtime.optimizer.places import ParameterPlace
 from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot
 from runtime.optimizer.unmixed import Unmixed
 
-__all__ = ["BucketTensors", "BufferTensors", "DataParallel", "GradientBuffers", "ParameterSlot"]
-
 
 class BufferTensors:
     """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout.

@@ -26,9 +26,10 @@ from planner.sharding.collectives import SUMS
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.adamw import FlatAdamW, Part
 from runtime.optimizer.average import WeightAverage
-from runtime.optimizer.buffers import BucketTensors, BufferTensors, DataParallel, GradientBuffers
+from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
+from runtime.optimizer.slots import BucketTensors, DataParallel
 
 
 @dataclass(frozen=True, slots=True)

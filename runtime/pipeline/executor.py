@@ -32,8 +32,6 @@ from runtime.distributed.faults.activity import LAST_SENDS
 from runtime.distributed.faults.failure import StepError, is_of_a_peer
 from runtime.pipeline.p2p import Transport
 
-__all__ = ["Executor", "Step", "StepError"]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.pipeline.links import Message
+from planner.pipeline.links import Message, Progress
 from planner.pipeline.schedule import Order
 from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
@@ -62,11 +62,7 @@ class Transport:
         self.orders = tuple(orders)
         self.memory: MessageBuffers = FreshBuffers(groups.device)
         self.waits = Waits(Marks(groups.device), num_ranks=groups.mesh.pp, is_alone=groups.mesh.world_size == 1)
-        self._positions = {
-            (action.kind, action.microbatch, groups.mesh.stages_of(rank)[action.chunk]): position
-            for rank, order in enumerate(orders)
-            for position, action in enumerate(order)
-        }
+        self._progress = Progress(orders, groups.mesh.fold)
         self._posted: dict[Message, _Transfer] = {}
         self._handed: dict[Message, list[Tensor]] = {}
         self._sending: dict[Message, _Transfer] = {}
@@ -144,14 +140,8 @@ class Transport:
 
     def _free_what_was_used_before(self, received: Message) -> None:
         """Free the sends that the sender of ``received`` had used when it sent it: they are through, no wait blocks."""
-        mesh = self.groups.mesh
-        reached = self._positions.get((received.kind, received.microbatch, received.sender))
-        if reached is None:
-            return
-        for sent in list(self._sending):
-            used = self._positions[sent.kind, sent.microbatch, sent.receiver]
-            if mesh.pp_rank_of(sent.receiver) == mesh.pp_rank_of(received.sender) and used <= reached:
-                self._sending.pop(sent).wait()
+        for sent in self._progress.taken_over(self._sending, received):
+            self._sending.pop(sent).wait()
 
     def _is_local(self, message: Message) -> bool:
         return message.link(self.groups.mesh.pp, self.groups.mesh.fold) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isnan, sqrt
 
@@ -42,12 +42,6 @@ class Row:
         missing = "is missing or has NaN or Inf" if self.difference == inf else f"differs by {self.difference:.2e}"
         step = f", step {self.step}" if self.step else ""
         return f"{f'{self.kind} {self.name}'.strip()} {missing} (allowed {self.allowed:.1e}{step})"
-
-
-def compare_values(kind: str, found: Sequence[float], truth: Sequence[float], allowed: float) -> list[Row]:
-    """Relative differences of one number a step, from step 1."""
-    both = zip(found, truth, strict=True)
-    return [compare_value(kind, a, b, allowed, step) for step, (a, b) in enumerate(both, start=1)]
 
 
 def compare_value(kind: str, found: float, truth: float, allowed: float, step: int) -> Row:

@@ -66,11 +66,6 @@ class VerifyReport:
         return not self.failure and bool(self.rows) and all(row.passed for row in self.rows)
 
     @property
-    def first_different_step(self) -> int | None:
-        """From 1; None where all steps are equal."""
-        return min((row.step for row in self.failed_rows), default=None)
-
-    @property
     def failed_rows(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if not row.passed)
 
@@ -262,6 +257,3 @@ def _summary(rows: list[Row]) -> str:
     worst = max(rows, key=lambda row: row.severity)
     good = f"{sum(row.passed for row in rows)} of {len(rows)} equal"
     return f"{good}, largest difference {worst.difference:.1e} ({worst.place}), allowed {worst.allowed:.1e}"
-
-
-__all__ = ["PlanError", "VerifyReport", "verify", "verify_rank"]

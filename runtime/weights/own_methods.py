@@ -192,16 +192,23 @@ def _ran(call: _Call) -> None:
 
 
 @contextmanager
-def _seeded(key: str) -> Iterator[None]:
-    """The generators of torch, numpy and Python at a place that ``key`` alone decides; as before afterwards."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+def generators_as_before() -> Iterator[None]:
+    """Random states of Python, NumPy and torch on the CPU are restored afterwards."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
         try:
             yield
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    """The generators of torch, numpy and Python at a place that ``key`` alone decides; as before afterwards."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+    with generators_as_before():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from passes.stage_module import StageModule
 from planner.errors import PlanError
-from planner.frozen_plan import ParameterPlan, Plan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.sharding.parameters import LocalParameter
+from planner.sharding.parameters import LocalParameter, ParameterPlan
 from planner.sharding.parts import Part, Ranges, part_of
 from runtime.weights.sources import WeightSource
 

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from planner.frozen_plan import (
-    BoundaryPlan,
-    BucketPlan,
-    BufferPlan,
-    CollectivePlan,
-    CostPlan,
-    Diagnostic,
-    GraphRegion,
-    GraphSlots,
-    MemoryRow,
-    OptimizerPlan,
-    ParameterPlan,
-    Plan,
-    SchedulePlan,
-    StagePlan,
-    Summary,
-)
+from planner.cost.memory import MemoryRow
+from planner.cost.step_time import CostPlan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.placement.types import I, Placement, Segment, V
+from planner.regions.regions import GraphRegion
+from planner.regions.static_memory import GraphSlots
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
+from planner.tables.rows import Diagnostic, StagePlan, Summary
 
 SPEC = {"mesh": {"tp": 2, "pp": 2}, "batch": {"global": 8, "micro": 2}, "optimizer": {"betas": (0.9, 0.95)}}
 HIDDEN = BoundaryPlan("add_1", (2, 16, 8), "float32", 1024)

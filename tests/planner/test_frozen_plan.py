@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
+from planner.cost.memory import MemoryRow
 from planner.errors import PlanError
-from planner.frozen_plan import (
-    CollectivePlan,
-    Diagnostic,
-    MemoryRow,
-    ParameterPlan,
-    Plan,
-    SchedulePlan,
-    Summary,
-)
+from planner.frozen_plan import Plan
+from planner.pipeline.schedule import SchedulePlan
 from planner.placement.types import I, Placement, Segment
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
+from planner.tables.rows import Diagnostic, Summary
 
 # The keys of "Plan as JSON" in the public contract; a row may have more.
 CONTRACT = {

@@ -17,17 +17,18 @@ from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.stage_module import RankProgram, StageModule
 from planner.decisions import Decisions
-from planner.frozen_plan import ParameterPlan, Plan, SchedulePlan, StagePlan
+from planner.frozen_plan import Plan
 from planner.graph.program import Program
 from planner.mesh import Mesh
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.placement.types import I
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import buffers_of_rank
-from planner.sharding.parameters import LocalParameter
+from planner.sharding.parameters import LocalParameter, ParameterPlan
 from planner.sharding.parts import Part
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
+from planner.tables.rows import StagePlan
 
 WIDTH = 6
 NUM_MIDDLE = 4

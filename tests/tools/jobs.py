@@ -21,8 +21,8 @@ from planner.sharding.buffers import Buffer
 from planner.sharding.shards import Shards
 from runtime import Engine
 from runtime.distributed import opening
+from runtime.distributed.faults.failure import StepError
 from runtime.distributed.groups import Groups
-from runtime.pipeline.executor import StepError
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.tools.comparison import Found
 from tests.tools.laboratory import steps

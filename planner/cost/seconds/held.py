@@ -21,7 +21,7 @@ from planner.cost.memory import SLACK, MemoryRow
 from planner.cost.seconds.buffers import RankHolds
 from planner.mesh import Mesh
 from planner.pipeline.actions import Action, Order
-from planner.pipeline.links import Message, received_by, sent_by
+from planner.pipeline.links import received_by, sent_by
 from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
 
@@ -135,18 +135,14 @@ def _orders_of_equal_stages(kind: str, pp: int, count: int, vpp: int) -> tuple[O
 
 
 def _awaited(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
-    if action.kind == "W" or not _crosses(received_by(action.kind, index, 0), len(stages), mesh):
+    if action.kind == "W" or not received_by(action.kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
         return 0.0
     return stages[index].received if action.kind == "F" else stages[index].returned
 
 
 def _sent(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
-    if not _crosses(sent_by(action.kind, index, 0), len(stages), mesh):
+    if not sent_by(action.kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
         return 0.0
     if action.kind == "F":  # what is sent on is mostly kept by nobody here
         return stages[index + 1].received
     return stages[index - 1].returned
-
-
-def _crosses(message: Message, num_stages: int, mesh: Mesh) -> bool:
-    return 0 <= message.boundary < num_stages - 1 and message.link(mesh.pp, mesh.fold) is not None

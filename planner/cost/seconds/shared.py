@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.fold import LOOP, Fold, stage_of
-from planner.pipeline.schedule import Action, Order
+from planner.pipeline.actions import Action, Order, needs
 
 
 def run_on_cores(
@@ -22,14 +22,14 @@ def run_on_cores(
     """``orders``: of each rank. ``forward``, ``backward``, ``weights``: seconds of each stage on a core of its own;
     ``cores``: that a pipeline has, maybe less than one."""
     of_kind = {"F": forward, "B": backward, "W": weights}
-    pp, last = len(orders), len(forward) - 1
+    pp = len(orders)
     done: set[tuple[str, int, int]] = set()
     at, running, now = [0] * pp, dict[int, float](), 0.0
     while True:
         for rank in range(pp):
             if rank not in running and at[rank] < len(orders[rank]):
                 kind, microbatch, stage = _place(orders[rank][at[rank]], rank, pp, fold)
-                if _needed(kind, microbatch, stage, last) <= done:
+                if done.issuperset(needs(kind, microbatch, stage, len(forward))):
                     running[rank] = of_kind[kind][stage]
         if not running:
             assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "a deadlock"
@@ -47,12 +47,3 @@ def run_on_cores(
 
 def _place(action: Action, rank: int, pp: int, fold: Fold) -> tuple[str, int, int]:
     return action.kind, action.microbatch, stage_of(rank, action.chunk, pp, fold)
-
-
-def _needed(kind: str, microbatch: int, stage: int, last: int) -> set[tuple[str, int, int]]:
-    """What must have run: before a forward that of the stage before, before a backward that of the stage after."""
-    if kind == "F":
-        return {("F", microbatch, stage - 1)} if stage else set()
-    if kind == "W":
-        return {("B", microbatch, stage)}
-    return {("B", microbatch, stage + 1)} if stage < last else {("F", microbatch, stage)}

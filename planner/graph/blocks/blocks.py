@@ -80,13 +80,6 @@ class Blocks:
     def num_kinds(self) -> int:
         return len({block.kind for block in self.instances})
 
-    def first_of_kind(self) -> dict[int, Block]:
-        """Kind → its first block."""
-        first: dict[int, Block] = {}
-        for block in self.instances:
-            first.setdefault(block.kind, block)
-        return first
-
     def block_of(self) -> dict[str, int]:
         """Node name → index of the block that holds it (nodes outside of blocks are absent)."""
         return {name: block.index for block in self.instances for name in block.nodes}

@@ -14,6 +14,7 @@ from typing import Any
 from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
 from planner.report.fold import fold
+from planner.report.sections import collective_key
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.tables import Tables
@@ -57,10 +58,6 @@ def parameter_key(p: ParameterPlan) -> Hashable:
     """What is drawn of a parameter, but its name and its expert."""
     cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert_dim, p.num_experts
     return p.shape, p.local_shape, p.dtype, p.style, cut, p.origin
-
-
-def collective_key(c: CollectivePlan) -> Hashable:
-    return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
 
 
 def kinds_of(blocks: Iterable[Block]) -> tuple[Kind, ...]:

@@ -16,6 +16,7 @@ from planner.mesh import Mesh
 from planner.ranks import RankGenerator
 from planner.report.fold import ranges
 from planner.report.page.palette import NUM_RANK_COLOURS
+from planner.report.shapes import box
 
 MOST_DRAWN = 1 << 15  # devices; more are told and not drawn
 WIDTH = 760  # pixels of a line of nodes
@@ -99,7 +100,7 @@ def _paths(mesh: Mesh, node: int, drawn: int, geometry: Geometry) -> tuple[tuple
         for fill, run in groupby(line, lambda rank: rank // stride % mesh.pp % NUM_RANK_COLOURS):
             ranks = list(run)
             x, y = geometry.place(ranks[0], node)
-            found.setdefault(fill, []).append(f"M{x} {y}h{len(ranks) * cell}v{cell}h-{len(ranks) * cell}z")
+            found.setdefault(fill, []).append(box(x, y, len(ranks) * cell, cell))
     return tuple((fill, "".join(boxes)) for fill, boxes in sorted(found.items()))
 
 

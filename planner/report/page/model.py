@@ -23,13 +23,12 @@ from planner.report.page.blocks import (
     BETWEEN_STAGES,
     Block,
     blocks_of,
-    collective_key,
     kinds_of,
     outside,
     parameter_key,
 )
 from planner.report.page.cuts import Drawing, draw
-from planner.report.sections import cut_of, format_shape
+from planner.report.sections import collective_key, cut_of, format_shape
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes

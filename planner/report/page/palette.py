@@ -31,11 +31,11 @@ FILLS = (
 NUM_RANK_COLOURS = 8  # of ranks and stages: the first of the fills, over and over
 
 
-def css(root: str = ":root") -> str:
-    """Custom properties of ``root``, those of a dark screen where it is one."""
+def css() -> str:
+    """Custom properties of a page, those of a dark screen where it is one."""
     shared = {"on-fill": ON_FILL} | {f"f{i}": fill for i, fill in enumerate(FILLS)}
-    dark = f"@media (prefers-color-scheme: dark) {{ {root} {{ {_properties(DARK)} }} }}"
-    return f"{root} {{ color-scheme: light dark; {_properties(LIGHT | shared)} }}\n{dark}"
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_properties(DARK)} }} }}"
+    return f":root {{ color-scheme: light dark; {_properties(LIGHT | shared)} }}\n{dark}"
 
 
 def _properties(colours: Mapping[str, str]) -> str:

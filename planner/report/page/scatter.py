@@ -1,17 +1,17 @@
 """A plot of points: time to the right, memory upwards, numbers beside the points that do not lie on one another.
 
-An axis over which values differ by more than ``_LOG`` times has steps of a factor. Overlapping numbers move down.
+Overlapping numbers move down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+
+from planner.report.shapes import Scale
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 860, 440, 84, 44, 28, 60  # pixels
 MOST_CLOUD = 3000  # points without a number
-_LOG = 8
 _LINE = 14  # pixels of a number
 _TICKS = 6
 
@@ -40,42 +40,6 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """Values from ``low`` to ``high`` as a share of 0 to 1."""
-
-    low: float
-    high: float
-    is_log: bool
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Axis:
-        """Around the values, from zero where they are near each other."""
-        low, high = min(values), max(values) or 1.0
-        if low > 0 and high / low > _LOG:
-            return cls(low / 1.3, high * 1.3, True)
-        return cls(0.0, high * 1.12, False)
-
-    def place(self, value: float) -> float:
-        if self.is_log:
-            return (log10(value) - log10(self.low)) / (log10(self.high) - log10(self.low))
-        return (value - self.low) / (self.high - self.low)
-
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    def ticks(self) -> list[float]:
-        """Round numbers."""
-        if self.is_log:
-            powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            found = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-        else:
-            step = 10 ** floor(log10(self.high / _TICKS))
-            step *= next(m for m in (1, 2, 5, 10) if self.high / (m * step) <= _TICKS)
-            found = [i * step for i in range(int(self.high / step) + 1)]
-        return [tick for tick in found if self.holds(tick)]
-
-
-@dataclass(frozen=True, slots=True)
 class Scatter:
     """``cloud``: a path of points without a number; ``limit``: (y, words) of a line."""
 
@@ -95,31 +59,23 @@ def scatter(
     up: Callable[[float], str],
 ) -> Scatter:
     """``cloud``: (x, y) of the other points; what is beyond the axes is counted. ``right``, ``up``: words of ticks."""
-    x = Axis.of([p.x for p in points])
-    y = Axis.of([p.y for p in points] + ([limit[0]] if limit else []))
+    x = Scale.around([p.x for p in points], LEFT, WIDTH - RIGHT)
+    y = Scale.around([p.y for p in points] + ([limit[0]] if limit else []), HEIGHT - BOTTOM, TOP)
     inside = [(a, b) for a, b in cloud if x.holds(a) and y.holds(b)]
-    dots = dict.fromkeys(f"M{_x(x, a):.0f} {_y(y, b):.0f}h0" for a, b in inside[:MOST_CLOUD])
+    dots = dict.fromkeys(f"M{x(a):.0f} {y(b):.0f}h0" for a, b in inside[:MOST_CLOUD])
     return Scatter(
         tuple(_placed(points, x, y)),
         "".join(dots),
-        tuple((round(_x(x, tick), 1), right(tick)) for tick in x.ticks()),
-        tuple((round(_y(y, tick), 1), up(tick)) for tick in y.ticks()),
-        (round(_y(y, limit[0]), 1), limit[1]) if limit else None,
+        tuple((round(x(tick), 1), right(tick)) for tick in x.ticks(_TICKS)),
+        tuple((round(y(tick), 1), up(tick)) for tick in y.ticks(_TICKS)),
+        (round(y(limit[0]), 1), limit[1]) if limit else None,
         len(cloud) - len(inside[:MOST_CLOUD]),
     )
 
 
-def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (WIDTH - LEFT - RIGHT)
-
-
-def _y(axis: Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - BOTTOM - TOP)
-
-
-def _placed(points: Sequence[Point], x: Axis, y: Axis) -> list[Placed]:
+def _placed(points: Sequence[Point], x: Scale, y: Scale) -> list[Placed]:
     """Each point with a place for its label where no other label or point is."""
-    centres = [(_x(x, p.x), _y(y, p.y)) for p in points]
+    centres = [(x(p.x), y(p.y)) for p in points]
     taken: list[tuple[float, float]] = []
     found = []
     for point, (left, top) in zip(points, centres, strict=True):

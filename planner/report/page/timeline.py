@@ -1,8 +1,7 @@
-"""The chart of a plan's schedule inside of a page: its styles reach nothing else, a long one is cut."""
+"""The chart of a plan's schedule inside of a page; a long one is cut."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from planner.errors import PlanError
@@ -12,7 +11,6 @@ from planner.report.timeline import schedule_svg
 from planner.tables.tables import Tables
 
 MOST_DRAWN = 1200  # actions: some 200 bytes and four elements each
-_RULE = re.compile(r"(@[^{]+\{)|([^{}@]+)\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +38,10 @@ def timeline(plan: Tables) -> Timeline | None:
         drawn = sum(start < end for spans in simulation.spans for start, _ in spans)
         total = sum(map(len, simulation.spans))
         note = f"The chart shows the first {drawn:,} of {total:,} actions; the table below lists all."
-    svg = schedule_svg(schedule, replace(simulation, duration=end))
-    return Timeline(_scoped(svg), note)
+    return Timeline(schedule_svg(schedule, replace(simulation, duration=end)), note)
 
 
 def _end(simulation: Simulation) -> float:
     """The time at which as many actions have begun as are drawn."""
     starts = sorted(start for spans in simulation.spans for start, _ in spans)
     return simulation.duration if len(starts) <= MOST_DRAWN else starts[MOST_DRAWN]
-
-
-def _scoped(svg: str) -> str:
-    """A style in a drawing that stands in a page holds for the whole page: its rules are led into ``.schedule``."""
-    head, _, rest = svg.partition("<style>")
-    style, _, tail = rest.partition("</style>")
-
-    def inside(match: re.Match[str]) -> str:
-        if match[1]:
-            return match[1]
-        selectors = ", ".join(f".schedule {part.strip()}" for part in match[2].split(","))
-        return f" {selectors} {{"
-
-    return f"{head}<style>{_RULE.sub(inside, style)}</style>{tail}"

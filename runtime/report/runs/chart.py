@@ -4,28 +4,25 @@ and Inf."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
-from math import ceil, floor, isfinite, log, log10
+from math import floor, isfinite, log
+from typing import NamedTuple
 
 from planner.report.page.palette import LINES
+from planner.report.shapes import Scale, round_ticks
 from runtime.report.runs.figures import Figure, Line
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
-_TICKS = 5
 NUM_COLOURS = len(LINES)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # colour is not all that tells runs apart
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """What is shown of steps and values, and where it lies on the picture."""
+class Axes(NamedTuple):
+    """The part of steps and values that is shown, and its place on the picture."""
 
-    first: float
-    last: float
-    low: float
-    high: float
+    x: Scale
+    y: Scale
 
     @classmethod
     def around(cls, lines: Sequence[Line], *, from_zero: bool = False) -> Axes:
@@ -35,13 +32,8 @@ class Axes:
         low = min(low, 0.0) if from_zero else low
         room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
         floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
-        return cls(min(steps), max(max(steps), min(steps) + 1), floor_, high + room)
-
-    def x(self, step: float) -> float:
-        return LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return _TOP + (self.high - value) / (self.high - self.low) * (HEIGHT - _TOP - _BOTTOM)
+        x = Scale(min(steps), max(*steps, min(steps) + 1), LEFT, WIDTH - RIGHT)
+        return cls(x, Scale(floor_, high + room, HEIGHT - _BOTTOM, _TOP))
 
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
@@ -59,12 +51,12 @@ def chart(figure: Figure, lines: Sequence[Line]) -> str:
 
 def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
     right, foot = WIDTH - RIGHT, HEIGHT - _BOTTOM
-    unit = 1024.0 ** floor(log(max(axes.high, 1.0), 1024)) if figure.is_bytes else 1.0
-    for value in (unit * tick for tick in round_ticks(axes.low / unit, axes.high / unit)):
+    unit = 1024.0 ** floor(log(max(axes.y.high, 1.0), 1024)) if figure.is_bytes else 1.0
+    for value in (unit * tick for tick in round_ticks(axes.y.low / unit, axes.y.high / unit)):
         y = axes.y(value)
         yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="quiet end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
-    for step in round_ticks(axes.first, axes.last, whole=True):
+    for step in axes.x.ticks(whole=True):
         x = axes.x(step)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
         yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
@@ -97,13 +89,3 @@ def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
 
 def _moves(stretch: list[tuple[str, str]]) -> str:
     return "M" + "L".join(f"{x} {y}" for x, y in stretch)
-
-
-def round_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Three to six round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / _TICKS
-    power = 10.0 ** floor(log10(rough)) if rough > 0 else 1.0
-    step = next(power * by for by in (1, 2, 5, 10) if power * by >= rough * 0.999)
-    step = max(step, 1.0) if whole else step
-    first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.experts import dispatch, gather_in, give_back, permute, route, splits_of, spread, unpermute
+from passes.ops.experts import Splits, dispatch, gather_in, give_back, splits_of_both, spread_rows
 from tests.tools.examples import examples
+from tests.tools.expert_rows import permute, route, unpermute
 from tests.tools.paths import ROOT
 from tests.tools.simulated_ranks import on_threads
 
@@ -38,6 +39,16 @@ def axes(rank: int, ep: int, etp: int) -> tuple[AxisHandle, AxisHandle]:
     return handles
 
 
+def there(rows: Tensor, splits: Splits, shared: Splits | None, ep: AxisHandle, etp: AxisHandle) -> Tensor:
+    """The rows of this rank's experts, of all etp ranks."""
+    came = dispatch(rows, splits, ep)
+    return came if shared is None else spread_rows(came, shared, etp)
+
+
+def back_again(made: Tensor, splits: Splits, shared: Splits | None, ep: AxisHandle, etp: AxisHandle) -> Tensor:
+    return give_back(made if shared is None else gather_in(made, shared, etp), splits, ep)
+
+
 @pytest.mark.parametrize("name", ["ep4", "ep4_1local", "ep2etp2", "ep2_etp2_1local"])
 def test_the_way_to_the_experts_and_back_is_that_of_the_oracle(name):
     ranks = CASES[name]
@@ -48,19 +59,17 @@ def test_the_way_to_the_experts_and_back_is_that_of_the_oracle(name):
         chosen, probs = chosen_of(torch.tensor(case["routing_map"]), torch.tensor(case["probs"]))
         x = torch.arange(len(probs), dtype=torch.float32)[:, None] + 100 * rank
         order, counts = route(chosen, len(case["routing_map"][0]))
-        splits = splits_of(counts, ep_axis)
+        splits, shared = splits_of_both(counts, ep_axis, etp_axis)
         rows = permute(x, order, chosen.shape[1])
-        came, shared = spread(dispatch(rows, splits, ep_axis), splits.counts, etp_axis)
-        back = give_back(
-            gather_in(came, shared, etp_axis), splits, ep_axis
-        )  # every etp rank gives the whole: etp times
+        came = there(rows, splits, shared, ep_axis, etp_axis)
+        back = back_again(came, splits, shared, ep_axis, etp_axis)  # every etp rank gives the whole: etp times
         return {
             "ep_rank": ep_axis.rank,
             "etp_rank": etp_axis.rank,
             "input_splits": splits.sent,
             "output_splits": splits.received,
-            "output_splits_tp": shared.received if etp > 1 else case["output_splits_tp"],
-            "tokens_per_expert": shared.counts.tolist(),
+            "output_splits_tp": shared.received if shared else case["output_splits_tp"],
+            "tokens_per_expert": (shared or splits).counts.tolist(),
             "permuted_token_ids": rows[:, 0].tolist(),
             "dispatched_token_ids": came[:, 0].tolist(),
             "combined_col0": pytest.approx(unpermute(back, order, probs)[:, 0].tolist(), rel=1e-6),
@@ -108,11 +117,11 @@ def test_ranks_that_share_the_experts_compute_what_one_process_computes(seed, si
         up, down = first[experts, :, part].clone().requires_grad_(), second[experts, part].clone().requires_grad_()
         tokens, p = (v[mine].flatten(0, 1).clone().requires_grad_() for v in (x, probs))
         order, counts = route(chosen[mine].flatten(0, 1), num_experts)
-        splits = splits_of(counts, ep_axis)
-        came, shared = spread(dispatch(permute(tokens, order, top_k), splits, ep_axis), splits.counts, etp_axis)
-        runs = came.split(shared.counts.tolist())
+        splits, shared = splits_of_both(counts, ep_axis, etp_axis)
+        came = there(permute(tokens, order, top_k), splits, shared, ep_axis, etp_axis)
+        runs = came.split((shared or splits).counts.tolist())
         made = torch.cat([(rows @ up[e]).tanh() @ down[e] for e, rows in enumerate(runs)])
-        out = unpermute(give_back(gather_in(made, shared, etp_axis), splits, ep_axis), order, p)
+        out = unpermute(back_again(made, splits, shared, ep_axis, etp_axis), order, p)
         out.square().sum().backward()
         found = [out.detach(), tokens.grad, p.grad, up.grad, down.grad]
         for at, dim in ((3, 2), (4, 1)):  # the other parts of these experts are zeros here

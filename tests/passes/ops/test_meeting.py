@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
-from passes.ops.experts import permute, route
 from passes.ops.load import ExpertLoad
 from passes.ops.meeting import Meeting
 from planner.mesh import Mesh
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
+from tests.tools.expert_rows import permute, route
 from tests.tools.host_watch import HostWatch, Sight
 from tests.tools.simulated_ranks import on_threads
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +21,3 @@ def test_the_ranks_hold_each_token_once_and_each_sees_as_many(cp, length):
 
 def test_what_a_rank_holds_is_written_as_in_the_field():
     assert [zigzag.rows(16, 2, rank) for rank in range(2)] == [((0, 4), (12, 16)), ((4, 8), (8, 12))]
-
-
-@pytest.mark.parametrize(("size", "cp", "near"), [(10, 2, (8, 12)), (3, 4, (8,)), (1025, 8, (1024, 1040))])
-def test_the_nearest_lengths_that_divide(size, cp, near):
-    assert zigzag.nearest_sizes(size, cp) == near

@@ -15,7 +15,8 @@ from planner.cost.liveness import StageMemory, stage_memory
 from planner.saved.allocations import Allocations
 from planner.saved.trace import trace_stage
 from runtime.build import parameters_of
-from runtime.optimizer.buffers import DataParallel, GradientBuffers
+from runtime.optimizer.buffers import GradientBuffers
+from runtime.optimizer.slots import DataParallel
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.models import hugging_face

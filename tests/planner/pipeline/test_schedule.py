@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from planner.fold import stage_of
+from planner.pipeline.actions import format_order
 from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
-from planner.pipeline.schedule_text import format_order, format_schedule, parse_order, parse_schedule
+from planner.pipeline.schedule_text import format_schedule, parse_order, parse_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.slots import num_static_input_slots, static_input_slots
 from planner.report.schedule import schedule_to_dict

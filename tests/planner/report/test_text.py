@@ -13,10 +13,12 @@ import yaml
 from expecttest import assert_expected_inline
 from rich.console import Console
 
-from planner.frozen_plan import Diagnostic, Plan
+from planner.frozen_plan import Plan
 from planner.pipeline.schedule import KINDS, build_schedule
-from planner.report.sections import format_bytes, format_order
+from planner.report.sections import format_order
 from planner.report.text import print_plan, to_text, to_yaml
+from planner.tables.rows import Diagnostic
+from planner.tables.sizes import format_bytes
 from tests.tools import paths
 
 GOLDEN = paths.GOLDEN / "small_plan.txt"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from planner.api import find_layouts
-from planner.report.page.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Point, scatter
+from planner.report.page.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Point, scatter
+from planner.report.shapes import Scale
 from planner.search.page import search_page
 from planner.search.search import Result
 from planner.search.table import result_sections
@@ -99,8 +100,8 @@ def test_points_are_to_scale_inside_of_the_axes_and_labels_do_not_meet():
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [0.001, 50.0], [3.0], [0.0, 0.0]], ids=str)
 def test_an_axis_holds_its_values_and_has_a_few_ticks(values: list[float]):
-    axis = Axis.of(values)
-    assert all(0 <= axis.place(value) <= 1 for value in values)
+    axis = Scale.around(values, 0, 1)
+    assert all(0 <= axis(value) <= 1 for value in values)
     assert 2 <= len(axis.ticks()) <= 20
     assert all(axis.holds(tick) for tick in axis.ticks())
 

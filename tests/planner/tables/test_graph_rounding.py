@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner import plan
-from planner.frozen_plan import Diagnostic
+from planner.tables.rows import Diagnostic
 from tests.models import families
 from tests.tools.graphed_runs import spec_of
 

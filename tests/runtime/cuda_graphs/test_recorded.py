@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.experts import splits_of
+from passes.ops.experts import splits_of_both
 from passes.ops.random_state import Draw, RandomState
 from runtime.cuda_graphs.pool import Pool, storage_of
 from runtime.cuda_graphs.recorded import CaptureError, RecordedGraph
@@ -159,7 +159,7 @@ REFUSED: dict[str, Body] = {
     "a list": lambda x: x.tolist(),
     "an array": lambda x: x.numpy(),
     "to the host": lambda x: x.cpu(),
-    "rows of each expert": lambda x: splits_of((x > 0).sum(0), AxisHandle("ep", 1, 0)),
+    "rows of each expert": lambda x: splits_of_both((x > 0).sum(0), AxisHandle("ep", 1, 0), AxisHandle("etp", 1, 0)),
 }
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from runtime.distributed.launch import HOST, RankError, launch
+from runtime.distributed.launch import RankError, launch
+from runtime.distributed.loopback import HOST
 from runtime.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from planner.mesh import Mesh
-from runtime.distributed.launch import HOST, launch
-from runtime.distributed.loopback import hosted_store, interface_names, stay_on_one_host
+from runtime.distributed.launch import launch
+from runtime.distributed.loopback import HOST, hosted_store, interface_names, stay_on_one_host
 from runtime.distributed.opening import open_groups
 from runtime.fuzz.forks import in_forks
 

@@ -17,8 +17,9 @@ from passes.ops.weight_gradients import WeightGradients
 from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
+from runtime.distributed.faults.failure import StepError
 from runtime.distributed.groups import Groups
-from runtime.pipeline.executor import Executor, Step, StepError
+from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Transport
 from tests.tools.handmade_stages import boundary
 

@@ -7,12 +7,13 @@ import torch
 
 from passes.ops.random_state import RandomState
 from planner.mesh import Mesh
+from planner.pipeline.links import Message
 from planner.pipeline.schedule import build_schedule
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from runtime.pipeline.executor import Executor, Step
-from runtime.pipeline.p2p import Message, Transport
+from runtime.pipeline.p2p import Transport
 from tests.tools.handmade_stages import boundary
 from tests.tools.scale_stages import scale_batches, scale_loss, scale_stages
 

@@ -13,7 +13,7 @@ from planner.errors import PlanError
 from runtime.audit.tolerance import Tolerance
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.verify.comparison import compare_gradients, compare_values
+from runtime.verify.comparison import compare_gradients, compare_value
 from runtime.verify.mutants import num_collectives, without_collective
 from runtime.verify.reference import OneProcess
 
@@ -65,7 +65,7 @@ def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
     allowed = Tolerance.of(torch.float64, lr=1e-3)
     verdicts = {}
     for number, mutant_loss, mutant_gradients in found:
-        rows = compare_values("loss", [mutant_loss], [loss], allowed.loss)
+        rows = [compare_value("loss", mutant_loss, loss, allowed.loss, 1)]
         rows += compare_gradients(mutant_gradients, gradients, allowed)
         verdicts[number] = all(row.passed for row in rows)
     assert verdicts.pop("None")

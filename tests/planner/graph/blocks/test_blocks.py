@@ -51,7 +51,7 @@ def test_a_list_in_which_every_layer_differs_is_still_a_list() -> None:
 def test_nodes_of_one_kind_correspond_one_to_one(family: str) -> None:
     program = hugging_face(family)
     blocks = find_blocks(program)
-    first = blocks.first_of_kind()
+    first = {block.kind: block for block in reversed(blocks.instances)}
     for block in blocks.instances:
         model = first[block.kind]
         assert [blocks.representative[name] for name in block.nodes] == list(model.nodes)

@@ -62,7 +62,7 @@ def test_the_layers_are_the_blocks(name: str, expected: list[int]) -> None:
 def test_nodes_of_one_kind_correspond_one_to_one(name: str) -> None:
     program = program_of(name)
     blocks = find_blocks(program)
-    first = blocks.first_of_kind()
+    first = {block.kind: block for block in reversed(blocks.instances)}
     for block in blocks.instances:
         model = first[block.kind]
         assert [blocks.representative[n] for n in block.nodes] == list(model.nodes)

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from planner.compiled.rows import CompiledRow
+from planner.cost.step_time import CostPlan
 from planner.errors import PlanError
-from planner.frozen_plan import CollectivePlan, CostPlan, Plan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.recompute.rows import RecomputeRow
 from planner.report.differences.change import ROW, Change
 from planner.report.differences.compare import covered, differences
 from planner.report.differences.show import NOTHING, differences_text
+from planner.sharding.collectives import CollectivePlan
 from planner.tables.experts import ExpertsPlan
 from planner.tables.tables import Tables
 from tests.tools import paths

@@ -154,11 +154,5 @@ def test_it_prints(moe_text: str, tmp_path: Path):
     assert printed(page).startswith(b"%PDF")
 
 
-def test_a_notebook_shows_a_plan_in_light_and_dark(small_plan: Plan, tmp_path: Path):
-    text = f"<!doctype html><html><head></head><body>{small_plan._repr_html_()}</body></html>"
-    for dark in (False, True):
-        assert ask(text, tmp_path, CONTRAST, dark=dark) == []
-
-
 def test_the_page_of_a_plan_made_by_hand_is_sound(small_plan: Plan, tmp_path: Path):
     assert ask(plan_page(small_plan, full=True), tmp_path, LAYOUT) == []

@@ -9,23 +9,18 @@ from pathlib import Path
 import pytest
 
 from planner import plan
-from planner.frozen_plan import (
-    BoundaryPlan,
-    CollectivePlan,
-    CostPlan,
-    Diagnostic,
-    MemoryRow,
-    ParameterPlan,
-    Plan,
-    SchedulePlan,
-    StagePlan,
-    Summary,
-)
+from planner.cost.memory import MemoryRow
+from planner.cost.step_time import CostPlan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.pipeline.schedule import build_schedule
+from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.placement.types import I, Placement, V
 from planner.report.page.plan_page import plan_page
+from planner.sharding.boundaries import BoundaryPlan
+from planner.sharding.collectives import CollectivePlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
+from planner.tables.rows import Diagnostic, StagePlan, Summary
 from tests.planner.report.page.test_browser import LAYOUT
 from tests.planner.report.page.test_plan_page import names_of, tables_of
 from tests.test_specs_golden import LARGE

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from planner.cost.memory import MemoryRow
 from planner.fold import LOOP
 from planner.fold import V as TURNED
-from planner.frozen_plan import MemoryRow, ParameterPlan, Plan, StagePlan
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
@@ -23,7 +24,9 @@ from planner.report.page.machines import link_of
 from planner.report.page.plan_page import plan_page
 from planner.report.page.sizes import MEMORY_PARTS, memory_bars, traffic_bars
 from planner.report.page.timeline import timeline
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
+from planner.tables.rows import StagePlan
 
 
 def weight(placement: Placement, shape: tuple[int, ...], tp: int, **rest) -> ParameterPlan:

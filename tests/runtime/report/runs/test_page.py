@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from planner.files.text import MIB
 from planner.pipeline.schedule import Action
+from planner.report.shapes import round_ticks
 from runtime.cli import app
 from runtime.profiling.trace import MEASURED, PLANNED
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
 from runtime.report.runs.actions import action_times
-from runtime.report.runs.chart import Axes, chart, round_ticks
+from runtime.report.runs.chart import Axes, chart
 from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary
 from runtime.report.runs.history import Series
 from runtime.report.runs.memory import PARTS, category_bars, fullest, over_actions

@@ -1,0 +1,57 @@
+"""Scales and shapes of every picture: where a value lies in pixels, round ticks, and boxes as SVG paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+
+_LOG = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, by their logarithms if ``is_log``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    @classmethod
+    def around(cls, values: Sequence[float], start: float, end: float) -> Scale:
+        """With room for all: from zero, or by logarithms where they differ by more than ``_LOG`` times."""
+        low, high = min(values), max(values) or 1.0
+        if low > 0 and high / low > _LOG:
+            return cls(low / 1.3, high * 1.3, start, end, True)
+        return cls(0.0, high * 1.12, start, end)
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (log10(v) if self.is_log else v for v in (self.low, self.high, value))
+        return self.start + (at - low) / (high - low) * (self.end - self.start)
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def ticks(self, most: int = 5, *, whole: bool = False) -> list[float]:
+        """Round values between both ends; ``most`` of them or a few less where steps are linear."""
+        if not self.is_log:
+            return round_ticks(self.low, self.high, most, whole=whole)
+        powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+        return [tick for power in powers for by in (1, 2, 5) if self.holds(tick := by * 10.0**power)]
+
+
+def round_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / most
+    power = 10.0 ** floor(log10(rough)) if rough > 0 else 1.0
+    step = next(power * by for by in (1, 2, 5, 10) if power * by >= rough * 0.999)
+    step = max(step, 1.0) if whole else step
+    first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def box(left: float, top: float, width: float, height: float) -> str:
+    """The ``d`` of a path."""
+    return f"M{left:g} {top:g}h{width:g}v{height:g}h-{width:g}z"
