@@ -19,7 +19,7 @@ from runtime.fuzz.drawn import models
 from runtime.fuzz.fields import Choices, Options, draw, simpler, told
 from runtime.fuzz.fitting import Facts
 from runtime.fuzz.own_model import OwnModel
-from runtime.fuzz.spec_text import CONTINUED, continued_on, spec_of
+from runtime.fuzz.spec_text import CONTINUED, ROWS, continued_on, spec_of
 
 VERSION = 2
 _FIX = "give a file written by `meshwright fuzz`"
@@ -40,14 +40,14 @@ class Case:
     def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
         """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
         random = Random(seed)
-        model = {} if own is not None else draw(models.FIELDS, random, simplest=random.random())
+        of_model, of_spec, axis = random.random(), random.random(), random.choice(("tp", "pp", "dp", "cp"))
+        model = {} if own is not None else draw(models.FIELDS, seed, simplest=of_model)
         case = cls(model, {}, own)
         options = case.spec_options
-        spec = draw(options, random, simplest=random.random())
+        spec = draw(options, seed, simplest=of_spec)
         for name, chance in specs.RARE.items():
-            if random.random() < chance:
+            if Random(f"{seed}/rare {name}").random() < chance:
                 spec[name] = options[name][0]
-        axis = random.choice(("tp", "pp", "dp", "cp"))
         found = replace(case, spec=spec).sensible(most_ranks)
         if found.world_size > 1 or f"mesh.{axis}" in case.pinned:
             return found
@@ -81,6 +81,11 @@ class Case:
     def to_spec(self) -> dict[str, Any]:
         base = models.spec_part(self.model) if self.own is None else self.own.base
         return spec_of(self.spec, self.facts, base)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank is given the rows of its dp rank alone."""
+        return self.spec[ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
         """The spec of the layout that goes on from a save of this one."""

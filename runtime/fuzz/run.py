@@ -109,7 +109,7 @@ def _compared(case: Case, decided: Plan, model: nn.Module, spec: Spec, folder: P
         return Outcome(Verdict.DIFFERS, "the plan differs after saving and loading", "plan file")
     other, saves = _other_layout(case, model), folder / "saves"
     found: list[OfRank] = host.run_ranks(
-        case.world_size, on_rank, decided, model, spec, None if other is None else saves
+        case.world_size, on_rank, decided, model, spec, None if other is None else saves, case.is_local
     )
     outcome = _judged(found[0].rows, "values", "")
     exceeding = [row for rank in found for row in rank.memory if memory.exceeds(row)]
