@@ -43,10 +43,10 @@ def _last_part_alone(parts: Any) -> Any:
 
 FAULTS = {
     "attention: all-gather of keys left out": Fault(
-        gathered_attention, "gathered_together", lambda whole: _own_again, seed=0
+        gathered_attention, "gathered_together", lambda whole: _own_again, seed=177
     ),
     "attention: all-gather of keys on the wrong axis": Fault(
-        gathered_attention, "gathered_together", _on_wrong_axis, seed=0
+        gathered_attention, "gathered_together", _on_wrong_axis, seed=216
     ),
     "attention: reduce-scatter of gradients of keys left out": Fault(
         gathered_attention, "scattered_sums", lambda whole: _own_chunks, seed=0
@@ -55,10 +55,10 @@ FAULTS = {
         gathered_attention, "scattered_sums", _twice, seed=0
     ),
     "attention: reduce-scatter of gradients of keys on the wrong axis": Fault(
-        gathered_attention, "scattered_sums", _on_wrong_axis, seed=0
+        gathered_attention, "scattered_sums", _on_wrong_axis, seed=69
     ),
     "attention: keys before a chunk left out": Fault(
-        gathered_attention, "_merged", lambda whole: _last_part_alone, seed=0
+        gathered_attention, "_merged", lambda whole: _last_part_alone, seed=177
     ),
     "sequence: chunks in the order of ranks": Fault(
         context, "_in_order", lambda whole: _chunks_as_they_come, seed=0
@@ -67,19 +67,19 @@ FAULTS = {
         context._Gather,
         "forward",
         lambda whole: lambda ctx, x, dim, axis: (whole(ctx, x, dim, axis), torch.cat([x] * axis.size, dim))[1],
-        seed=0,
+        seed=30,
     ),
     "sequence: reduce-scatter of the gradient left out": Fault(
-        context, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=0
+        context, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=30
     ),
     "sequence: reduce-scatter of the gradient doubled": Fault(
-        context, "scattered_sum", lambda whole: lambda *args: 2 * whole(*args), seed=0
+        context, "scattered_sum", lambda whole: lambda *args: 2 * whole(*args), seed=30
     ),
     "sequence: reduce-scatter of the gradient on the wrong axis": Fault(
         context, "scattered_sum", _one_on_wrong_axis, seed=0
     ),
     "products of what is gathered: reduce-scatter of the gradient left out": Fault(
-        own_tokens, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=0
+        own_tokens, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=35
     ),
     "products of what is gathered: all-gather in the backward left out": Fault(
         own_tokens,
@@ -87,6 +87,6 @@ FAULTS = {
         lambda whole: lambda x, dim, axis, phase: (
             torch.cat([x] * axis.size, dim) if phase == "backward" else whole(x, dim, axis, phase)
         ),
-        seed=0,
+        seed=35,
     ),
 }

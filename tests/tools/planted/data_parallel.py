@@ -128,22 +128,22 @@ def _shards_in_reverse(whole: Function) -> Function:
 
 FAULTS = {
     "gradients: reduce-scatter over dp left out": Fault(
-        buffers, "reduce_scatter", _over("dp", changes.call_left_out), seed=0
+        buffers, "reduce_scatter", _over("dp", changes.call_left_out), seed=186
     ),
     "gradients: reduce-scatter over dp doubled": Fault(
-        buffers, "reduce_scatter", _over("dp", changes.call_twice), seed=0
+        buffers, "reduce_scatter", _over("dp", changes.call_twice), seed=186
     ),
     "gradients: reduce-scatter on the wrong axis": Fault(
-        buffers, "reduce_scatter", _over("dp", changes.call_on_wrong_axis), seed=0
+        buffers, "reduce_scatter", _over("dp", changes.call_on_wrong_axis), seed=186
     ),
     "gradients: all-reduce over dp left out": Fault(
-        buffers, "dist", _of_all_reduce(_over("dp", changes.call_left_out)), seed=0
+        buffers, "dist", _of_all_reduce(_over("dp", changes.call_left_out)), seed=179
     ),
     "gradients: all-reduce over dp doubled": Fault(
-        buffers, "dist", _of_all_reduce(_over("dp", changes.call_twice)), seed=0
+        buffers, "dist", _of_all_reduce(_over("dp", changes.call_twice)), seed=179
     ),
     "gradients: all-reduce on the wrong axis": Fault(
-        buffers, "dist", _of_all_reduce(_over("dp", changes.call_on_wrong_axis)), seed=0
+        buffers, "dist", _of_all_reduce(_over("dp", changes.call_on_wrong_axis)), seed=628
     ),
     "gradients: sum over dp and cp left out": Fault(
         buffers, "reduce_scatter", _over("dp-cp", changes.call_left_out), seed=0
@@ -152,33 +152,33 @@ FAULTS = {
         buffers, "reduce_scatter", _over("dp-cp", changes.call_twice), seed=0
     ),
     "gradients of experts: sum over edp left out": Fault(
-        buffers, "reduce_scatter", _over("edp", changes.call_left_out), seed=0
+        buffers, "reduce_scatter", _over("edp", changes.call_left_out), seed=122
     ),
     "gradients: sum of partial ones over tp left out": Fault(
-        DistributedOptimizer, "_sum_over", _sum_of("tp", _left_out), seed=0
+        DistributedOptimizer, "_sum_over", _sum_of("tp", _left_out), seed=86
     ),
     "gradients: sum of partial ones over tp doubled": Fault(
-        DistributedOptimizer, "_sum_over", _sum_of("tp", _twice), seed=0
+        DistributedOptimizer, "_sum_over", _sum_of("tp", _twice), seed=86
     ),
     "gradients: sum of partial ones on the wrong axis": Fault(
-        DistributedOptimizer, "_sum_over", _sum_of("tp", _on_wrong_axis), seed=0
+        DistributedOptimizer, "_sum_over", _sum_of("tp", _on_wrong_axis), seed=554
     ),
     "tied weight: sum over stages left out": Fault(
-        DistributedOptimizer, "_sum_over", _sum_of("embedding", _left_out), seed=0
+        DistributedOptimizer, "_sum_over", _sum_of("embedding", _left_out), seed=63
     ),
     "tied weight: sum over stages doubled": Fault(
-        DistributedOptimizer, "_sum_over", _sum_of("embedding", _twice), seed=0
+        DistributedOptimizer, "_sum_over", _sum_of("embedding", _twice), seed=63
     ),
-    "tied weight: its gradient added once": Fault(GradientBuffers, "_on_gradient", _all_gradients_of_first, seed=0),
-    "parameters: all-gather left out": Fault(buffers, "all_gather", changes.call_left_out, seed=0),
-    "parameters: all-gather on the wrong axis": Fault(buffers, "all_gather", changes.call_on_wrong_axis, seed=0),
-    "parameters: all-gather in the wrong order": Fault(buffers, "all_gather", _shards_in_reverse, seed=0),
+    "tied weight: its gradient added once": Fault(GradientBuffers, "_on_gradient", _all_gradients_of_first, seed=554),
+    "parameters: all-gather left out": Fault(buffers, "all_gather", changes.call_left_out, seed=186),
+    "parameters: all-gather on the wrong axis": Fault(buffers, "all_gather", changes.call_on_wrong_axis, seed=186),
+    "parameters: all-gather in the wrong order": Fault(buffers, "all_gather", _shards_in_reverse, seed=186),
     "norm: sum over ranks left out": Fault(DistributedOptimizer, "_sum_over_world", _norm_of_one_rank, seed=0),
     "norm: sum over ranks doubled": Fault(DistributedOptimizer, "_sum_over_world", _norm_summed_twice, seed=0),
-    "norm: sum over tp alone": Fault(DistributedOptimizer, "_sum_over_world", _norm_over("tp"), seed=0),
-    "norm: every copy of a parameter counted": Fault(zero1, "merged_runs", _every_copy_counted, seed=0),
-    "loss: sum over ranks left out": Fault(Engine, "_over_world", _one_loss, seed=0),
+    "norm: sum over tp alone": Fault(DistributedOptimizer, "_sum_over_world", _norm_over("tp"), seed=63),
+    "norm: every copy of a parameter counted": Fault(zero1, "merged_runs", _every_copy_counted, seed=25),
+    "loss: sum over ranks left out": Fault(Engine, "_over_world", _one_loss, seed=179),
     "loss: every tp rank adds it": Fault(
-        Engine, "_loss_here", lambda whole: lambda self, loss: self._nothing if loss is None else loss, seed=0
+        Engine, "_loss_here", lambda whole: lambda self, loss: self._nothing if loss is None else loss, seed=25
     ),
 }

@@ -62,18 +62,18 @@ def groups_here() -> Groups:
 
 
 def other_group(group: Any) -> Any:
-    """A process group of as many ranks, over another axis: other ranks than those of ``group``."""
+    """A process group of as many ranks, over another axis; ``group`` itself where there is none."""
     here = groups_here()
     for name in ("tp", "dp", "cp", "ep"):
         found = here.over(name)
         is_other = found is not None and dist.get_process_group_ranks(found) != dist.get_process_group_ranks(group)
         if is_other and dist.get_world_size(found) == dist.get_world_size(group):
             return found
-    raise LookupError("the case of this fault needs a second axis of the same size")
+    return group
 
 
 def on_other_axis(axis: AxisHandle) -> AxisHandle:
     """``axis`` with the process group of another one."""
     handle = AxisHandle(axis.name, axis.size, axis.rank)
-    handle.group = other_group(axis.group) if axis.size > 1 else None
+    handle.group = None if axis.group is None else other_group(axis.group)  # None: a plan's shapes are computed
     return handle

@@ -141,27 +141,27 @@ def _step_of(change: int) -> Make:
 
 FAULTS = {
     "loss: 1/n of a mean over microbatches halved": Fault(
-        _Rewriter, "_average", lambda whole: _num_microbatches_halved(whole), seed=0
+        _Rewriter, "_average", lambda whole: _num_microbatches_halved(whole), seed=179
     ),
-    "loss: denominators halved": Fault(intake, "denominators", _denominators_times(0.5), seed=0),
-    "loss: denominators without dp": Fault(intake, "denominators", _without_dp, seed=0),
-    "loss: denominators without microbatches": Fault(intake, "denominators", _of_one_microbatch, seed=0),
-    "loss: denominators of one rank": Fault(intake, "denominators", _of_one_rank, seed=0),
+    "loss: denominators halved": Fault(intake, "denominators", _denominators_times(0.5), seed=25),
+    "loss: denominators without dp": Fault(intake, "denominators", _without_dp, seed=179),
+    "loss: denominators without microbatches": Fault(intake, "denominators", _of_one_microbatch, seed=25),
+    "loss: denominators of one rank": Fault(intake, "denominators", _of_one_rank, seed=3),
     "mean over a cut dim: 1/n halved": Fault(localize, "_mean", _half_mean, seed=0),
-    "loss scale: halved in the loss": Fault(executor, "_seed", _half_seed, seed=0),
-    "loss scale: halved where gradients are read": Fault(LossScale, "value", _half_value, seed=0),
-    "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=0),
-    "clip: left out": Fault(DistributedOptimizer, "_divisor", _without_clip, seed=0),
-    "clip: of the scaled norm": Fault(DistributedOptimizer, "_divisor", _clip_of_scaled_norm, seed=0),
+    "loss scale: halved in the loss": Fault(executor, "_seed", _half_seed, seed=177),
+    "loss scale: halved where gradients are read": Fault(LossScale, "value", _half_value, seed=177),
+    "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=147),
+    "clip: left out": Fault(DistributedOptimizer, "_divisor", _without_clip, seed=177),
+    "clip: of the scaled norm": Fault(DistributedOptimizer, "_divisor", _clip_of_scaled_norm, seed=177),
     "adamw: weight decay left out": Fault(adamw, "adamw", _given(weight_decay=0.0), seed=0),
     "adamw: learning rate halved": Fault(adamw, "adamw", _half_of("lr"), seed=0),
     "adamw: first beta halved": Fault(adamw, "adamw", _half_of("beta1"), seed=0),
     "adamw: second beta halved": Fault(adamw, "adamw", _half_of("beta2"), seed=0),
     "adamw: bias correction left out": Fault(adamw, "adamw", _steps_from_zero, seed=0),
-    "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=0),
-    "learning rate: of the step before": Fault(Update, "_learning_rate", _step_of(-1), seed=0),
-    "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=0),
+    "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=179),
+    "learning rate: of the step before": Fault(Update, "_learning_rate", _step_of(-1), seed=62),
+    "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),
     "mean of the weights: not updated": Fault(
-        WeightAverage, "update", lambda whole: lambda self, found_inf: None, seed=0
+        WeightAverage, "update", lambda whole: lambda self, found_inf: None, seed=177
     ),
 }
