@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from passes import localize
+from passes.ops.axis import AxisHandle
 from planner.capture.loss.shares import _Rewriter
+from planner.placement.rules.forms import Form
 from runtime import intake
 from runtime.optimizer import adamw
 from runtime.optimizer.average import WeightAverage
@@ -65,21 +67,14 @@ def _num_microbatches_halved(whole: Function) -> Function:
     return average
 
 
-def _half_mean(whole: Function) -> Function:
+def _half_mean(rewrites: Any) -> Any:
     """The share of a mean over a cut dim is 1/(2n)."""
 
     def mean(scene: Any) -> None:
-        twice = _of_twice_the_size(scene.axis)
-        scene.axis = twice
-        whole(scene)
+        scene.axis = AxisHandle(scene.axis.name, scene.axis.size * 2, scene.axis.rank)
+        rewrites[Form.MEAN](scene)
 
-    return mean
-
-
-def _of_twice_the_size(axis: Any) -> Any:
-    found = localize.AxisHandle(axis.name, axis.size * 2, axis.rank)
-    found.group = axis.group
-    return found
+    return {**rewrites, Form.MEAN: mean}
 
 
 def _half_seed(whole: Function) -> Function:
@@ -147,7 +142,7 @@ FAULTS = {
     "loss: denominators without dp": Fault(intake, "denominators", _without_dp, seed=179),
     "loss: denominators without microbatches": Fault(intake, "denominators", _of_one_microbatch, seed=25),
     "loss: denominators of one rank": Fault(intake, "denominators", _of_one_rank, seed=3),
-    "mean over a cut dim: 1/n halved": Fault(localize, "_mean", _half_mean, seed=0),
+    "mean over a cut dim: 1/n halved": Fault(localize, "REWRITES", _half_mean, seed=62),
     "loss scale: halved in the loss": Fault(executor, "_seed", _half_seed, seed=177),
     "loss scale: halved where gradients are read": Fault(LossScale, "value", _half_value, seed=177),
     "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=147),

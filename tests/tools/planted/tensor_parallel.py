@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from passes import localize
 from passes.ops import collectives, column_linear, norm, softmax, vocabulary
 from tests.tools.planted import changes
 from tests.tools.planted.fault import Fault, Function
@@ -28,14 +26,13 @@ def _padding_unmasked(whole: Any) -> Any:
     return Unmasked
 
 
-def _rows_of_others_kept(whole: Function) -> Function:
-    """Ids of other ranks find this rank's first row in the place of zeros."""
+def _padding_unmasked_in_softmax(whole: Any) -> Any:
+    class Unmasked(whole):
+        @staticmethod
+        def apply(x: Tensor, dim: int, axis: Any, size: int) -> Any:
+            return whole.apply(x, dim, axis, x.shape[dim] * axis.size)
 
-    def embedding(weight: Tensor, ids: Tensor, axis: Any, *_: Any) -> Tensor:
-        local = ids - axis.rank * len(weight)
-        return F.embedding(local.masked_fill((local < 0) | (local >= len(weight)), 0), weight)
-
-    return embedding
+    return Unmasked
 
 
 def _kept_on_all(ctx: Any, x: Tensor, axis: Any) -> Tensor:
@@ -98,9 +95,6 @@ FAULTS = {
     "scatter: reduce-scatter on the wrong axis": Fault(
         collectives._Scatter, "forward", changes.forward_on_wrong_axis, seed=554
     ),
-    "exchange: all-to-all on the wrong axis": Fault(
-        collectives._Exchange, "forward", changes.forward_on_wrong_axis, seed=0
-    ),
     "gather before products: all-gather left out": Fault(
         column_linear, "all_gather", lambda whole: changes.own_again, seed=86
     ),
@@ -129,15 +123,12 @@ FAULTS = {
     "cross-entropy: padded vocabulary unmasked": Fault(
         vocabulary, "_VocabularyCrossEntropy", _padding_unmasked, seed=113
     ),
-    "embedding: rows of other ranks not masked": Fault(
-        localize, "vocabulary_embedding", _rows_of_others_kept, seed=0
-    ),
     "softmax: sum over ranks left out": Fault(softmax, "all_reduce", changes.sum_left_out, seed=186),
     "softmax: sum over ranks doubled": Fault(softmax, "all_reduce", changes.sum_twice, seed=186),
     "softmax: padded vocabulary unmasked": Fault(
-        localize, "cut_logsumexp", lambda whole: lambda x, d, keep, axis, size: whole(x, d, keep, axis, 1 << 30), seed=0
+        softmax, "_LogSumExp", _padding_unmasked_in_softmax, seed=0
     ),
     "norm of cut features: sum over ranks left out": Fault(
-        norm, "g_f", lambda whole: lambda x, axis: x.clone(), seed=0
+        norm, "g_f", lambda whole: lambda x, axis: x.clone(), seed=2
     ),
 }
