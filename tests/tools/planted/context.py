@@ -60,9 +60,7 @@ FAULTS = {
     "attention: keys before a chunk left out": Fault(
         gathered_attention, "_merged", lambda whole: _last_part_alone, seed=177
     ),
-    "sequence: chunks in the order of ranks": Fault(
-        context, "_in_order", lambda whole: _chunks_as_they_come, seed=0
-    ),
+    "sequence: chunks in the order of ranks": Fault(context, "_in_order", lambda whole: _chunks_as_they_come, seed=0),
     "sequence: all-gather left out": Fault(
         context._Gather,
         "forward",
@@ -76,7 +74,7 @@ FAULTS = {
         context, "scattered_sum", lambda whole: lambda *args: 2 * whole(*args), seed=30
     ),
     "sequence: reduce-scatter of the gradient on the wrong axis": Fault(
-        context, "scattered_sum", _one_on_wrong_axis, seed=0
+        context, "scattered_sum", _one_on_wrong_axis, seed=1492
     ),
     "products of what is gathered: reduce-scatter of the gradient left out": Fault(
         own_tokens, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=35
@@ -84,8 +82,10 @@ FAULTS = {
     "products of what is gathered: all-gather in the backward left out": Fault(
         own_tokens,
         "gathered",
-        lambda whole: lambda x, dim, axis, phase: (
-            torch.cat([x] * axis.size, dim) if phase == "backward" else whole(x, dim, axis, phase)
+        lambda whole: (
+            lambda x, dim, axis, phase: (
+                torch.cat([x] * axis.size, dim) if phase == "backward" else whole(x, dim, axis, phase)
+            )
         ),
         seed=35,
     ),

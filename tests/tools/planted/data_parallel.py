@@ -169,7 +169,7 @@ FAULTS = {
     "tied weight: sum over stages doubled": Fault(
         DistributedOptimizer, "_sum_over", _sum_of("embedding", _twice), seed=63
     ),
-    "tied weight: its gradient added once": Fault(GradientBuffers, "_on_gradient", _all_gradients_of_first, seed=554),
+    "tied weight: its gradient added once": Fault(GradientBuffers, "_on_gradient", _all_gradients_of_first, seed=308),
     "parameters: all-gather left out": Fault(buffers, "all_gather", changes.call_left_out, seed=186),
     "parameters: all-gather on the wrong axis": Fault(buffers, "all_gather", changes.call_on_wrong_axis, seed=186),
     "parameters: all-gather in the wrong order": Fault(buffers, "all_gather", _shards_in_reverse, seed=186),

@@ -79,17 +79,15 @@ FAULTS = {
     "rows of experts: all-to-all back left out": Fault(experts, "_return", _rows_stay("forward"), seed=122),
     "rows of experts: all-to-all of gradients left out": Fault(experts, "_return", _rows_stay("backward"), seed=122),
     "rows of experts: in the wrong order": Fault(experts, "_send", _in_reverse, seed=122),
-    "rows of experts: sum of parts over etp left out": Fault(
-        experts, "_sum_of_parts", lambda whole: _one_part, seed=3
-    ),
+    "rows of experts: sum of parts over etp left out": Fault(experts, "_sum_of_parts", lambda whole: _one_part, seed=3),
     "rows of experts: sum of parts over etp doubled": Fault(
         experts, "_sum_of_parts", lambda whole: lambda *args: 2 * whole(*args), seed=3
     ),
     "slots of experts: all-to-all left out": Fault(slots, "_exchanged", lambda whole: _slots_stay, seed=827),
     "slots of experts: all-to-all doubled": Fault(slots, "_exchanged", lambda whole: _slots_twice, seed=827),
-    "slots of experts: all-to-all on the wrong axis": Fault(slots, "_exchanged", _slots_on_wrong_axis, seed=0),
+    "slots of experts: all-to-all on the wrong axis": Fault(slots, "_exchanged", _slots_on_wrong_axis, seed=64071),
     "slots of experts: the share of another tp rank": Fault(
-        slots, "placed", lambda whole: lambda own, dim, tp, size: whole(own, dim, tp, size).flip(dim), seed=0
+        slots, "placed", lambda whole: lambda own, dim, tp, size: whole(own, dim, tp, size).flip(dim), seed=12891
     ),
     "experts without tokens are updated": Fault(FlatAdamW, "step", _none_rests, seed=182),
 }

@@ -135,13 +135,9 @@ FAULTS = {
     "schedule: a W left out": Fault(WeightGradients, "run", _first_w_left_out, seed=30),
     "schedule: a W twice": Fault(WeightGradients, "run", _first_w_twice, seed=30),
     "schedule: the loss of a microbatch left out": Fault(Executor, "_forward", _first_loss_left_out, seed=25),
-    "gradients: written over those of other microbatches": Fault(
-        ParameterSlot, "take", _first_of_a_step(True), seed=0
-    ),
+    "gradients: written over those of other microbatches": Fault(ParameterSlot, "take", _first_of_a_step(True), seed=0),
     "gradients: added to those of the step before": Fault(ParameterSlot, "take", _first_of_a_step(False), seed=0),
-    "graphs: a slot released early": Fault(
-        by_slot, "slots_of", _graph_slots_released_after_the_forward, seed=30
-    ),
+    "graphs: a slot released early": Fault(by_slot, "slots_of", _graph_slots_released_after_the_forward, seed=30),
     "graphs: a message's buffer released early": Fault(
         message_buffers, "message_slots", _message_slots_released_at_once, seed=63
     ),

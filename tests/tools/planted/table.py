@@ -6,10 +6,5 @@ from tests.tools.planted import context, data_parallel, experts, scales, schedul
 from tests.tools.planted.fault import Fault
 
 FAULTS: dict[str, Fault] = (
-    tensor_parallel.FAULTS
-    | data_parallel.FAULTS
-    | context.FAULTS
-    | experts.FAULTS
-    | scales.FAULTS
-    | schedule.FAULTS
+    tensor_parallel.FAULTS | data_parallel.FAULTS | context.FAULTS | experts.FAULTS | scales.FAULTS | schedule.FAULTS
 )
