@@ -6,9 +6,6 @@ If the tables of options change, a seed may draw a case that no longer shows its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from runtime.fuzz.campaign import Campaign
@@ -20,10 +17,9 @@ from tests.tools.planted.table import FAULTS
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     prepare()
-    folder: Path = tmp_path_factory.mktemp("fuzz")
-    yield Campaign(0, MOST_RANKS, folder, print)
+    return Campaign(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"), print)
 
 
 @pytest.mark.sampled(8)

@@ -26,7 +26,7 @@ _GROUPS: list[Groups] = []
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``make`` takes the function ``name`` of ``owner`` and returns a wrong one; ``seed`` draws a case that finds it."""
+    """``make`` takes the function ``name`` of ``owner`` and returns a wrong one; ``seed``: of a case that finds it."""
 
     owner: Any
     name: str

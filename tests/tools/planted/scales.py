@@ -1,4 +1,4 @@
-"""Faults of scales and of the update: shares of the loss, denominators, loss scale, norm, AdamW, learning rate, mean."""
+"""Faults of scales and of the update: shares of the loss, denominators, loss scale, clipping, AdamW, its rate, mean."""
 
 from __future__ import annotations
 
