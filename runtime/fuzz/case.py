@@ -19,9 +19,10 @@ from runtime.fuzz.drawn import models
 from runtime.fuzz.fields import Choices, Options, draw, simpler, told
 from runtime.fuzz.fitting import Facts
 from runtime.fuzz.own_model import OwnModel
-from runtime.fuzz.spec_text import CONTINUED, continued_on, spec_of
+from runtime.fuzz.spec_text import CONTINUED, ROWS, continued_on, spec_of
 
 VERSION = 2
+_AXES = ("tp", "pp", "dp", "cp")
 _FIX = "give a file written by `meshwright fuzz`"
 
 
@@ -40,22 +41,25 @@ class Case:
     def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
         """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
         random = Random(seed)
-        model = {} if own is not None else draw(models.FIELDS, random, simplest=random.random())
-        return cls(model, {}, own)._with_a_spec(random, most_ranks)
+        of_model, of_spec, axis = random.random(), random.random(), random.choice(_AXES)
+        model = {} if own is not None else draw(models.FIELDS, seed, simplest=of_model)
+        return cls(model, {}, own)._with_a_spec(seed, of_spec, axis, most_ranks)
 
     def another(self, seed: int, number: int, most_ranks: int) -> Case:
         """The ``number``-th further spec of ``seed`` for this model; it shares what a capture depends on."""
-        kept = {name: self.spec[name] for name in specs.OF_CAPTURES}
-        return self._with_a_spec(Random(f"{seed}.{number}"), most_ranks, kept)
+        name = f"{seed}.{number}"
+        random, kept = Random(name), {field: self.spec[field] for field in specs.OF_CAPTURES}
+        return self._with_a_spec(name, random.random(), random.choice(_AXES), most_ranks, kept)
 
-    def _with_a_spec(self, random: Random, most_ranks: int, kept: Choices | None = None) -> Case:
+    def _with_a_spec(
+        self, seed: int | str, simplest: float, axis: str, most_ranks: int, kept: Choices | None = None
+    ) -> Case:
         options = self.spec_options
-        spec = draw(options, random, simplest=random.random())
+        spec = draw(options, seed, simplest=simplest)
         for name, chance in specs.RARE.items():
-            if random.random() < chance:
+            if Random(f"{seed}/rare {name}").random() < chance:
                 spec[name] = options[name][0]
         spec |= kept or {}
-        axis = random.choice(("tp", "pp", "dp", "cp"))
         found = replace(self, spec=spec).sensible(most_ranks)
         if found.world_size > 1 or f"mesh.{axis}" in self.pinned:
             return found
@@ -89,6 +93,11 @@ class Case:
     def to_spec(self) -> dict[str, Any]:
         base = models.spec_part(self.model) if self.own is None else self.own.base
         return spec_of(self.spec, self.facts, base)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank is given the rows of its dp rank alone."""
+        return self.spec[ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
         """The spec of the layout that goes on from a save of this one."""

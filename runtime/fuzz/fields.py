@@ -1,6 +1,6 @@
 """Draw and shrink flat choices: each field has a table row of options, the simplest first.
 
-draw      every field by itself: the simplest with a given chance, else any
+draw      every field by itself: the simplest with a given chance, else any. A field that is added changes no other
 simpler   every way to replace one field's option by one that stands before it
 """
 
@@ -14,11 +14,13 @@ Options = Mapping[str, tuple[Any, ...]]
 Choices = dict[str, Any]
 
 
-def draw(options: Options, random: Random, *, simplest: float = 0.5) -> Choices:
+def draw(options: Options, seed: int | str, *, simplest: float = 0.5) -> Choices:
     """``simplest``: the chance that a field keeps its first option, from 0 to 1."""
-    return {
-        name: values[0] if random.random() < simplest else random.choice(values) for name, values in options.items()
-    }
+    return {name: _drawn(values, Random(f"{seed}/{name}"), simplest) for name, values in options.items()}
+
+
+def _drawn(values: tuple[Any, ...], random: Random, simplest: float) -> Any:
+    return values[0] if random.random() < simplest else random.choice(values)
 
 
 def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:

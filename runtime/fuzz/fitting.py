@@ -37,6 +37,8 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
         found["precision.parameters"] = "float32"  # rounded scores choose other experts
     if found["precision.parameters"] == "float64":
         found["precision.gradients"] = None  # else gradients are rounded more coarsely than they are compared
+    if found["mesh.dp"] == 1:
+        found["rows given"] = "all"
     if found["cuda_graphs.impl"] == "none":
         found |= {"cuda_graphs.scope": (), "cuda_graphs.warmup_steps": 1}
     if found["audit.every"] is None:

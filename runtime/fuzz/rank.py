@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,10 +32,14 @@ HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: amo
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The last step of the engine, whole, and what it left. ``precision``: the lowest that the model computes in."""
+    """The last step of the engine, whole, and what it left. ``precision``: the lowest that the model computes in.
+
+    ``mean``: of the weights, as it should be; empty without one.
+    """
 
     step: EngineStep
     parameters: Mapping[str, Tensor]
+    mean: Mapping[str, Tensor]
     precision: torch.dtype
 
 
@@ -70,7 +75,7 @@ class Look:
 
     def __init__(self, spec: Spec, directory: Path | None) -> None:
         self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0
-        self._mean: dict[str, Tensor] = {}
+        self.mean: dict[str, Tensor] = {}
         self.rows: list[Row] = []
 
     def __call__(self, engine: Engine) -> None:
@@ -81,33 +86,38 @@ class Look:
         self._follow(engine.gather_parameters())
         if engine.step_index == NUM_STEPS:
             with engine.averaged_weights():
-                self.rows = [_row_of_mean(name, found, self._mean[name]) for name, found in _floats(engine)]
+                self.rows = [_row_of_mean(name, found, self.mean[name]) for name, found in _floats(engine)]
 
     def _follow(self, parameters: Mapping[str, Tensor]) -> None:
         share = 1.0 - (self._decay or 0.0)
         for name, value in parameters.items():
-            now, mean = value.double(), self._mean.get(name)
-            self._mean[name] = now if mean is None else mean + share * (now - mean)
+            now, mean = value.double(), self.mean.get(name)
+            self.mean[name] = now if mean is None else mean + share * (now - mean)
 
 
 def _floats(engine: Engine) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in engine.gather_parameters().items() if t.dtype in (torch.float32, torch.float64)]
 
 
-def _row_of_mean(name: str, found: Tensor, mean: Tensor) -> Row:
-    allowed = 8 * torch.finfo(found.dtype).eps * (1.0 + mean.abs().max().item())
+def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> Row:
+    allowed = more + 8 * torch.finfo(found.dtype).eps * (1.0 + mean.abs().max().item())
     return Row("mean", name, (found.double() - mean).abs().max().item(), allowed, NUM_STEPS)
 
 
-def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None) -> OfRank:
-    """Raises PlanError where a rank refuses."""
+def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
+    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError where a rank refuses."""
     batches = _batches(spec, decided)
     memory = held(decided, model, batches, spec)
     look = Look(spec, directory)
-    beside = verify.run_beside(decided, batches, lambda: Kept(verify.one_process(model, spec)), look=look)
+    make = partial(_kept, model, spec)
+    beside = verify.run_beside(decided, batches, make, look=look, is_local=is_local)
     if not isinstance(beside, Kept):
         return OfRank([], memory, None)
-    return OfRank([*beside.rows, *look.rows], memory, Made(beside.last, beside.parameters, beside.precision))
+    return OfRank([*beside.rows, *look.rows], memory, Made(beside.last, beside.parameters, look.mean, beside.precision))
+
+
+def _kept(model: nn.Module, spec: Spec) -> Kept:
+    return Kept(verify.one_process(model, spec))
 
 
 def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
@@ -118,7 +128,10 @@ def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
         loss = engine.forward_backward(batch)
         gradients = engine.gather_gradients()
         norm = engine.optimizer_step().grad_norm
-        parameters = engine.gather_parameters()
+        parameters, means = engine.gather_parameters(), list[tuple[str, Tensor]]()
+        if made.mean:
+            with engine.averaged_weights():
+                means = _floats(engine)
         if engine.groups.rank:
             return []
     allowed = _loosened(Tolerance.of(made.precision, spec.optimizer.lr, num_updates=NUM_STEPS))
@@ -128,6 +141,7 @@ def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
     o = spec.optimizer
     scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
     noise = noise_of_updates(gradients, made.step.gradients, lr=o.lr, eps=o.eps, scale=scale)
+    rows += [_row_of_mean(name, found, made.mean[name], allowed.parameter) for name, found in means]
     return rows + compare_parameters(parameters, made.parameters, allowed, (), noise, step=NUM_STEPS)
 
 

@@ -126,7 +126,7 @@ def _compared(
         return Outcome(Verdict.DIFFERS, "the plan differs after saving and loading", "plan file")
     other, saves = _other_layout(case, captures), folder / "saves"
     found: list[OfRank] = host.run_ranks(
-        case.world_size, on_rank, decided, model, spec, None if other is None else saves
+        case.world_size, on_rank, decided, model, spec, None if other is None else saves, case.is_local
     )
     outcome = _judged(found[0].rows, "values", "")
     exceeding = [row for rank in found for row in rank.memory if memory.exceeds(row)]

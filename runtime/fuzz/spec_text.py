@@ -8,8 +8,8 @@ from typing import Any
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts
 
-CONTINUED = "continued on"
-_NOT_KEYS = ("microbatches", CONTINUED)
+CONTINUED, ROWS = "continued on", "rows given"
+NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED})
 _OVERRIDES = {
     "none": {},
     "mlp": {"*.mlp.*": "replicate"},
@@ -21,7 +21,7 @@ _RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective",
 
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
     """The spec as a dict for ``Spec.load``. ``base``: what is given, with ``inputs``; it wins where it says a key."""
-    values = {name: value for name, value in chosen.items() if name not in _NOT_KEYS}
+    values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
     values["batch.global"] = _global_size(chosen, facts)
     values["pipeline.split"] = split_of(chosen, facts)
     values["recompute"] = _RECOMPUTE.get(str(chosen["recompute"]), chosen["recompute"])

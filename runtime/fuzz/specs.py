@@ -52,6 +52,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "audit.every": (None, 1),
     "audit.on_difference": ("stop", "warn"),
     "seed": (1234, 7),
+    "rows given": ("all", "own"),
     "continued on": ("nothing", "one", "tp", "pp", "dp", "cp"),
 }
 

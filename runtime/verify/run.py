@@ -217,11 +217,13 @@ def run_beside(
     program: RankProgram | None = None,
     weights: Path | None = None,
     look: Callable[[Engine], object] | None = None,
+    is_local: bool = False,
 ) -> Beside | None:
     """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update.
 
     ``program``: of this rank in place of the plan's. ``weights``: a directory that the engine reads first.
     ``look``: called before each step and after the last; graphs are captured when the spec says, not at once.
+    ``is_local``: the engine is given the rows of its dp rank alone.
     """
     rank, beside = int(os.environ.get("RANK", "0")), None
     with Engine(decided, program=program) as engine:
@@ -232,7 +234,7 @@ def run_beside(
         for batch in batches:
             if look is not None:
                 look(engine)
-            made = _step(engine, batch)
+            made = _step(engine, batch, is_local)
             with agreed(engine.groups, rank_0_is_long=True):
                 if rank == 0:
                     beside = beside or make()
@@ -246,8 +248,12 @@ def run_beside(
     return beside
 
 
-def _step(engine: Engine, batch: dict[str, Tensor]) -> EngineStep:
-    loss = engine.forward_backward(batch)
+def _step(engine: Engine, batch: dict[str, Tensor], is_local: bool) -> EngineStep:
+    layout, given = engine.layout, batch
+    if is_local:
+        first = layout.dp_rank * layout.local_size
+        given = {name: rows[first : first + layout.local_size] for name, rows in batch.items()}
+    loss = engine.forward_backward(given, local=is_local)
     before = engine.gather_parameters() if engine.step_index else {}
     gradients = engine.gather_gradients()
     return EngineStep(loss, engine.optimizer_step().grad_norm, gradients, before)

@@ -108,23 +108,32 @@ class MLP(nn.Module):
         self.up = nn.Linear(width, inner * (2 if self.kind == "gated_fused" else 1), bias=bias)
         if self.kind == "gated":
             self.gate = nn.Linear(width, inner, bias=bias)
+        self.norm = norm(given["norm"], inner) if given["inner_norm"] else nn.Identity()
         self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "gated":
-            return self.down(self.act(self.gate(x)) * self.up(x))
+            return self._down(self.act(self.gate(x)) * self.up(x))
         if self.kind == "gated_fused":
             gate, up = self.up(x).chunk(2, dim=-1)
-            return self.down(self.act(gate) * up)
-        return self.down(self.act(self.up(x)))
+            return self._down(self.act(gate) * up)
+        return self._down(self.act(self.up(x)))
+
+    def _down(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(x))
 
 
 class Experts(nn.Module):
-    """The two best of four experts for each token: rows by data, all of them weighted, or stacked matrices."""
+    """The two best of four experts for each token: rows by data, all of them weighted, or stacked matrices.
+
+    With a ``capacity`` the best one of stacked experts, which takes so many tokens of a sequence and drops the others.
+    ``skips_empty``: an expert without tokens is not called, and the last one gets few.
+    """
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
         self.kind, width, inner = given["experts"], given["width"], given["inner"]
+        self.capacity, self.skips_empty = given["capacity"], given["skips_empty"]
         self.router = nn.Linear(width, 4, bias=False)
         if self.kind == "stacked":
             self.up = nn.Parameter(torch.randn(4, width, inner) / width**0.5)
@@ -133,12 +142,19 @@ class Experts(nn.Module):
             self.each = nn.ModuleList(MLP(given) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "stacked" and self.capacity is not None:
+            return self._by_slots(x, self.capacity)
         rows = x.flatten(0, 1)
-        weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        scores = self.router(rows)
+        if self.skips_empty:
+            scores = scores - 2.0 * (torch.arange(4, device=x.device) == 3)
+        weights, chosen = scores.softmax(-1).topk(2, dim=-1)
         if self.kind == "rows":
             made = torch.zeros_like(rows)
             for number, expert in enumerate(self.each):
                 row, place = torch.where(chosen == number)
+                if self.skips_empty and row.numel() == 0:
+                    continue
                 made = made.index_add(0, row, expert(rows[row]) * weights[row, place, None])
             return made.view_as(x)
         share = torch.zeros(len(rows), 4, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
@@ -147,3 +163,14 @@ class Experts(nn.Module):
             return torch.einsum("eti,eih,te->th", inner, self.down, share).view_as(x)
         made = [share[:, i, None] * expert(rows) for i, expert in enumerate(self.each)]
         return torch.stack(made).sum(0).view_as(x)
+
+    def _by_slots(self, x: Tensor, capacity: int) -> Tensor:
+        """[b, s, h]: slots [b, e, c, h] of each sequence, as in GShard."""
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, 4)
+        place = (mask.cumsum(1) * mask).sum(-1) - 1
+        slot = F.one_hot(place.clamp(max=capacity - 1), capacity) * (place < capacity)[..., None]
+        taken = (mask[..., None] * slot[:, :, None]).to(x.dtype)
+        inner = F.gelu(torch.einsum("becd,edh->bech", torch.einsum("bsec,bsd->becd", taken, x), self.up))
+        made = torch.einsum("bech,ehd->becd", inner, self.down)
+        return torch.einsum("bsec,becd->bsd", taken * weight[..., None, None], made)

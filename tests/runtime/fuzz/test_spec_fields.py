@@ -8,21 +8,19 @@ from planner.spec.spec import Spec
 from runtime.fuzz.case import Case
 from runtime.fuzz.drawn import models
 from runtime.fuzz.fitting import Facts
-from runtime.fuzz.spec_text import CONTINUED, continued_on, split_of
+from runtime.fuzz.spec_text import NOT_KEYS, continued_on, split_of
 from runtime.fuzz.specs import EXCLUDED, FIELDS, FOLLOWS
 from tests.test_spec_keys import leaves
 
-NO_KEYS = {"microbatches", CONTINUED}
-
 
 def test_every_key_of_the_spec_is_drawn_or_left_out_with_a_reason():
-    drawn = set(FIELDS) - NO_KEYS
+    drawn = set(FIELDS) - NOT_KEYS
     assert sorted([*drawn, *FOLLOWS, *EXCLUDED]) == sorted(leaves(Spec))
     assert all(len(values) > 1 for values in FIELDS.values())
     assert all(EXCLUDED.values())
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - NO_KEYS - {"mesh.etp", "mesh.order"}))
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - NOT_KEYS - {"mesh.etp", "mesh.order"}))
 def test_an_option_of_a_key_reaches_the_spec(name: str):
     """etp and order have a test of the mesh alone."""
     model = {n: values[0] for n, values in models.FIELDS.items()} | {"layers": 4, "experts": "stacked"}

@@ -1,0 +1,39 @@
+"""Silent errors that are planted in the runtime, in passes or in the planner: each one is found by a drawn case.
+
+If the tables of options change, a seed may draw a case that no longer shows its fault:
+``python -m tests.tools.planted.search 'NAME'`` finds another seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.fuzz.campaign import Campaign
+from runtime.fuzz.case import Case
+from runtime.fuzz.prepare import prepare
+from runtime.fuzz.run import Outcome, Verdict
+from tests.tools.planted.search import MOST_RANKS
+from tests.tools.planted.table import FAULTS
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    prepare()
+    return Campaign(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"), print)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, campaign: Campaign):
+    fault = FAULTS[name]
+    with fault.planted():
+        outcome = campaign.outcome_of(Case.drawn(fault.seed, MOST_RANKS))
+    assert outcome.verdict is Verdict.DIFFERS, outcome.words
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted({fault.seed for fault in FAULTS.values()}))
+def test_a_case_without_its_fault_is_equal(seed: int, campaign: Campaign):
+    assert campaign.outcome_of(Case.drawn(seed, MOST_RANKS)) == Outcome(Verdict.EQUAL)

@@ -1,0 +1,52 @@
+"""Find a seed that shows a planted fault: python -m tests.tools.planted.search ['NAME' …] [--from SEED]
+
+A seed counts if its case differs with the fault and is equal without it. Without names, the seeds of the table are
+tried first, and every fault gets a line: name, seed, seconds of processor time of its case, first wrong tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from runtime.fuzz.campaign import Campaign, processor_seconds
+from runtime.fuzz.case import Case
+from runtime.fuzz.prepare import prepare
+from runtime.fuzz.run import Verdict
+from tests.tools.planted.fault import Fault
+from tests.tools.planted.table import FAULTS
+
+MOST_RANKS, MOST_SEEDS = 4, 500
+
+
+def found(fault: Fault, seeds: Iterator[int], campaign: Campaign) -> tuple[int, float, str] | None:
+    """The first of ``seeds`` that shows ``fault``, the processor time of its case, and the difference."""
+    for seed in seeds:
+        case, begun = Case.drawn(seed, MOST_RANKS), processor_seconds()
+        with fault.planted():
+            outcome = campaign.outcome_of(case)
+        spent = processor_seconds() - begun
+        if outcome.verdict is Verdict.DIFFERS and campaign.outcome_of(case).verdict is Verdict.EQUAL:
+            return seed, spent, outcome.words
+    return None
+
+
+def main(arguments: list[str]) -> None:
+    at = arguments.index("--from") if "--from" in arguments else len(arguments)
+    first, names = int((arguments[at:] or ["", "0"])[1]), arguments[:at] or list(FAULTS)
+    prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        campaign = Campaign(0, MOST_RANKS, Path(folder), print)
+        for name in names:
+            fault = FAULTS[name]
+            known = [] if arguments[:at] else [fault.seed]
+            result = found(fault, chain(known, range(first, first + MOST_SEEDS)), campaign)
+            words = "not found" if result is None else f"seed {result[0]}  {result[1]:.1f} s  {result[2]}"
+            print(f"{name}: {words}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
