@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, train
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime import Engine
+from tests.tools.captures import plan_again
+from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, train, train_on
 
 CASES = {
     "gpt2-dropout, full": [None, *SCOPES],
@@ -44,3 +50,40 @@ def test_replays_name_the_same_numbers_again_in_their_backward(kind: str, schedu
     for scope in (["attn"], ["full_iteration"]):
         with (made := engine_of("gpt2-dropout", scope, recompute=kind, **sections))[0] as engine:
             assert differences(eager, train(engine, made[1])) == [], scope
+
+
+class Mixing(nn.Module):
+    """The first product reads positions as features: a view from which it copies its rows, for its backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.over, self.down = nn.LayerNorm(8), nn.Linear(6, 6), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.over(self.norm(x).transpose(1, 2)).transpose(1, 2)))
+
+
+class MixingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize("graphs", [{}, {"cuda_graphs": {"impl": "emulate", "scope": []}}], ids=["eager", "graphs"])
+def test_a_product_that_copies_its_rows_saves_them_again_in_the_rerun(graphs: dict[str, Any]):
+    found = []
+    for more in ({}, {"recompute": "full", **graphs}):
+        inputs = {"x": {"shape": [6, 8], "dtype": "float64"}}
+        spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs, **more}
+        generator = torch.Generator().manual_seed(0)
+        batches = [{"x": torch.randn(4, 6, 8, dtype=torch.float64, generator=generator)} for _ in range(3)]
+        with Engine(plan_again(MixingNet(), spec), timeout_seconds=60) as engine:
+            found.append(train_on(engine, batches))
+            assert bool(more) == bool(engine.plan.recomputed)
+    assert differences(*found) == []
