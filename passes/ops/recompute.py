@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
@@ -141,6 +142,7 @@ class _Forward:
     def __init__(self, call: BlockCall) -> None:
         self.call = call
         self.step, self.microbatch = call.random.step, call.random.microbatch
+        self.modes = _get_current_function_mode_stack()
         self.inside: int | None = None
         self.flags: dict[int, tuple[bool, ...]] = {}
         self.likes: dict[int, tuple[Any, ...]] = {}
@@ -201,7 +203,8 @@ class _Forward:
         """Give every holder its tensor again."""
         rerun, sources = Rerun(self.flags, self.likes, self.handles), self._sources
         self._sources = []
-        with torch.no_grad(), self.call.random.again(self.step, self.microbatch), _as_backward(self.call.axes):
+        again = self.call.random.again(self.step, self.microbatch)
+        with torch.no_grad(), again, _as_backward(self.call.axes), _under(self.modes):
             try:
                 values = self.call.module(rerun, *sources)
             finally:
@@ -242,6 +245,20 @@ def _as_backward(axes: Sequence[AxisHandle]) -> Iterator[None]:
     finally:
         for axis, phase in zip(axes, before, strict=True):
             axis.phase = phase
+
+
+@contextmanager
+def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """The function modes of the forward, such as that of a capture: autograd runs a backward without them."""
+    here = _get_current_function_mode_stack()
+    missing = [mode for mode in modes if mode not in here]
+    for mode in missing:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            _pop_mode()
 
 
 # ---- inside the rerun

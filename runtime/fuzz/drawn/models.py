@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "spelled"),
     "mlp": ("plain", "gated", "gated_fused"),
     "activation": ("gelu", "relu", "silu", "tanh"),
-    "experts": ("none", "rows", "dense", "stacked"),
+    "experts": ("none", "rows", "dense", "stacked", "slots"),
     "bias": (True, False),
     "tied": (False, True),
     "shared_layer": (False, True),

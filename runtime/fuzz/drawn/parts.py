@@ -120,19 +120,24 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The two best of four experts for each token: rows by data, all of them weighted, or stacked matrices."""
+    """The two best of four experts for each token: rows by data, all of them weighted, stacked matrices, or slots.
+
+    Slots are of each sequence: which tokens find none does not depend on the size of a microbatch.
+    """
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
         self.kind, width, inner = given["experts"], given["width"], given["inner"]
         self.router = nn.Linear(width, 4, bias=False)
-        if self.kind == "stacked":
+        if self.kind in ("stacked", "slots"):
             self.up = nn.Parameter(torch.randn(4, width, inner) / width**0.5)
             self.down = nn.Parameter(torch.randn(4, inner, width) / inner**0.5)
         else:
             self.each = nn.ModuleList(MLP(given) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "slots":
+            return self._by_slots(x)
         rows = x.flatten(0, 1)
         weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
         if self.kind == "rows":
@@ -147,3 +152,15 @@ class Experts(nn.Module):
             return torch.einsum("eti,eih,te->th", inner, self.down, share).view_as(x)
         made = [share[:, i, None] * expert(rows) for i, expert in enumerate(self.each)]
         return torch.stack(made).sum(0).view_as(x)
+
+    def _by_slots(self, x: Tensor) -> Tensor:
+        """GShard: half as many slots of each expert as tokens; all first choices come before all second ones."""
+        capacity = max(1, x.shape[1] // 2)
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        mask = F.one_hot(chosen, 4)  # [b, s, 2, e]
+        place = (mask.transpose(1, 2).flatten(1, 2).cumsum(1) - 1).unflatten(1, (2, -1)).transpose(1, 2)
+        slot = F.one_hot(place.masked_fill(mask == 0, capacity).clamp(max=capacity), capacity + 1)
+        slot = slot[..., :capacity].to(x.dtype)  # [b, s, 2, e, c]
+        inner = F.gelu(torch.einsum("bech,ehi->beci", torch.einsum("bskec,bsh->bech", slot, x), self.up))
+        made = torch.einsum("beci,eih->bech", inner, self.down)
+        return torch.einsum("bskec,bsk,bech->bsh", slot, weights, made)
