@@ -19,9 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
+from passes.ops.weight_gradients import AtOnce, WeightGradients
+
+_HANDLES = (WeightGradients, AtOnce)
 
 
 class BlockCall:
@@ -138,9 +142,11 @@ class _Forward:
     def __init__(self, call: BlockCall) -> None:
         self.call = call
         self.step, self.microbatch = call.random.step, call.random.microbatch
+        self.modes = _get_current_function_mode_stack()
         self.inside: int | None = None
         self.flags: dict[int, tuple[bool, ...]] = {}
         self.likes: dict[int, tuple[Any, ...]] = {}
+        self.handles: dict[int, tuple[WeightGradients | None, ...]] = {}
         self._counts: dict[int, int] = {}
         self._holders: list[_Holder] = []
         self._sources: list[Any] = []
@@ -152,6 +158,7 @@ class _Forward:
         self.inside = number
         self.flags[number] = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         self.likes[number] = tuple(_like(x) if isinstance(x, Tensor) else None for x in inputs)
+        self.handles[number] = tuple(x.as_bound_now() if isinstance(x, _HANDLES) else None for x in inputs)
 
     def saved(self, holder: _Holder) -> None:
         self._holders.append(holder)
@@ -161,7 +168,7 @@ class _Forward:
             self._counts[self.inside] = count + 1
 
     def close(self, dropped: Sequence[Tensor], sources: Sequence[Any]) -> None:
-        self._sources = [s.detach() if isinstance(s, Tensor) else s for s in sources]
+        self._sources = [s.detach() if isinstance(s, Tensor) and not s.is_leaf else s for s in sources]
         kept = {_storage_of(s) for s in self._sources if isinstance(s, Tensor)}
         owners: dict[int, int] = {}
         for index, value in enumerate(dropped):
@@ -194,9 +201,10 @@ class _Forward:
 
     def run_again(self) -> None:
         """Give every holder its tensor again."""
-        rerun, sources = Rerun(self.flags, self.likes), self._sources
+        rerun, sources = Rerun(self.flags, self.likes, self.handles), self._sources
         self._sources = []
-        with torch.no_grad(), self.call.random.again(self.step, self.microbatch), _as_backward(self.call.axes):
+        again = self.call.random.again(self.step, self.microbatch)
+        with torch.no_grad(), again, _as_backward(self.call.axes), _under(self.modes):
             try:
                 values = self.call.module(rerun, *sources)
             finally:
@@ -239,17 +247,37 @@ def _as_backward(axes: Sequence[AxisHandle]) -> Iterator[None]:
             axis.phase = phase
 
 
+@contextmanager
+def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """The function modes of the forward, such as that of a capture: autograd runs a backward without them."""
+    here = _get_current_function_mode_stack()
+    missing = [mode for mode in modes if mode not in here]
+    for mode in missing:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            _pop_mode()
+
+
 # ---- inside the rerun
 
 
 class Rerun:
     """A rerun that goes on. Owns: what ops save while they are watched, by their number.
 
-    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: how they lay in memory.
+    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: how they lay in memory;
+    ``handles``: of those that are handles of weight gradients, one that is bound as they were.
     """
 
-    def __init__(self, flags: dict[int, tuple[bool, ...]], likes: dict[int, tuple[Any, ...]]) -> None:
-        self.flags, self.likes = flags, likes
+    def __init__(
+        self,
+        flags: dict[int, tuple[bool, ...]],
+        likes: dict[int, tuple[Any, ...]],
+        handles: dict[int, tuple[WeightGradients | None, ...]],
+    ) -> None:
+        self.flags, self.likes, self.handles = flags, likes, handles
         self.insides: dict[int, list[Tensor]] = {}
         self._hooks: saved_tensors_hooks | None = None
 
@@ -271,9 +299,17 @@ def _never(_: Any) -> Tensor:
 
 
 def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of op ``number`` as its forward had them: what it saves is noted until ``leave_inside``."""
-    flags = rerun.flags.get(number, (False,) * len(inputs))
-    leaves = [x.detach().requires_grad_(f) if isinstance(x, Tensor) else x for x, f in zip(inputs, flags, strict=True)]
+    """The inputs of op ``number`` as its forward had them: what it saves is noted until ``leave_inside``.
+
+    A weight is the same object: its op looks up by it where its gradient belongs, and saves other tensors if it finds
+    no place.
+    """
+    none = (None,) * len(inputs)
+    flags, handles = rerun.flags.get(number, none), rerun.handles.get(number, none)
+    leaves = [
+        handle or (x.detach().requires_grad_(bool(flag)) if isinstance(x, Tensor) and not x.requires_grad else x)
+        for x, flag, handle in zip(inputs, flags, handles, strict=True)
+    ]
     rerun.enter(number)
     return leaves
 

@@ -81,6 +81,12 @@ class WeightGradients:
         """Where the gradient of ``parameter`` belongs; None: it goes to autograd."""
         return None if self._places is None else self._places.place_of(parameter)
 
+    def as_bound_now(self) -> WeightGradients:
+        """Another handle, which stays bound to the places of this moment: for an op that runs a second time."""
+        found = WeightGradients()
+        found._places = self._places
+        return found
+
     # ---- the backward
 
     @property
@@ -161,6 +167,13 @@ class AtOnce:
 
     def place_of(self, parameter: Tensor) -> Place | None:
         return (self._places or self._handle).place_of(parameter)
+
+    def as_bound_now(self) -> WeightGradients:
+        """As of ``WeightGradients``."""
+        found = self._handle.as_bound_now()
+        if self._places is not None:
+            found.bind(self._places)
+        return found
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
         raise AssertionError("no deferred work belongs to a captured region or uses its memory")

@@ -126,7 +126,7 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """The two best of four experts for each token: rows by data, all of them weighted, or stacked matrices.
 
-    With a ``capacity`` the best one of stacked experts, which takes so many tokens of a sequence and drops the others.
+    With a ``capacity`` stacked experts have so many slots for the tokens of each sequence, and drop the others.
     ``skips_empty``: an expert without tokens is not called, and the last one gets few.
     """
 
@@ -165,12 +165,15 @@ class Experts(nn.Module):
         return torch.stack(made).sum(0).view_as(x)
 
     def _by_slots(self, x: Tensor, capacity: int) -> Tensor:
-        """[b, s, h]: slots [b, e, c, h] of each sequence, as in GShard."""
-        weight, chosen = self.router(x).softmax(-1).max(-1)
-        mask = F.one_hot(chosen, 4)
-        place = (mask.cumsum(1) * mask).sum(-1) - 1
-        slot = F.one_hot(place.clamp(max=capacity - 1), capacity) * (place < capacity)[..., None]
-        taken = (mask[..., None] * slot[:, :, None]).to(x.dtype)
-        inner = F.gelu(torch.einsum("becd,edh->bech", torch.einsum("bsec,bsd->becd", taken, x), self.up))
-        made = torch.einsum("bech,ehd->becd", inner, self.down)
-        return torch.einsum("bsec,becd->bsd", taken * weight[..., None, None], made)
+        """[b, s, h]: slots [b, e, c, h] of each sequence, as in GShard: all first choices come before all second ones.
+
+        Slots are of each sequence: which tokens find none does not depend on the size of a microbatch.
+        """
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        mask = F.one_hot(chosen, 4)  # [b, s, 2, e]
+        place = (mask.transpose(1, 2).flatten(1, 2).cumsum(1) - 1).unflatten(1, (2, -1)).transpose(1, 2)
+        slot = F.one_hot(place.masked_fill(mask == 0, capacity).clamp(max=capacity), capacity + 1)
+        slot = slot[..., :capacity].to(x.dtype)  # [b, s, 2, e, c]
+        inner = F.gelu(torch.einsum("bech,ehi->beci", torch.einsum("bskec,bsh->bech", slot, x), self.up))
+        made = torch.einsum("beci,eih->bech", inner, self.down)
+        return torch.einsum("bskec,bsk,bech->bsh", slot, weights, made)
