@@ -21,7 +21,7 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange
 from planner.exchanges.sequence import sequence_exchanges, sequence_rows
-from planner.experts.domain import in_domain, is_here, share_of_rows
+from planner.experts.domain import axis_of, in_domain, is_here, share_of_rows
 from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
@@ -61,7 +61,7 @@ def collective_rows(
             if decisions.stages.runs_on(node.name, stage):
                 rows += _data_rows(decisions, node, stage, places)
         for node in others:
-            if decisions.stages.runs_on(node.name, stage):
+            if decisions.stages.runs_on(node.name, stage) and is_here(node, decisions.mesh, 0):
                 rows += _statistics_rows(decisions, node, stage, places)
         for piece in recomputed:
             if piece.stage == stage:
@@ -148,14 +148,17 @@ def _over_ranks(decisions: Decisions) -> list[fx.Node]:
 
 def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """What the ranks exchange of each row of the cut dim: maximum and sum of exponentials, or mean and mean square."""
-    cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0].meta["val"]
-    dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.dtype
-    rows = node.meta["val"].numel() if node.target in REDUCED else x.numel() // int(x.shape[cut.dim])
+    cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0]
+    dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.meta["val"].dtype
+    counted = node if node.target in REDUCED else x
+    shape = in_domain(counted, tuple(counted.meta["val"].shape), decisions.mesh)
+    width = 1 if counted is node else shape[cut.dim]
+    rows = ceil(prod(shape) // width * share_of_rows(node, decisions.mesh))
     size = rows * (dtype.itemsize if node.target in EXTREMES else max(4, dtype.itemsize))
     forward, backward = EXCHANGES[node.target]
     for phase in ["forward"] * forward + ["backward"] * (backward if node.meta["grad"] else 0):
         yield CollectivePlan(
-            "all_reduce", "tp", phase, places.text(node), size, 1, "microbatch", stage, places.block(node)
+            "all_reduce", axis_of(node), phase, places.text(node), size, 1, "microbatch", stage, places.block(node)
         )
 
 

@@ -24,6 +24,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"mesh.tp": 2, "recompute": "full", "audit.every": 1},
     ),
+    "a norm along the features of experts that are sharded over etp": (
+        {"layers": 1, "mlp": "gated", "experts": "rows", "inner_norm": True},
+        {"mesh.tp": 2, "mesh.dp": 2, "mesh.ep": 2, "mesh.etp": 2},
+    ),
 }
 
 
