@@ -86,8 +86,10 @@ def run_cases(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[O
 
 
 def _last_line(error: BaseException) -> str:
+    """The last line that names an exception, or the last one that is not indented."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+    named = [line for line in lines if re.match(r"[\w.]+: ", line)]
+    return f"{type(error).__name__}: {(named or lines or [''])[-1]}"
 
 
 def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:

@@ -25,9 +25,10 @@ from runtime.fuzz import specs
 from runtime.fuzz.campaign import Campaign
 from runtime.fuzz.case import Case
 from runtime.fuzz.drawn import models
+from runtime.fuzz.forks import ForkError
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.progress import Progress
-from runtime.fuzz.run import Outcome, Verdict, refused
+from runtime.fuzz.run import Outcome, Verdict, _last_line, refused
 from runtime.fuzz.shrink import shrunk
 from runtime.verify.mutants import num_collectives, without_collective
 
@@ -166,6 +167,16 @@ def test_cases_of_one_model_share_what_a_capture_depends_on(seed: int, number: i
     assert other == first.another(seed, number, 4)
     assert other.model == first.model
     assert [other.spec[name] for name in specs.OF_CAPTURES] == [first.spec[name] for name in specs.OF_CAPTURES]
+
+
+def test_a_crash_is_named_by_its_exception():
+    text = """Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+passes.base.PassError: after the pass localize this does not hold of stage 0
+  expected: 0 all_reduce
+This is a bug in meshwright, not of your model or spec: please report it, with this message."""
+    assert _last_line(ForkError(text)).startswith("ForkError: passes.base.PassError: after the pass localize")
+    assert _last_line(ForkError("not finished in 1 s")) == "ForkError: not finished in 1 s"
 
 
 @pytest.mark.slow
