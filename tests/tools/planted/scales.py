@@ -153,7 +153,7 @@ FAULTS = {
     "adamw: first beta halved": Fault(adamw, "adamw", _half_of("beta1"), seed=0),
     "adamw: second beta halved": Fault(adamw, "adamw", _half_of("beta2"), seed=0),
     "adamw: bias correction left out": Fault(adamw, "adamw", _steps_from_zero, seed=0),
-    "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=179),
+    "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=62),
     "learning rate: of the step before": Fault(Update, "_learning_rate", _step_of(-1), seed=62),
     "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),
     "mean of the weights: not updated": Fault(
