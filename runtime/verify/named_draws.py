@@ -38,7 +38,7 @@ _FIX = "write dropout: fast to verify the plan without dropout"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0. ``lines``: of the user's code."""
+    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0. ``lines``: of user code."""
 
     kind: str
     place: Place
