@@ -3,7 +3,8 @@
     names      the ops that draw, of the model captured at the size of the global batch: site, sample, element
     forward    the user's model, op by op: draws of PyTorch are overwritten with the numbers of the next name
 
-Draws that the loss does not read have no name, and keep PyTorch's values.
+Draws that the loss does not read have no name, and keep PyTorch's values: other lines of the model draw them, or other
+shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from planner.capture.gradients.call_sites import CallSites
 from planner.draws.places import BERNOULLI, KINDS, NORMAL, UNIFORM, Draw, name_draws
 from planner.errors import PlanError, Where
 from planner.graph.ops.aten import aten
-from planner.graph.source_lines import where_of
+from planner.graph.source_lines import lines_of, where_of
 from planner.placement.rules.table import has_rule
 from planner.spec.spec import Spec
 
@@ -37,12 +38,13 @@ _FIX = "write dropout: fast to verify the plan without dropout"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0."""
+    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0. ``lines``: of user code."""
 
     kind: str
     place: Place
     p: float
     where: Where
+    lines: tuple[int, ...] = ()
 
 
 def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
@@ -66,7 +68,9 @@ def _named(node: fx.Node) -> Named:
     is_dropout = node.target is aten.dropout.default
     p: Any = node.args[1] if is_dropout else 0.0
     kind = DROPOUT if is_dropout else KINDS[node.target]
-    return Named(kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node))
+    return Named(
+        kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node), lines_of(node)
+    )
 
 
 class NamedDraws(TorchDispatchMode):
@@ -116,9 +120,14 @@ class NamedDraws(TorchDispatchMode):
                     where=self._sites.here(),
                     fix=f"turn off checkpointing in the model, or {_FIX}",
                 )
-            if self._left and _fits(self._left[0], func, made, args):
+            if self._left and _fits(self._left[0], func, made, args) and self._is_at(self._left[0].lines):
                 made.copy_(self._values(self._left.popleft(), made, args))
         return made
+
+    def _is_at(self, lines: tuple[int, ...]) -> bool:
+        """Whether these lines draw now, in this order; around and between them others may be, which a capture lacks."""
+        here = iter(self._sites.lines_here())
+        return all(line in here for line in lines)
 
     def _values(self, named: Named, made: Tensor, args: Any) -> Tensor:
         random, place = self._random, named.place

@@ -32,6 +32,16 @@ class CallSites:
             frame = frame.f_back
         return self._innermost(reversed(frames))
 
+    def lines_here(self) -> tuple[int, ...]:
+        """The user's lines that are running now, the outermost first."""
+        found: list[int] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not is_foreign_frame(frame.f_code.co_filename):
+                found.append(frame.f_lineno)
+            frame = frame.f_back
+        return tuple(reversed(found))
+
     def of(self, error: BaseException) -> Where:
         """The deepest frame of the traceback that is not PyTorch's own."""
         return self._innermost(traceback.walk_tb(error.__traceback__))

@@ -105,6 +105,28 @@ def test_a_draw_that_no_loss_reads_has_no_name_and_the_rest_repeat() -> None:
     assert [(named.kind, named.p, named.place.shape) for named in masks] == [("dropout", 0.3, (4, 8))]
 
 
+class Aside(nn.Module):
+    """``aside``: the first of two equal layers also runs for a result that no loss reads."""
+
+    def __init__(self, aside: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = nn.Linear(8, 8), nn.Linear(8, 8), aside
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = F.dropout(self.first(x), 0.3) if self.aside else x
+        return {"loss": F.dropout(self.second(x), 0.3).pow(2).mean(), "seen": seen}
+
+
+def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one() -> None:
+    found = []
+    for aside in (False, True):
+        torch.manual_seed(0)
+        model, batch = Aside(aside), {"x": torch.randn(4, 8)}
+        one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), 7))
+        found.append(one.forward_backward(batch))
+    assert found[0] == found[1]
+
+
 def test_a_draw_in_the_backward_is_refused_at_its_line() -> None:
     with pytest.raises(PlanError, match="one process draws random numbers in its backward") as error:
         losses(lambda x: checkpoint(lambda y: F.dropout(y, 0.3), x, use_reentrant=False))
