@@ -41,9 +41,9 @@ class Scores:
 
 
 class Scoring:
-    """Owns the stage of the loss in the form that scores, where this rank runs that, with the weights of training.
+    """Owns the stage of the loss in the form that scores, if this rank runs it, with the weights of training.
 
-    Raises PlanError where the loss gives no label a probability.
+    Raises PlanError if the loss gives no label a probability.
     """
 
     def __init__(

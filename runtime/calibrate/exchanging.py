@@ -25,7 +25,7 @@ _ON_CUDA = (1 << 16, 1 << 22, 1 << 28)
 
 
 def product(clock: Clock) -> Callable[[], Tensor]:
-    """What stands before each exchange."""
+    """The matrix product that runs before each exchange."""
     m = 4096 if clock.device.type == "cuda" else 384
     x, weight = torch.full((m, m), 0.5, device=clock.device), torch.full((m, m), 0.5, device=clock.device)
     return lambda: F.linear(x, weight)

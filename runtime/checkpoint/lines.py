@@ -55,13 +55,13 @@ class Line(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save stands: its line, and its step on it."""
+    """The position of a save: its line, and its step on it."""
 
     line: Line
     step: int
 
     def is_on(self, line: Line) -> bool:
-        """Whether the save belongs to ``line``, or to what that grew from."""
+        """Whether the save belongs to ``line``, or to a line that this one grew from."""
         return self.line.id == line.id or any(self.line.id == i and self.step <= last for i, last in line.before)
 
 

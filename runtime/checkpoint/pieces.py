@@ -44,7 +44,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank tells of its file: ``file`` None where it had nothing to write. ``updates``: of its optimizer;
+    """One rank's report of its file: ``file`` None if it had nothing to write. ``updates``: of its optimizer;
     ``rested``: of parameters that had fewer."""
 
     file: FileEntry | None
@@ -89,7 +89,7 @@ def write_pieces(
 def tables_of(
     names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]
 ) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
-    """The manifest's files and tensors, from what the ranks have written. ``names`` with aliases, in order."""
+    """The manifest's files and tensors, from the records of the ranks. ``names`` with aliases, in order."""
     files = [record.file for record in records if record.file is not None]
     values: dict[str, dict[str, str]] = {}
     places: dict[str, dict[Box, int]] = {}

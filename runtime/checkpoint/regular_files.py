@@ -21,7 +21,7 @@ _CHUNK = 4 << 20
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading. Raises PlanError, naming it, for anything else and where the disk fails."""
+    """A regular file for reading. Raises PlanError, naming it, for anything else, and if the disk fails."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:

@@ -164,7 +164,9 @@ class Saver:
 
 
 def write_save(groups: Groups, directory: Path, content: Content) -> str:
-    """On every rank; raises PlanError on all, when what was begun is removed. The manifest's checksum, on rank 0."""
+    """Returns the manifest's checksum, on rank 0. Every rank calls it; on a failure all raise PlanError, and the
+    unfinished save is removed.
+    """
     try:
         return _write(groups, directory, content)
     except PlanError:

@@ -115,7 +115,7 @@ class FullIteration(Graphs):
         return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)
 
     def _tensors(self, step: Step) -> list[Tensor]:
-        """What is copied in."""
+        """The tensors of a step that are copied in before a replay."""
         batch = [tensor for given in step.microbatches for tensor in given.values()]
         return [*batch, *(step.denominators[i] for i in self._read)]
 

@@ -55,7 +55,7 @@ class RegionModule(nn.Module):
         return [given[self._places.index(place)] for place in range(len(self._places))]
 
     def put_generators(self) -> None:
-        """Where the draws of the microbatch that runs begin."""
+        """Set each generator to the first draw of the current microbatch."""
         if self.random is not None:
             self.random.put_all(self.generators)
 

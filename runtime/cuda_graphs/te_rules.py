@@ -38,7 +38,7 @@ def check_microbatches(order: Order) -> None:
 
 
 def check_arguments(given: GraphArguments) -> None:
-    """Raises PlanError for what make_graphed_callables would refuse, or would take and get wrong."""
+    """Raises PlanError for arguments that make_graphed_callables would refuse, or accept and handle wrongly."""
     check_order(given.order, given.num_layers)
     _check_counts(given)
     _check_modules(given.modules)

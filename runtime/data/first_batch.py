@@ -72,7 +72,7 @@ def tell_failure(store: Store, world_size: int, rank: int, error: BaseException)
 
 
 def _tell(store: Store, world_size: int, rank: int, own: str, expected: str) -> None:
-    """This rank is done with its check; ``own``: what is wrong here."""
+    """Report that this rank has checked its batch; ``own``: the error found here."""
     if rank == 0:
         store.set("batch/expected", expected)
     if own:

@@ -23,7 +23,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """What stands at ``places`` (int64 [k], each below ``size``): int64 [k]."""
+        """The permuted indices at ``places`` (int64 [k], each below ``size``): int64 [k]."""
         found = self._network(places.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._network(found[outside])

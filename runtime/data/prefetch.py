@@ -55,6 +55,6 @@ class Prefetched:
                 return
             try:
                 self._made.put(self.batches.batch(step))
-            except BaseException as error:  # told to who asks for the batch
+            except BaseException as error:  # raised by the request for the batch
                 self._made.put(error)
                 return

@@ -16,7 +16,7 @@ from runtime.data.token_writer import TokenWriter, check_writable
 
 
 def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
-    """Every file of the sources. Raises PlanError where one is the output, or a token file."""
+    """Every file of the sources. Raises PlanError if one is the output, or a token file."""
     files = [file for source in sources for file in files_of(source, "TEXT")]
     check_writable(output)
     for file in files:

@@ -36,7 +36,7 @@ def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
 
 
 def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -> Tokens:
-    """Tokens in memory, an end token after each document. Raises PlanError where there is none."""
+    """Tokens in memory, an end token after each document. Raises PlanError if there is none."""
     ids, marks, ends, words = [], [], [], []
     num_tokens = num_words = 0
     for piece in pieces:

@@ -53,7 +53,7 @@ def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[
 
 
 def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
-    """Tokens of one sequence. Raises PlanError where inputs differ in it, or have not this one dim."""
+    """Tokens of one sequence. Raises PlanError if inputs differ in it, or have not this one dim."""
     lengths: dict[str, int] = {}
     for name, spec in inputs.items():
         wanted = 0 if roles[name] == "sentence_order" else 1

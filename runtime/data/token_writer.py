@@ -118,7 +118,7 @@ class TokenWriter:
 
 
 class _CannotWrite:
-    """What the system says of a write that failed, as one error."""
+    """Turns the system's errors of a failed write into one PlanError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,7 +30,7 @@ class Works:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
+    """``own``, a view of ``whole``, becomes its sum over the ranks; the rest of ``whole`` is overwritten."""
     if whole.device.type == "cpu":
         return all_reduce(whole, group=group, async_op=async_op)
     return reduce_scatter_single(own, whole, group=group, async_op=async_op)

@@ -31,7 +31,7 @@ class DataParallel:
 
 @dataclass
 class ParameterSlot:
-    """A parameter's place: one view for its gradient, and the module parameters (several where tied) that feed it."""
+    """A parameter's place: one view for its gradient, and the module parameters (several if tied) that feed it."""
 
     local: LocalParameter
     parameters: list[nn.Parameter]

@@ -22,7 +22,7 @@ class PlannedRun:
     has_seconds: bool
 
     def scaled(self, seconds: float) -> PlannedRun:
-        """Where it has no seconds: as if the whole took ``seconds``."""
+        """A plan without seconds, scaled to take ``seconds`` in all."""
         if self.has_seconds or not self.duration:
             return self
         by = seconds / self.duration

@@ -67,7 +67,7 @@ class _Run:
         self.show(self._lag)
 
     def _validated(self) -> float | None:
-        """By the running mean of the weights where there is one. None after most steps."""
+        """The validation loss, by the running mean of the weights if there is one. None after most steps."""
         if not self.data.is_validated_after(self.engine.step_index):
             return None
         with nullcontext() if self.engine.spec.optimizer.ema is None else self.engine.averaged_weights():
@@ -80,7 +80,7 @@ class _Run:
             self.profile.finish()
 
     def show(self, lag: int = 0) -> None:
-        """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
+        """Shows the steps except the last ``lag``. Sets ``is_stopped`` on all ranks if one was asked to stop."""
         while len(self._waiting) > lag:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
@@ -147,7 +147,7 @@ def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProce
 
 
 def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
-    """``model`` where it holds values, else the whole of it from its directory, in the same mode."""
+    """``model`` if it holds values, else a model loaded from its directory, in the same mode."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)

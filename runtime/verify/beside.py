@@ -26,7 +26,9 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """What the engine did with one batch, whole. ``before``: the parameters that it read; none in the first step."""
+    """The engine's results for one global batch, as full tensors. ``before``: the parameters that it read; none in the
+    first step.
+    """
 
     loss: float
     norm: float
@@ -84,7 +86,7 @@ class Beside:
         return Tolerance.of(self.precision, self._one.spec.optimizer.lr, self._tolerance, num_updates=num_updates)
 
     def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
-        """What the comparison of parameters needs of this step's gradients."""
+        """Note the facts of this step's gradients that the comparison of parameters needs."""
         unreached = {name for name, gradient in gradients.items() if gradient is None}
         self._still = unreached if self._still is None else self._still & unreached
         o = self._one.spec.optimizer

@@ -14,7 +14,7 @@ from runtime.audit.tolerance import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: ``difference`` against what is ``allowed``; inf where a tensor is missing or not a number.
+    """One comparison: ``difference`` against what is ``allowed``; inf if a tensor is missing or holds NaN.
 
     ``name``: of a tensor; "" of a number of the whole step. ``step`` counts from 1, as the log does; 0: of no step.
     """

@@ -56,7 +56,7 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
 def freeze_parameter(plan: Plan, fqn: str) -> Plan:
     """The plan with a trainable parameter as a constant, as of a capture that loses it; ``plan`` itself is used up.
 
-    Raises PlanError where the program reads no such parameter.
+    Raises PlanError if the program reads no such parameter.
     """
     source, _ = plan.to_run()
     program, values = source.program, dict(source.model.named_parameters()) if source.model is not None else {}

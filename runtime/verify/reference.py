@@ -33,7 +33,7 @@ class Untouched:
         self._before = fingerprint_of_model(model)
 
     def check(self, model: nn.Module) -> None:
-        """Raise PlanError where ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
+        """Raise PlanError if ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
         now = fingerprint_of_model(model)
         names = [name for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
         if names:

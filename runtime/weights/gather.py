@@ -86,7 +86,7 @@ def _narrowed(tensor: Tensor, place: Mapping[int, tuple[int, int]]) -> Tensor:
 
 
 def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the model's order, tied parameters under each of their names; what is of no row comes last."""
+    """In the model's order, tied parameters under each of their names; tensors without a row come last."""
     named = {}
     for row in rows:
         if row.name in tensors:

@@ -22,7 +22,7 @@ _MARK = b"\xef\xbb\xbf"  # of byte order; no text
 
 
 class Split(StrEnum):
-    """What ends a document."""
+    """The end of a document in a text."""
 
     file = "file"
     line = "line"
