@@ -194,7 +194,7 @@ def values_have_their_local_shape(stage: StageGraph, context: LowerContext) -> I
 class _Trials:
     """Runs ops on meta. Owns: the shape that is due of each value, and what each kind of call has made.
 
-    ``made`` is a shape, or the error that the op raised; None where that cannot be told: a tuple (its items are looked
+    ``made`` is a shape, or the error that the op raised; None if that cannot be told: a tuple (its items are looked
     at), a Function of the user, an op that meta tensors do not have.
     """
 

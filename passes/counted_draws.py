@@ -31,7 +31,7 @@ from planner.placement.types import Placement
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
-    """The call that takes the place of ``node``, of a stage; None where the plan has no names for its numbers."""
+    """The call that takes the place of ``node``, of a stage; None if the plan has no names for its numbers."""
     draw: Draw | None = node.meta.get("draw")
     if draw is None:
         return None

@@ -86,7 +86,7 @@ SCORING: tuple[Pass, ...] = (
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
     """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill.
 
-    ``thorough``: look at what takes long to prove, too. Raises PassError where a pass did not leave what it must.
+    ``thorough``: look at what takes long to prove, too. Raises PassError if a pass did not leave what it must.
     """
     context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
     decisions = context.decisions
@@ -142,7 +142,7 @@ def lower_scoring(
     """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
 
     It shares the handles of ``program``, what ``rank`` trains with; parameters and buffers are on meta. Raises
-    PlanError, on every rank, where the loss gives no label a probability.
+    PlanError, on every rank, if the loss gives no label a probability.
     """
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     more = rows_over_classes(context.decisions)
@@ -159,7 +159,7 @@ def lower_scoring(
 
 
 def check_stages(plan: Plan) -> None:
-    """Lower every stage for one tp rank, thoroughly. Raises PassError where a pass did not leave what it must."""
+    """Lower every stage for one tp rank, thoroughly. Raises PassError if a pass did not leave what it must."""
     for pp in range(plan.mesh.pp):
         context, indices = context_of(plan, plan.mesh.rank_of(pp=pp), torch.device("cpu"), thorough=True)
         for index in indices:
@@ -174,7 +174,7 @@ def run_passes(
 ) -> None:
     """The passes in their order; ``seen`` is shown the stage after each.
 
-    Raises PassError where a pass does not leave what it must.
+    Raises PassError if a pass does not leave what it must.
     """
     for step in passes:
         step.run(stage, context)

@@ -52,7 +52,7 @@ class RankProgram:
     ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
     its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
     ``load``: where experts note how many rows they get. ``gate``: where the stages wait for updated parameters; None
-    where they are to be here before the first forward. ``weight_gradients``: what their products do for weights.
+    if they are to be here before the first forward. ``weight_gradients``: what their products do for weights.
     """
 
     stages: list[StageModule]

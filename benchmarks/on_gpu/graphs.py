@@ -26,7 +26,7 @@ SCOPES: dict[str, list[str] | None] = {"eager": None, "layers": [], "attention":
 
 @dataclass(frozen=True)
 class Speed:
-    """``gaps`` in percent, None where no kernel was seen; bytes are static ones."""
+    """``gaps`` in percent, None if no kernel was seen; bytes are static ones."""
 
     seconds: float
     gaps: float | None

@@ -99,7 +99,7 @@ def idle_percent(intervals: Iterable[tuple[float, float]]) -> float | None:
 
 
 def attention_kernels(names: Iterable[str]) -> str | None:
-    """The families of attention's own kernels among ``names``; None where scores were computed by plain products."""
+    """The families of attention's own kernels among ``names``; None if scores were computed by plain products."""
     signs = {"flash": "flash", "cudnn": "sdpa", "memory-efficient": "fmha_cutlass"}
     lowered = {name.lower() for name in names}
     return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None

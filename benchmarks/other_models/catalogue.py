@@ -57,7 +57,7 @@ class Listed:
 
     @property
     def version(self) -> str | None:
-        """Of the package; "" for our own; None where it is not installed."""
+        """Of the package; "" for our own; None if it is not installed."""
         if self.source == "own":
             return ""
         try:

@@ -81,7 +81,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 
 
 def places_of(handle: Handle | None, held: Sequence[Any]) -> tuple[Place | None, ...] | None:
-    """Of each weight and bias where its gradient is summed, None for one without; None where one is autograd's."""
+    """Of each weight and bias where its gradient is summed, None for one without; None if one is autograd's."""
     if handle is None or not handle.is_bound:
         return None
     found = tuple(handle.place_of(t) if t is not None and t.requires_grad else None for t in held)
@@ -94,7 +94,7 @@ def places_of(handle: Handle | None, held: Sequence[Any]) -> tuple[Place | None,
 def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, transposed: bool) -> None:
     """Add the gradients of weights and biases where they belong.
 
-    x [r, n]. ``rows``: of each product its gradient [r, m], None where nothing came back.
+    x [r, n]. ``rows``: of each product its gradient [r, m], None if nothing came back.
     """
     count = len(rows)
     for number, place in enumerate(places):
@@ -114,9 +114,9 @@ def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, tr
 def of_held(
     x: Tensor | None, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool
 ) -> list[Tensor | None]:
-    """Gradients of the weights, then of the biases, for autograd; None where nobody asks.
+    """Gradients of the weights, then of the biases, for autograd; None if nobody asks.
 
-    ``x``: None where no weight is asked for.
+    ``x``: None if no weight is asked for.
     """
     count, found = len(rows), list[Tensor | None]()
     for number, asked in enumerate(needed):

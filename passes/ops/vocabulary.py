@@ -67,7 +67,7 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
 
-    ``weight`` [v] of each class is whole on every rank. ``axis``: None where this rank has all classes.
+    ``weight`` [v] of each class is whole on every rank. ``axis``: None if this rank has all classes.
     ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
     ``in_place``: the logits, in float32 or more, may be overwritten: nobody reads them again.
     Raises RuntimeError for a target that is no class. Of half precision, losses are summed in float32.

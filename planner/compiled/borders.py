@@ -41,7 +41,7 @@ class Borders:
         self._decisions = decisions
 
     def reason(self, node: fx.Node) -> str:
-        """Why a call is no part of a piece; empty where it is plain."""
+        """Why a call is no part of a piece; empty if it is plain."""
         target: Any = node.target
         if node.target is operator.getitem:
             return self.reason(node.all_input_nodes[0])

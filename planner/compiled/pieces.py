@@ -100,7 +100,7 @@ class _Group:
 
     @property
     def reason(self) -> str:
-        """Why it is not worth compiling; empty where it is."""
+        """Why it is not worth compiling; empty if it is."""
         if self.num_ops < FEWEST_OPS:
             return TOO_FEW
         return ALONE if self.num_ops < FEWEST_ALONE and len(self.runs) == 1 else ""

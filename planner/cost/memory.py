@@ -138,7 +138,7 @@ def _row(
 
 
 def after_blocks(decisions: Decisions) -> list[str]:
-    """The calls that stand after the last block: a final norm, the head, the loss. None where there are no blocks."""
+    """The calls that stand after the last block: a final norm, the head, the loss. None if there are no blocks."""
     block_of = decisions.blocks.block_of()
     calls = [node.name for node in decisions.program.graph.graph.nodes if node.op == "call_function"]
     last = max((at for at, name in enumerate(calls) if name in block_of), default=len(calls))

@@ -31,9 +31,9 @@ def read_text(
     error: type[PlanError] = PlanError,
     fix: str = "",
 ) -> str:
-    """The text of the file at ``path``, without a byte order mark. ``what`` the file is, for the words of an error.
+    """The text of the file at ``path``, without a byte order mark. ``what``: the kind of file, for errors.
 
-    Raises ``error`` where there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
+    Raises ``error`` if there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
     or is not UTF-8.
     """
     shown = shorten(path)
@@ -131,7 +131,7 @@ def shorten(text: object, most: int = 300) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what would move a terminal's cursor, change its colours or turn the direction of writing."""
+    """``text`` without control characters that would move a terminal's cursor, change colours or turn the text."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -61,7 +61,7 @@ class Constants:
         return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
-        """The value of a constant node on the CPU; None where it would be too large to look at."""
+        """The value of a constant node on the CPU; None if it would be too large to look at."""
         for inner in in_order([node], step=self._operands):
             if inner in self._values:
                 continue

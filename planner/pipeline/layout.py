@@ -59,7 +59,7 @@ class Layout:
         return next(s for s, stage in enumerate(self.stages) for mark in stage if mark.letter == letter)
 
     def check_num_blocks(self, num_blocks: int) -> None:
-        """Raises PlanError where the layout's t are more or fewer than the model's blocks."""
+        """Raises PlanError if the layout's t are more or fewer than the model's blocks."""
         marks = [mark for stage in self.stages for mark in stage]
         blocks = [mark for mark in marks if mark.letter == "t"]
         if len(blocks) != num_blocks:

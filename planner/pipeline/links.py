@@ -55,7 +55,7 @@ class Message(NamedTuple):
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
     def link(self, pp: int, fold: Fold) -> Link | None:
-        """The link that carries it; None where both stages are on one rank."""
+        """The link that carries it; None if both stages are on one rank."""
         sender, receiver = rank_of(self.sender, pp, fold), rank_of(self.receiver, pp, fold)
         return None if sender == receiver else Link(sender, receiver, self.kind)
 

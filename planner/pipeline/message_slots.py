@@ -104,7 +104,7 @@ class _Rank:
             stage += step
 
     def _crossing(self, action: Action, found_by: Callable[[str, int, int], Message]) -> Message | None:
-        """What the action sends or receives, by ``found_by``; None where it stays on this rank."""
+        """What the action sends or receives, by ``found_by``; None if it stays on this rank."""
         if action.kind == "W":
             return None
         message = found_by(action.kind, stage_of(self.rank, action.chunk, self.pp, self.fold), action.microbatch)

@@ -157,7 +157,7 @@ def build_schedule(
 def check_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
 ) -> tuple[str, int]:
-    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError where it would."""
+    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError if it would."""
     kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
@@ -211,7 +211,7 @@ def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_siz
 
 
 def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    """Raise PlanError where ``build_schedule`` would."""
+    """Raise PlanError if ``build_schedule`` would."""
     if kind not in KINDS:
         raise unknown_kind(kind)
     sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}

@@ -31,7 +31,7 @@ _SHOWN_STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What running a schedule would do. ``steps[t][rank]`` is the action at lock step t, None where the rank waits."""
+    """What running a schedule would do. ``steps[t][rank]`` is the action at lock step t, None if the rank waits."""
 
     steps: Steps
     spans: tuple[tuple[Span, ...], ...]  # per rank, start and end of each of its actions, in units of the costs
@@ -72,7 +72,7 @@ def simulate(
 
 
 def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan:
-    """The plan's row of a schedule, run before anything runs. Raises PlanError where it would never end.
+    """The plan's row of a schedule, run before anything runs. Raises PlanError if it would never end.
 
     ``costs``: by which its W were put; its bubble is that of these.
     """

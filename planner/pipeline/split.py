@@ -41,7 +41,7 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
 
 
 def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP) -> Layout:
-    """The layout that ``split`` (not auto) says for a model. Raises PlanError where it does not fit."""
+    """The layout that ``split`` (not auto) says for a model. Raises PlanError if it does not fit."""
     for problem in stage_problems(split, pp, vpp) if isinstance(split, str) or _is_rows(split) else ():
         raise problem
     if isinstance(split, str):
@@ -72,7 +72,7 @@ def even_split(
     embedding: bool = False,
     loss: bool = False,
 ) -> list[list[int]]:
-    """Of each pp rank, the blocks of each of its chunks. Raises PlanError where something would be left over."""
+    """Of each pp rank, the blocks of each of its chunks. Raises PlanError if something would be left over."""
     if embedding or loss:
         if first is not None or last is not None:
             raise _problem("embedding and loss count as blocks only if first and last are not given", "keep one")

@@ -23,7 +23,7 @@ _ROUTED = {exchange.meet, exchange.dispatch, exchange.give_back}
 
 
 def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:
-    """Why no graph captures a part of a block; None where one does."""
+    """Why no graph captures a part of a block; None if one does."""
     for found in uncapturable(nodes):
         return found
     for node in nodes:

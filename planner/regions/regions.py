@@ -36,7 +36,7 @@ LAYER = "layer"
 
 @dataclass
 class Region:
-    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty where one does.
+    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty if one does.
 
     ``nodes``: captured names. ``inputs`` and ``outputs``: what crosses, by (name, type), in the order of its first use.
     ``through``: inputs that are read more than once here and again after it, as a residual is. Their later gradient

@@ -55,7 +55,7 @@ ON_GPU: dict[Any, Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
 def local_call(node: fx.Node, option: Option, tp: int, shape: Sequence[int]) -> Call | None:
     """Target, arguments and keywords (nodes among them) of ``node`` on one of ``tp`` ranks, whose result has ``shape``.
 
-    None where there is none that could be looked at.
+    None if there is none that could be looked at.
     """
     if node.target in OF_EXPERTS:
         return None

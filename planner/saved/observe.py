@@ -80,7 +80,7 @@ class Seen:
     of each memory that is kept and is neither; ``is_tuple``: whether its value is a tuple of the results.
 
     ``peak``: the most new bytes at once in the forward, results and what is kept among them; ``backward_peak`` in the
-    backward, gradients among them. ``gradients``: of each operand; empty where the backward could not be seen.
+    backward, gradients among them. ``gradients``: of each operand; empty if the backward could not be seen.
     """
 
     made: tuple[Made, ...]
@@ -151,7 +151,7 @@ def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Li
 def _gradients(
     operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
 ) -> tuple[Gradient | None, ...] | None:
-    """What the backward makes of gradients as large as the results; None where it cannot run without values."""
+    """What the backward makes of gradients as large as the results; None if it cannot run without values."""
     results = [tensor for tensor in made if tensor.requires_grad]
     leaves = [tensor for tensor in operands if tensor.requires_grad]
     given = [torch.empty_like(tensor) for tensor in results]

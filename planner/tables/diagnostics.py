@@ -257,7 +257,7 @@ class Uncovered:
 
 
 def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
-    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty where all is covered."""
+    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty if all is covered."""
     nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
     found: dict[tuple[str, str, int], list[fx.Node]] = {}
     wheres: dict[tuple[str, str, int], Where] = {}

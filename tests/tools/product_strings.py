@@ -7,6 +7,7 @@ counts as a word.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -30,8 +31,8 @@ def messages(source: str) -> list[tuple[int, str]]:
 
 
 def docstrings(source: str) -> list[tuple[int, str]]:
-    """(line, text) of each docstring of a module, a class or a function."""
-    return sorted((node.lineno, _text(node)) for node in _docstrings(ast.parse(source)))
+    """(line, text) of each docstring of a module, a class or a function, without the indentation of its code."""
+    return sorted((node.lineno, inspect.cleandoc(_text(node))) for node in _docstrings(ast.parse(source)))
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:

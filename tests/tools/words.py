@@ -26,7 +26,9 @@ BANNED = (
 HOUSES = ("planner", "passes", "runtime")
 AT_MOST = {"what": 3, "where": 2}  # in 1,000 words
 AT_LEAST = {"you": 2}
-CODE = re.compile(r"(?s:^```.*?^```)|(?:(?<=\n\n)|\A)(?: {4}.*\n|\n(?= {4}))+|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE)
+CODE = re.compile(
+    r"(?s:^```.*?^```)|(?:(?<=\n\n)|\A)(?: {4}.*\n|\n(?= {4}))+|``[^`\n]+``|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE
+)
 PHRASES = [(phrase, re.compile(rf"\b{phrase}\b".replace(" ", r"\s+"), re.IGNORECASE)) for phrase in BANNED]
 
 

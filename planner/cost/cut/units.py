@@ -18,7 +18,7 @@ from planner.cost.cut.ops import NOTHING, Op, Size
 class Message:
     """A collective of one microbatch over ``axis``. ``bytes`` as planner.exchanges.collectives counts them.
 
-    ``beside``: the products that the rank computes meanwhile; empty where it waits.
+    ``beside``: the products that the rank computes meanwhile; empty if it waits.
     """
 
     kind: str

@@ -52,7 +52,7 @@ class PlaceWriter:
         self._written: dict[fx.Node, Any] = {}
 
     def places(self, node: fx.Node) -> Any:
-        """Places of the elements of ``node``; None where none of them is of the batch.
+        """Places of the elements of ``node``; None if none of them is of the batch.
 
         Raises PlanError at the line of a call that makes other integers of the batch's.
         """
