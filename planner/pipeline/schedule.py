@@ -35,7 +35,7 @@ class SchedulePlan:
     """Per pp rank the actions ("F", "B" or "W", microbatch, chunk) in the order in which it runs them.
 
     ``peak_in_flight``: of each rank the most pairs of microbatch and chunk between F and B; ``peak_waiting``: the most
-    between B and W, where there are W.
+    between B and W, if there are W.
     """
 
     kind: str
@@ -165,7 +165,7 @@ def check_schedule(
 
 
 def fold_of(kind: str | None) -> Fold:
-    """How a kind of schedule lays its stages onto ranks; of what is no kind of KINDS, in a loop."""
+    """How a kind of schedule lays its stages onto ranks; for a kind outside of KINDS, in a loop."""
     return KINDS[kind].fold if kind in KINDS else LOOP
 
 
@@ -295,12 +295,13 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What makes a kind of schedule: all else follows from the table, or from ``orders``.
+    """The definition of a kind of schedule; the rest follows from the table, or from ``orders``.
 
     ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
     stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
-    ``orders(pp, microbatches, costs)``: of a kind without a table, whose ranks depend on each other in all they run.
+    ``orders(pp, microbatches, costs)``: of a kind without a table, in which the order of each rank depends on the
+    others.
     """
 
     num_warmup: Callable[[int, int, int, int], int]
