@@ -2,7 +2,7 @@
 
     if (ids > n).any(): raise …          assert x.max() < 1          F.gaussian_nll_loss: no variance below 0
 
-Where the check reads the batch alone and is small, it is computed again on the host for each microbatch.
+If the check reads only the batch and is small, the host evaluates it for each microbatch.
 """
 
 from __future__ import annotations

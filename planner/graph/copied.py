@@ -1,4 +1,4 @@
-"""copied(program): a program of its own, with the same names; what rewrites it leaves the other alone."""
+"""copied(program): an independent program, with the same names; rewriting it leaves the original unchanged."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ local_rows              two chunks in memory of their own, nothing kept
 gather_sequence         the whole, nothing kept
 causal_attention        q, k, v, the result, and a number for each row; no scores
 gathered_attention      the same of this rank's own k and v
-either without flash    what plain attention keeps, with a mask for each chunk; or q, k, v alone, and all of it again
+either without flash    tensors saved by plain attention, with a mask for each chunk; or q, k, v alone, with a rerun
 """
 
 from __future__ import annotations

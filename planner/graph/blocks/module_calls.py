@@ -24,7 +24,8 @@ from torch import fx
 from planner.graph.blocks.structure import Group, Structure
 from planner.graph.ops.flops import node_flops
 
-# A block whose inner blocks do at least this share of its work is only their container (a stage of stages of layers).
+# A block with inner blocks that do at least this share of its work is only their container (a stage of stages of
+# layers).
 CONTAINER_SHARE = 0.9
 
 
@@ -36,7 +37,7 @@ def module_blocks(structure: Structure) -> list[Group]:
 
 
 class _Search:
-    """Owns what is known of each kind: whether it only contains blocks."""
+    """Owns one fact of each kind: whether it only contains blocks."""
 
     def __init__(self, structure: Structure) -> None:
         self.kind = structure.kind
