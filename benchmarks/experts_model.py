@@ -1,4 +1,4 @@
-"""The model of the runs with experts: Mixtral of transformers as it is, in a shape where experts dominate.
+"""The model of the runs with experts: Mixtral of transformers unchanged, in a shape in which experts dominate.
 
 2 layers, 256 wide, 16 experts 1024 wide of which a token goes to 2: 25.2 M of its 29.8 M parameters are experts'.
 """

@@ -1,4 +1,4 @@
-"""What two papers measured beside what is predicted of it: `python -m benchmarks.paper`.
+"""The measurements of two papers beside the predictions: `python -m benchmarks.paper`.
 
 Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): weak scaling (figure 5), attention heads (table 7), strong
 scaling (table 8), from specs/clusters/dgx-2h.yaml; nothing is fitted to a row. Narayanan et al. 2021, "Efficient

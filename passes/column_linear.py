@@ -28,7 +28,7 @@ LINEARS = {aten.linear.default, *TRANSPOSED}
 
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
-    """Only where nothing but such products reads f: its gradient is theirs alone."""
+    """Only if no other op reads f: its gradient then comes from these products alone."""
     owner = owners(stage, context)
     for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
         readers = list(node.users)

@@ -2,10 +2,10 @@
 
     dropout(x, p)   →   counted_dropout(x, p, random, place)
 
-``place`` says which elements of the whole value this rank has: of tp its slices, of cp its chunks of each sequence.
+``place`` says which elements of the full value this rank has: of tp its slices, of cp its chunks of each sequence.
 
 Needs:   ops of this rank's sizes (passes.localize).
-Leaves:  of what the plan has named, nothing that draws from a stream.
+Leaves:  no named draw that reads a stream.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
 
 
 def _held(placement: Placement, tp: int, rank: int) -> Ranges:
-    """This rank's ranges of the cut dim. Padding, which is a copy of the last element, draws what that one draws."""
+    """This rank's ranges of the sharded dim. Padding, a copy of the last element, has that element's numbers."""
     end, found = sum(placement.sizes), []
     for (start, stop), num_data in zip(placement.slices(tp, rank), placement.data_sizes(tp, rank), strict=True):
         found += [(start, start + num_data)] if num_data else []
@@ -81,7 +81,7 @@ def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
 
 
 def _of(whole: Ranges, parts: Ranges) -> Ranges:
-    """``parts``, in their order, of what stands behind each other in ``whole``."""
+    """``parts``, in their order, of the concatenation of the ranges ``whole``."""
     found = []
     for a, b in parts:
         start = 0

@@ -1,4 +1,4 @@
-"""Put a collective on every edge whose ends have different types: exactly those that the plan lists.
+"""Put a collective on every edge between different types: exactly those that the plan lists.
 
 Needs:   a stage at global shapes (passes.extract).
 Leaves:  ``meta["placement"]`` of every node, and every reader gets the type that it wants.

@@ -60,7 +60,7 @@ def graphs(scope: list[str] | None, device: torch.device) -> dict[str, Any]:
 
 
 def compare(table: Table, name: str, device: torch.device) -> None:
-    """What is out of reach of a model with dropout; nothing is added to the table."""
+    """Note figures of a model with dropout that are out of reach; adds no row."""
     eager, *graphed = (_steps(name, scope, device) for scope in SCOPES.values())
     for run, found in zip(list(SCOPES)[1:], graphed, strict=True):
         for step, ((loss, gradients), (truth, wanted)) in enumerate(zip(found, eager, strict=True)):

@@ -131,7 +131,7 @@ class DebertaLayer(nn.Module):
 
 @dataclass
 class MaskedOutput:
-    """What the model returns: an object, not a tuple."""
+    """The model's result: an object, not a tuple."""
 
     loss: Tensor
     logits: Tensor

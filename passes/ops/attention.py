@@ -1,4 +1,4 @@
-"""Attention where there are fewer key heads than ranks: each rank picks the key heads that its query heads read."""
+"""Attention with fewer key heads than ranks: each rank picks the key heads that its query heads read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def key_heads_of(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle) -> tuple[Ten
 
 
 def _read_by(heads: list[int], x: Tensor) -> Tensor:
-    """The key heads that ``heads`` are: a part of x where each is read by as many query heads, else one for each."""
+    """The key heads ``heads``: a part of x if equally many query heads read each, else one for each query head."""
     first, count = heads[0], heads[-1] - heads[0] + 1
     if heads == [first + i // (len(heads) // count) for i in range(len(heads))]:
         return x.narrow(1, first, count)

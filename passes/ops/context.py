@@ -3,7 +3,7 @@
     local_rows        whole → this rank's     nothing       backward: the gradient at its places, zeros elsewhere
     gather_sequence   this rank's → whole     all-gather    backward: reduce-scatter
 
-A rank holds two chunks of a sequence (planner.context.zigzag); what is gathered stands in the order of the sequence.
+A rank holds two chunks of a sequence (planner.context.zigzag); gathered tokens have the order of the sequence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, pha
 
 
 def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """What ranks hold [cp, ..], as the whole sequence."""
+    """The ranks' parts [cp, ..], as the full sequence."""
     halves = [part.chunk(2, dim) for part in parts.unbind(0)]
     owners = (zigzag.owner(axis.size, chunk) for chunk in range(2 * axis.size))
     return torch.cat([halves[rank][half] for rank, half in owners], dim)

@@ -4,8 +4,8 @@
     mix(z) = z ⊕ z≫30, · M₁, ⊕ ≫27, · M₂, ⊕ ≫31                                      the finalizer of SplitMix64
 
 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", variant 13 of the constants.) ``element``
-counts what one sequence has of the whole value, ``sample`` the sequences of the global batch. int64 wraps around, so
-the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
+counts the elements of one sequence in the full value, ``sample`` the sequences of the global batch. int64 wraps around,
+so the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
 """
 
 from __future__ import annotations

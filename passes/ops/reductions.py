@@ -33,7 +33,7 @@ def cut_amin(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle) -> Ten
 
 
 class _VectorNorm(torch.autograd.Function):
-    """The gradient of this rank's part is x / norm, and 0 where the norm is 0."""
+    """The gradient of this rank's part is x / norm, and 0 if the norm is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], axis: AxisHandle) -> Tensor:
