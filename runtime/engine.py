@@ -280,7 +280,7 @@ class Engine:
         it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
         says so.
 
-        Where the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
+        If the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
         a warning on rank 0 says so.
         """
         self._need_own_weights("load")

@@ -23,7 +23,7 @@ def notes_of_writes(
 ) -> Iterator[str]:
     """A note for each write of what is not the same at each step.
 
-    Raises PlanError where the loss reads what this call and later ones write.
+    Raises PlanError if the loss reads what this call and later ones write.
 
     ``written``: placeholder → the node of its last value; ``names``: placeholder → dotted name; ``fixed``: placeholders
     that are the same at each step, if nothing writes them; ``outputs``: what the forward returns.

@@ -46,7 +46,7 @@ def shape_of_data(node: fx.Node) -> PlanError:
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
-    """Raise PlanError where Python computes with a number that was read out of a tensor."""
+    """Raise PlanError if Python computes with a number that was read out of a tensor."""
     for node in _calls(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise PlanError(

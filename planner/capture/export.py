@@ -88,7 +88,7 @@ def capture(
     floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: of a model that was captured at
     another batch size before, whose Python side was settled then: exported once, for its graph alone.
 
-    Raises PlanError where the model cannot be traced or would not train as traced, naming the user's line, and where no
+    Raises PlanError if the model cannot be traced or would not train as traced, naming the user's line, and where no
     output is a loss.
     """
     refuse_gradient_hooks(model)

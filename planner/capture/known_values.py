@@ -32,7 +32,7 @@ def node_of(tensor: Tensor, tracer: Any) -> Any:
 def known_answer(tensor: Tensor, question: str) -> Any:
     """What a method without arguments (``item``, ``__bool__``, ``tolist``) gives of a tensor that export is tracing.
 
-    None where it depends on anything but constants.
+    None if it depends on anything but constants.
     """
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(tensor, mode.tracer) if mode is not None and isinstance(tensor, FakeTensor) else None
@@ -44,7 +44,7 @@ def known_answer(tensor: Tensor, question: str) -> Any:
 
 
 def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """What ``node`` computes from constants, attributes of ``root``, and ``given`` values; None where it reads more.
+    """What ``node`` computes from constants, attributes of ``root``, and ``given`` values; None if it reads more.
 
     Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """

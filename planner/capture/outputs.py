@@ -22,7 +22,7 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
 def plain_structure(output: Any) -> Any:
-    """What a forward returns, as tuples, lists and dicts alone. Raises PlanError where no tensor is found in it."""
+    """What a forward returns, as tuples, lists and dicts alone. Raises PlanError if no tensor is found in it."""
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(

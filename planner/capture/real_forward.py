@@ -32,7 +32,7 @@ _FIX = "compute the same with and without tracing: do not test for tracing or fo
 
 
 def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> None:
-    """Raise PlanError where the captured loss differs."""
+    """Raise PlanError if the captured loss differs."""
     if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
         return
     for fill in (_ones, _mixed) if program.traced else (_mixed,):

@@ -29,7 +29,7 @@ MOST_ELEMENTS = 1 << 24
 
 
 def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: Mapping[str, Tensor]) -> fx.Node | None:
-    """The call of ``first`` with which ``second`` differs; None where both compute the same.
+    """The call of ``first`` with which ``second`` differs; None if both compute the same.
 
     ``buffers``: by dotted name, their values before the first call, and those of frozen parameters.
     """
@@ -45,7 +45,7 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
 
 
 def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProgram]) -> None:
-    """Raise PlanError where another export of a forward reads another constant: Python computed it."""
+    """Raise PlanError if another export of a forward reads another constant: Python computed it."""
     for other in others:
         reader = _reader_of_another_constant(first, other)
         if reader is not None:

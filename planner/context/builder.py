@@ -1,4 +1,4 @@
-"""New calls of the program of one rank: each stands where the value of the whole program stood that it is made for."""
+"""New calls of the program of one rank: each has the place of the full program's value for which it is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Builder:
         self._keys: dict[fx.Node, tuple[int, int]] = {}
 
     def copy(self, node: fx.Node, args: Any, kwargs: Any, val: Any = None) -> fx.Node:
-        """A node of the whole program over other operands; ``val``: what stands for its value, where that differs."""
+        """A node of the full program over other operands; ``val``: its meta value, if that differs."""
         made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         made.meta = dict(node.meta)
         if val is not None:
@@ -80,7 +80,7 @@ class Builder:
     # ---- the end
 
     def sorted_graph(self, result: fx.Node) -> fx.Graph:
-        """Placeholders first, all else where the whole program had it; what nobody reads is gone."""
+        """Placeholders first, all else in the full program's order; unread nodes are removed."""
         self.graph.output((result,))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -93,5 +93,5 @@ class Builder:
 
 
 def resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What stands for a value of that dtype in another shape."""
+    """A meta value of that dtype in another shape."""
     return torch.empty(shape, dtype=value.dtype, device="meta")

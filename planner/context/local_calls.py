@@ -1,4 +1,4 @@
-"""The arguments of an op that computes a rank's part, over cp or tp: sizes and bounds are those of what it holds.
+"""The arguments of an op that computes a rank's part, over cp or tp: sizes and bounds are those of its part.
 
 reshape, expand, full   sizes of the local result
 split, slice            bounds in the local row of segments

@@ -32,7 +32,7 @@ _START_SECONDS = 90.0  # for the rendezvous of the ranks, and for one slow call 
 
 
 def calibrate(nproc: int | None = None, seconds: float = SECONDS, name: str = "this-machine") -> str:
-    """The text of a cluster file for this machine. Raises PlanError for bad input, RunError where a rank fails."""
+    """The text of a cluster file for this machine. Raises PlanError for bad input, RunError if a rank fails."""
     size = nproc if nproc is not None else _own_number_of_ranks()
     _check(size, seconds)
     print(f"measuring on {size} ranks at once, about {seconds:g} s", file=sys.stderr, flush=True)

@@ -33,9 +33,9 @@ def replaced_directory(
 ) -> Iterator[Path]:
     """An empty directory, which takes the place of ``directory`` when the block ends well, else nothing changes.
 
-    Files of the old directory that the block did not write stay, except those whose name ``is_stale``. Those whose name
-    ``is_index`` say which others belong to them. What earlier, killed attempts left behind is removed. Raises OSError,
-    and PlanError where another process is replacing the directory now.
+    Files of the old directory that the block did not write stay, except those with a name that ``is_stale``. Files with
+    a name that ``is_index`` list the others that belong together. The remains of earlier, killed attempts are removed.
+    Raises OSError, and PlanError if another process is replacing the directory now.
     """
     target = Path(os.path.realpath(directory))
     if target.exists() and not target.is_dir():

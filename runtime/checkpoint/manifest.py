@@ -96,7 +96,7 @@ class LossScaleEntry(_Strict):
 class Manifest(_Strict):
     """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
-    ``line``: what it goes on from (``runtime.checkpoint.lines``).
+    ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT

@@ -109,10 +109,10 @@ def tables_of(
 
 
 class PieceReader:
-    """Reads boxes of whole tensors from a save's files; to be used in a ``with``.
+    """Reads boxes of full tensors from a save's files; to be used in a ``with``.
 
-    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file whose header is not what
-    the manifest says.
+    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file with a header that
+    contradicts the manifest.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:

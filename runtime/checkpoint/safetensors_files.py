@@ -80,7 +80,7 @@ class SafetensorsFiles:
     def read_into(self, target: Tensor, name: str, ranges: Ranges | None = None) -> None:
         """Copy ``name`` to ``target``, or of each dim in ``ranges`` its half-open ranges, one after another.
 
-        What a range has beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
+        The part of a range beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
         ``target``. Raises PlanError if the file cannot be read after all.
         """
         stored = self.tensors[name]

@@ -97,10 +97,10 @@ def content_of(
 
 class Saver:
     """Owns: the line that saves go on, the group over which ranks agree about saves, the host memory of saves in the
-    background, and the thread of the one that is under way. Of the line that of rank 0 counts.
+    background, and the thread of the one that is under way. Only the line of rank 0 counts.
 
-    The group is one of its own, since the thread's exchanges must not meet those of the steps; and patient, since one
-    rank's disk may be slower than another's by more than the engine's timeout.
+    The group is one of its own, since the thread's exchanges must not mix with those of the steps; and patient, since
+    one rank's disk may be slower than another's by more than the engine's timeout.
     """
 
     def __init__(self, groups: Groups) -> None:

@@ -217,9 +217,9 @@ def check_writable(directory: str | PathLike[str]) -> None:
 
 @contextmanager
 def owned(directory: str | PathLike[str]) -> Iterator[None]:
-    """One run at a time: hold the directory's lock, which ends with the process however that ends.
+    """One run at a time: hold the directory's lock, which ends with the process, even if that is killed.
 
-    Raises PlanError, naming the other run, where it is held.
+    Raises PlanError, naming the other run, if it is held.
     """
     check_writable(directory)
     path = Path(directory) / LOCK

@@ -66,7 +66,7 @@ class CompiledPieces:
     """All pieces of a rank, bound to run here.
 
     Owns the functions, and the count of calls by (piece, way): "compiled" as one function, "eager" op by op, "recorded"
-    op by op into an emulated graph, where a graph of CUDA captures the function.
+    op by op into an emulated graph, while a graph of CUDA captures the function.
     """
 
     def __init__(self, program: RankProgram) -> None:
@@ -135,7 +135,7 @@ def signature_of(inputs: Sequence[Any]) -> Signature:
 def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
     """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
 
-    Raises what Inductor raises.
+    Raises Inductor's errors.
     """
     from torch._inductor import compile as compile_by_inductor  # it takes a second to import
 

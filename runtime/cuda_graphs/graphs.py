@@ -37,8 +37,8 @@ class Maker(Protocol):
 class Graphs(ABC):
     """Runs the regions or the step of a rank, as graphs once it ``is_on``, and eagerly before and without gradients.
 
-    ``is_wanted``: capture before the next step, anew where there are graphs. ``holds_reductions``: backwards of this
-    step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
+    ``is_wanted``: capture before the next step, replacing graphs if there are any. ``holds_reductions``: backwards of
+    this step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
     """
 
     is_on = False

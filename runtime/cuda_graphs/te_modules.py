@@ -27,7 +27,7 @@ FORWARD, BACKWARD = "forward", "backward"
 class RegionModule(nn.Module):
     """A region as a module.
 
-    Owns: what its collectives count in one forward and in one backward, and the generators that its draws are from.
+    Owns: the counts of its collectives in one forward and in one backward, and the generators of its draws.
     """
 
     def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:

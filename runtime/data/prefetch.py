@@ -16,7 +16,7 @@ _AHEAD = 2  # batches that wait
 class Prefetched:
     """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made when asked.
 
-    Owns the thread, from ``with`` on. What it raises is raised where the batch is asked for.
+    Owns the thread, from ``with`` on. The request for a batch raises the thread's error.
     """
 
     def __init__(self, batches: Batches, first: int, stop: int) -> None:

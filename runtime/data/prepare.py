@@ -38,7 +38,7 @@ def prepare(
 ) -> Header:
     """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
 
-    Raises PlanError for what cannot be read, is no text, is empty, or cannot be written; nothing stays of it then.
+    Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
     """
     num_bytes = 0
 

@@ -21,8 +21,8 @@ from runtime.data.tokens import Tokenization, Tokens
 def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
     """The tokens of a token file (a map of it), of a text file or directory, or of Python's library for ``stdlib``.
 
-    ``tokenizer``: a ``tokenizers`` file that cuts the text; else its bytes are the tokens. Raises PlanError if there is
-    nothing to read, or not what it should be.
+    ``tokenizer``: a ``tokenizers`` file that tokenizes the text; else its bytes are the tokens. Raises PlanError if
+    there is nothing to read, or if the content is of another kind.
     """
     if source != STDLIB and is_token_file(Path(source)):
         found = open_token_file(Path(source), source)

@@ -53,7 +53,7 @@ def perplexity(
 ) -> Perplexity:
     """exp(−(1/T_o) Σ log P) over windows of the spec's length; the same call on every rank, the same answer on each.
 
-    ``stride``: tokens from one window to the next; 32, or what a window predicts if that is less.
+    ``stride``: tokens from one window to the next; 32, or the number of tokens that a window predicts, if less.
     ``original_tokens``: T_o; the text's words if not given. Raises PlanError if text or model have no such thing.
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)

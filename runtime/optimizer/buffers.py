@@ -85,12 +85,12 @@ class GradientBuffers:
     """All buffers of one rank, their gradient hooks, and the reductions and gathers over the ranks that share them.
 
     ``shared_by``: those of each axis that a buffer is reduced over: dp or dp-cp, and edp for experts with axes of their
-    own. Their buckets start in one order, in which those over dp or dp-cp stand alike on all ranks of a stage, and
-    those over edp alike on all that share them.
+    own. Their buckets start in one order, which has the same sequence of buckets over dp or dp-cp on all ranks of a
+    stage, and of those over edp on all ranks that share them.
 
     The caller sets ``last_microbatch`` before each backward: True if it is the last one of its stage in this step.
     ``launches`` records (buffer, bucket) of the reductions of the current step, in the order of their start.
-    ``unmixed``: what this rank held of each bucket before.
+    ``unmixed``: finds NaN and infinity in this rank's part of each bucket, before ranks mix them.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 class LossScale:
     """``tensor`` (float32, no dims) multiplies the loss's gradient; None if nothing is scaled.
 
-    Owns: the scale, and where it is dynamic the count of good steps.
+    Owns: the scale, and if it is dynamic the count of good steps.
     """
 
     def __init__(self, precision: PrecisionSpec, device: torch.device) -> None:

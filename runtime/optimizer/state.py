@@ -25,7 +25,7 @@ AVERAGE = "ema"
 class OwnedRun:
     """Elements ``range`` of the flattened part that this rank holds of a parameter; ``values`` of them by kind, 1-d.
 
-    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 where they are sharded.
+    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 if they are sharded.
     """
 
     local: LocalParameter

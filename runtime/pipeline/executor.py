@@ -66,9 +66,9 @@ class Saved:
 class Executor:
     """Runs the actions of this rank.
 
-    Owns: what is saved for the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch of
-    the last evaluation, in their order, where a stage gives them.
-    ``around(action)``: each action runs in it, with the receives that it posts; for observers.
+    Owns: the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch
+    of the last evaluation, in their order, if a stage gives them. ``around(action)``: each action runs in it, with the
+    receives that it posts; for observers.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def find_nonfinite(
 ) -> NonFinite | None:
     """The first value of ``step`` that is not finite; the same on every rank, which all call it.
 
-    ``gradients``: finishes the sums of gradients, and gives what this rank owns of them. Buffers are as before
+    ``gradients``: finishes the sums of gradients, and gives this rank's part of them. Buffers are as before
     afterwards.
     """
     watch = Watch(groups.rank, step.first_microbatch)

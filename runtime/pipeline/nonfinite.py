@@ -39,10 +39,10 @@ class NonFinite:
     """The first value that is NaN or infinite: the same on every rank.
 
     ``phase``: "parameter" (it was so before the step), "batch" (an input), "forward", "backward" (a gradient), or "sum"
-    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient, which
-    is finite when it is computed again). ``name``: the dotted name of the module or parameter, or of the input. ``op``
-    and ``where``: what computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
-    global batch; -1 where none is meant. ``rank``: the least of ``ranks``, all on which it stood at first.
+    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient that is
+    finite when recomputed). ``name``: the dotted name of the module or parameter, or of the input. ``op`` and
+    ``where``: the op that computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
+    global batch; -1 if it belongs to none. ``rank``: the least of ``ranks``, those on which it appeared first.
     """
 
     phase: str

@@ -40,8 +40,8 @@ class _Origin:
 class RunSaves:
     """Saves of one run. Owns, on rank 0, the right to write to their directory.
 
-    ``extra``: what goes with each save, to be compared when a run goes on from it. A save that fails on the way is
-    told and the training goes on; the last one must be good.
+    ``extra``: stored in each save, and compared when a run resumes from it. If a save fails, it is reported and the
+    training continues; the last one must be good.
     """
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:

@@ -78,9 +78,9 @@ def num_collectives(plan: Plan) -> int:
 
 
 def exchanges(stage: StageModule) -> list[tuple[fx.GraphModule, fx.Node]]:
-    """The nodes of a stage that talk to other ranks of tp, cp, ep or etp in its forward or backward, each in its graph.
+    """The nodes of a stage that communicate over tp, cp, ep or etp in its forward or backward, each with its graph.
 
-    What its blocks compute again is behind all else, of it what talks in a forward.
+    The reruns of its blocks come last, with their nodes that communicate in a forward.
     """
     reruns = [getattr(stage.module, str(n.target)) for n in stage.module.graph.nodes if n.op == "get_attr"]
     found = [(stage.module, node) for node in stage.module.graph.nodes if node.target in STAND_INS]

@@ -48,7 +48,7 @@ class OneProcess:
     """Trains ``model`` itself. Owns torch's AdamW over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
-    ``draws``: the names of what it draws, where dropout is on.
+    ``draws``: the names of its draws, if dropout is on.
     """
 
     def __init__(self, model: nn.Module, spec: Spec, draws: NamedDraws | None = None) -> None:

@@ -27,7 +27,8 @@ def collect(
 ) -> dict[str, Tensor]:
     """Full tensors on the CPU of rank 0, by name, ``{}`` elsewhere. ``own``: this rank's shards by name.
 
-    ``dtypes``: what is sent of each row; rows without are left out. Every rank calls it with the same rows and dtypes.
+    ``dtypes``: the dtype to send of each row; rows without one are left out. Every rank calls it with the same rows and
+    dtypes.
     """
     found = {row.name: whole(row, own, dtypes[row.name], groups) for row in rows if row.name in dtypes}
     return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -33,7 +33,7 @@ BESIDE = {"topk", "sort", "argsort", "msort", "gather", "scatter", "scatter_add"
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
-    """Node → dims that may hold the batch; None where that is not known. Microbatches hold two sequences or more."""
+    """Node → dims that may hold the batch; None if that is not known. Microbatches hold two sequences or more."""
     flow = batch_runs(program, on_batch)
     return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
 

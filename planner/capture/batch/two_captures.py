@@ -53,7 +53,7 @@ class TwoCaptures:
     taken: set[tuple[fx.Node | None, fx.Node]] = field(default_factory=set)
 
     def changed(self, node: fx.Node) -> frozenset[int] | None:
-        """The dims of ``node`` that grow with the batch; None where that is not known."""
+        """The dims of ``node`` that grow with the batch; None if that is not known."""
         other = self.others.get(node)
         a, b = node.meta.get("val"), None if other is None else other.meta.get("val")
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() == b.dim()):

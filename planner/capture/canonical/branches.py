@@ -54,7 +54,7 @@ def join_branches(graph: fx.Graph, copy_body: CopyBody) -> bool:
 
 
 def _branches_of(cat: fx.Node) -> _Branches | None:
-    """The equal branches that ``cat`` puts together; None where they differ, or are too little or too much to join."""
+    """The equal branches that ``cat`` puts together; None if they differ, or are too little or too much to join."""
     outs: Any = cat.args[0]
     dim = int(cat.args[1]) if len(cat.args) > 1 else 0  # pyright: ignore[reportArgumentType]
     if len(outs) < FEWEST or len({shape_of(out) for out in outs}) > 1:
@@ -133,7 +133,7 @@ def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
 
 
 def _batched(cat: fx.Node, branches: _Branches, copy_body: CopyBody) -> fx.Node | None:
-    """All branches at once, written before ``cat``; None where an op of theirs cannot be batched."""
+    """All branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
     num, dim, reads = branches.num, branches.dim, branches.reads
 
     def branch(*values: torch.Tensor) -> Any:

@@ -67,7 +67,7 @@ def _is_drawn(x: Any) -> bool:
 
 
 def certain_answer(name: str, bound: float) -> bool | None:
-    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None where it depends on the draw."""
+    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None if it depends on the draw."""
     if bound >= 1 or bound < 0:
         return (name in ("lt", "le")) == (bound >= 1)
     return {"lt": False, "ge": True}.get(name) if bound == 0 else None

@@ -20,7 +20,7 @@ MOST_CALLS = 64
 
 
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
-    """The graph that the call ``node`` stands for, over its tensor arguments in order; None where it stays a call.
+    """The graph that the call ``node`` stands for, over its tensor arguments in order; None if it stays a call.
 
     ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
     ``has_rule``: of which ops it is known how to cut them.

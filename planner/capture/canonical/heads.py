@@ -83,7 +83,7 @@ def _terms(node: fx.Node, *, is_end: bool = True) -> list[fx.Node]:
 
 
 def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
-    """The equal branches that end in ``leaves``; None where they differ, or hold no product of two activations."""
+    """The equal branches that end in ``leaves``; None if they differ, or hold no product of two activations."""
     if len({shape_of(n) for n in leaves}) > 1 or len(set(leaves)) < len(leaves):
         return None
     loop = _Loop(len(leaves))

@@ -53,7 +53,7 @@ class MaskRows:
         self._found: dict[fx.Node, Runs | None] = {}
 
     def of(self, node: Any) -> Runs | None:
-        """The runs of a boolean value that is alike in all leading dims; None where there are none that are known."""
+        """The runs of a boolean value that is alike in all leading dims; None if there are none that are known."""
         if not isinstance(node, fx.Node) or node not in self.constants.nodes or len(shape_of(node)) < 2:
             return None
         if node not in self._found:

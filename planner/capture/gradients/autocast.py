@@ -114,7 +114,7 @@ def autocast_now() -> Autocast | None:
 
 
 def write_casts(module: fx.GraphModule) -> None:
-    """Put the casts of every marked op into the graph. Raises PlanError where they cannot be told."""
+    """Put the casts of every marked op into the graph. Raises PlanError if they cannot be told."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             marked = [(n, _region(n)) for n in inner.graph.nodes]

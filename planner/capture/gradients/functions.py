@@ -39,7 +39,7 @@ def is_of_torch(function: type[Function]) -> bool:
 
 
 def is_derived(use: Application) -> bool | None:
-    """None where it cannot be told: the Function does not run by itself, or gives nothing finite."""
+    """None if it cannot be told: the Function does not run by itself, or gives nothing finite."""
     if not any(shape.requires_grad for shape in use.shapes):
         return True
     for attempt in use.attempts(MANY_ELEMENTS):
@@ -64,7 +64,7 @@ def _agree_on_samples(use: Application) -> bool | None:
 
 
 def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
-    """Whether both gradients are equal on one draw of values, None where nothing finite is left to compare; and the
+    """Whether both gradients are equal on one draw of values, None if nothing finite is left to compare; and the
     coarsest dtype that was met on the way."""
     with on_the_side() as seen:
         own = _gradients(use, use.function.apply, sample)

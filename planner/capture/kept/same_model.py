@@ -37,7 +37,7 @@ class ModelState:
         self._digests = {name: writer.digest(value) for name, value in _parts(model)}
 
     def difference(self, before: ModelState) -> str | None:
-        """What is another than ``before``, by its dotted name; None where nothing is."""
+        """What is another than ``before``, by its dotted name; None if nothing is."""
         now, then = self._digests, before._digests
         for names, word in ((now.keys() - then.keys(), "new"), (then.keys() - now.keys(), "gone")):
             if names:

@@ -38,7 +38,7 @@ Kept = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def place_of() -> Path | None:
-    """Where captures are kept, whether or not it is there; None where MESHWRIGHT_CACHE=0 asks for none."""
+    """Where captures are kept, whether or not it is there; None if MESHWRIGHT_CACHE=0 asks for none."""
     asked = os.environ.get(VARIABLE)
     if asked == "0":
         return None
@@ -51,7 +51,7 @@ def _cache_home() -> Path:
 
 
 def make(place: Path) -> None:
-    """Make the directory where it is not there. Raises OSError where it, or the one above, is not the owner's alone."""
+    """Make the directory where it is not there. Raises OSError if it, or the one above, is not the owner's alone."""
     place.parent.parent.mkdir(parents=True, exist_ok=True)
     for directory in (place.parent, place):
         with suppress(FileExistsError):
@@ -67,7 +67,7 @@ def _check_own(path: Path, status: os.stat_result, is_kind: Any) -> None:
 
 
 def read(place: Path, key: str) -> Kept | None:
-    """What was kept under ``key``; None where nothing is. Raises OSError, and ValueError where it is damaged."""
+    """What was kept under ``key``; None if nothing is. Raises OSError, and ValueError where it is damaged."""
     path = place / f"{key}.capture"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -113,7 +113,7 @@ def _prune(place: Path) -> None:
 
 
 def kept_in(place: Path) -> list[Path]:
-    """The files of captures. Raises OSError where the directory is not the owner's."""
+    """The files of captures. Raises OSError if the directory is not the owner's."""
     if not os.path.lexists(place):
         return []
     _check_own(place, os.lstat(place), stat.S_ISDIR)
@@ -123,7 +123,7 @@ def kept_in(place: Path) -> list[Path]:
 @contextmanager
 def alone(place: Path, key: str) -> Iterator[None]:
     """One process of the host at a time, for ``key``; after ten minutes, or where files cannot be locked, each for
-    itself. Raises OSError where the lock cannot be made."""
+    itself. Raises OSError if the lock cannot be made."""
     with open_lock_file(place / f"{key}.lock") as file:  # the lock goes with it, also where the process is killed
         end = time.monotonic() + _WAIT_SECONDS
         while not _is_locked(file.fileno()) and time.monotonic() < end:

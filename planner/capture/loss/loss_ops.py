@@ -83,7 +83,7 @@ def contracts(node: fx.Node, operand: fx.Node, dim: int) -> bool:
 
 
 def one_dim_kept(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """Where ``dim`` of ``source`` stands in the result, told by the op; None where that is not known."""
+    """Where ``dim`` of ``source`` stands in the result, told by the op; None if that is not known."""
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if node.target is aten.reshape.default:
         outer = math.prod(before[:dim])

@@ -32,7 +32,7 @@ class Parts:
         self._how: dict[tuple[fx.Node, int], str | None] = {}
 
     def how(self, source: fx.Node, dim: int) -> str | None:
-        """UNITS, CHUNKS or UNEVEN; None where the parts are not all of ``source``."""
+        """UNITS, CHUNKS or UNEVEN; None if the parts are not all of ``source``."""
         key = source, dim
         if key not in self._how:
             self._how[key] = self._compared(source, dim)

@@ -143,7 +143,7 @@ def _is_logsumexp(node: fx.Node, z: fx.Node, dim: int) -> bool:
 
 
 def _key_of(program: Program, target: fx.Node) -> str | None:
-    """The batch tensor that the targets are elements of; None where they are of no integer input."""
+    """The batch tensor that the targets are elements of; None if they are of no integer input."""
 
     def source(node: fx.Node) -> object:
         return node if node.name in program.inputs else None

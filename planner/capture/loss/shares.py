@@ -309,7 +309,7 @@ class _Rewriter:
         return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
 
     def _refuse_other_size(self, node: fx.Node) -> None:
-        """Raise PlanError where the mean over microbatches is of another size than the value: a sum over the batch that
+        """Raise PlanError if the mean over microbatches is of another size than the value: a sum over the batch that
         is divided by what is no count of it."""
         if node.target in DIVISIONS and not self.at_once:
             above, below = (n if isinstance(n, fx.Node) else None for n in node.args[:2])
@@ -385,7 +385,7 @@ def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:
-    """The second capture; None where the model does not run with so many sequences."""
+    """The second capture; None if the model does not run with so many sequences."""
     if recapture is None:
         return None
     try:

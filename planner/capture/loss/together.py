@@ -28,7 +28,7 @@ class Together:
         self.made: dict[fx.Node, fx.Node | None] = {}
 
     def whole(self, node: fx.Node) -> fx.Node | None:
-        """``node`` as one process has it on the global batch; None where it is made of single rows."""
+        """``node`` as one process has it on the global batch; None if it is made of single rows."""
         if node not in self.made:
             self.made[node] = self._whole(node)
         return self.made[node]

@@ -139,7 +139,7 @@ def _unique(tensors: Any) -> Iterator[Tensor]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise PlanError where two trainable parameters lie on the same memory: an update of one would be one of both."""
+    """Raise PlanError if two trainable parameters lie on the same memory: an update of one would be one of both."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and type(parameter) is nn.Parameter:

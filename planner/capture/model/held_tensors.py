@@ -84,7 +84,7 @@ def held_tensors(
 
 
 def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
-    """Raise PlanError where the loss is computed with a constant that was made elsewhere than in this forward."""
+    """Raise PlanError if the loss is computed with a constant that was made elsewhere than in this forward."""
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(constants.get(node.name), FakeTensor) and node.users:
             raise PlanError(

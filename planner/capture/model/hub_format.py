@@ -83,7 +83,7 @@ def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
 
 
 def _renamings(model: nn.Module) -> tuple[Callable[[str], str] | None, Callable[[str], bool] | None]:
-    """transformers' own table of renamed weights for this model; None where this version has no such table."""
+    """transformers' own table of renamed weights for this model; None if this version has no such table."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

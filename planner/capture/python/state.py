@@ -230,7 +230,7 @@ class _Walk:
 
 
 def _access(value: Any) -> Access | None:
-    """How to read and write what a value keeps; None where it keeps nothing that is known here."""
+    """How to read and write what a value keeps; None if it keeps nothing that is known here."""
     if isinstance(value, (dict, list, deque, set)) and len(value) > MOST:
         return None
     if isinstance(value, dict):

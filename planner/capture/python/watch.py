@@ -144,7 +144,7 @@ class ForwardWatch:
             raise self._changing(self.unlike)
 
     def refuse_draws(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise PlanError where a generator of random numbers that the model holds is not where it was."""
+        """Raise PlanError if a generator of random numbers that the model holds is not where it was."""
         for change in self._changes:
             if change.is_a_draw:
                 raise PlanError(
@@ -155,7 +155,7 @@ class ForwardWatch:
                 )
 
     def refuse_schedules(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise PlanError where a number that calls count, or a list that they fill, decides something later."""
+        """Raise PlanError if a number that calls count, or a list that they fill, decides something later."""
         if not self._calls:
             return
         first, self._records = len(self._calls), True
@@ -174,7 +174,7 @@ class ForwardWatch:
             raise self._depends(where, []) if self._changes else self._changing(where)
 
     def refuse_changing(self) -> None:
-        """Raise PlanError where even the calls after the first differ."""
+        """Raise PlanError if even the calls after the first differ."""
         where = self._unlike(self._calls[-2:] if self._changes else self._calls[1:])
         if where is not None:
             raise self._changing(where)

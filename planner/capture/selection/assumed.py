@@ -69,7 +69,7 @@ class Assumptions:
         self._draws.append(where)
 
     def answer(self, key: Key) -> bool | None:
-        """What is assumed of the question at ``key``; None where nothing is."""
+        """What is assumed of the question at ``key``; None if nothing is."""
         answer = self._answers.get(key)
         return answer if answer is None or key != self.flipped else not answer
 
@@ -87,7 +87,7 @@ class Assumptions:
     def settled(self, attempt: Callable[[], T], trial: Callable[[], Any]) -> T:
         """What ``attempt`` gives with answers that do not raise. ``trial``: one forward alone, with one answer flipped.
 
-        Raises PlanError where an answer decides more than whether the forward raises.
+        Raises PlanError if an answer decides more than whether the forward raises.
         """
         while True:
             try:

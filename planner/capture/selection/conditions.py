@@ -24,7 +24,7 @@ def is_read(node: fx.Node | None) -> bool:
 
 
 def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:
-    """``makers``: of each symbol the call that read it. None where it reads more than the batch, or much.
+    """``makers``: of each symbol the call that read it. None if it reads more than the batch, or much.
 
     Inputs are named by their position among the placeholders.
     """

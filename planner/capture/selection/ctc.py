@@ -38,7 +38,7 @@ class Selected:
             self._of[id(made)] = made, source, mask
 
     def in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
-        """The selected of each row, in front of those that are not; None where ``lengths`` do not count them."""
+        """The selected of each row, in front of those that are not; None if ``lengths`` do not count them."""
         found = self._of.get(id(made))
         if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
             return None

@@ -196,7 +196,7 @@ class _Rewriter:
         return Rows(space, self._kept_small(space, rows, slots.dims[0]), (x, slots))
 
     def _slots(self, node: fx.Node, at: Any, dim: int, alone: bool) -> tuple[Space, Slots] | None:
-        """By which mask, and along which dims; None where positions are given by something else."""
+        """By which mask, and along which dims; None if positions are given by something else."""
         indices = at if isinstance(at, (list, tuple)) else [at]
         found: list[tuple[Space, int, int]] = []
         for index in indices:

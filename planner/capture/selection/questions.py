@@ -76,7 +76,7 @@ class Questions:
         self._assumed.drew(self._sites.here())
 
     def _told(self, question: Any) -> bool | None:
-        """The answer to a question in numbers of rows or truths; None where it asks for anything else."""
+        """The answer to a question in numbers of rows or truths; None if it asks for anything else."""
         mode = proxy_tensor.get_proxy_mode()
         if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)) or not question.free_symbols:
             return None
@@ -99,7 +99,7 @@ class Questions:
         return answer
 
     def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
-        """Equal where one value is asked one thing again; None where something was written into it."""
+        """Equal where one value is asked one thing again; None if something was written into it."""
         reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
         nodes = [n for n in reads if isinstance(n, fx.Node)]
         near = [n for node in nodes for n in (node, *node.all_input_nodes)]

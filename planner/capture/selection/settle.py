@@ -23,7 +23,7 @@ def compute_all_rows(
 ) -> list[tuple[str, Where]]:
     """Rewrite ``module`` so that no shape depends on data; returns what to tell of it.
 
-    ``others``: exports with other answers than ``asked`` got. Raises PlanError where rows that data selects are mixed,
+    ``others``: exports with other answers than ``asked`` got. Raises PlanError if rows that data selects are mixed,
     and where an answer changes more than which rows are written.
     """
     if not asked.asked and not is_dynamic(module):

@@ -84,7 +84,7 @@ class _Key(str):
 
 
 def root_of(mask: fx.Node) -> fx.Node:
-    """What a mask is made of by ops that leave it empty where it was, and only there."""
+    """What a mask is made of by ops that leave it empty if it was, and only there."""
     mask = _of_stack(mask)
     while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
         packet = packet_of(mask.target)

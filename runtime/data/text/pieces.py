@@ -16,7 +16,7 @@ from runtime.data.tokens import Tokenization
 class Part:
     """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
 
-    ``line``: where they are the text of a JSON object, its line; else 0.
+    ``line``: the line of their JSON object, if they are the text of one; else 0.
     """
 
     content: bytes
