@@ -1,4 +1,5 @@
-"""What a forward returns: any structure of tensors becomes one that export knows, its leaves get names, one is a loss.
+"""The results of a forward: any structure of tensors becomes one that export knows, its leaves get names, one is a
+loss.
 
 Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
 {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
@@ -22,7 +23,7 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
 def plain_structure(output: Any) -> Any:
-    """What a forward returns, as tuples, lists and dicts alone. Raises PlanError if no tensor is found in it."""
+    """The results of a forward, as tuples, lists and dicts alone. Raises PlanError if no tensor is found in it."""
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(

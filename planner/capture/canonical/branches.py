@@ -1,10 +1,10 @@
-"""Parallel branches become one batched op: a module a head (or a group), applied to slices and put together again.
+"""Parallel branches become one batched op: a module for each head (or group), applied to slices and concatenated.
 
     cat([norm_i(x[:, i:i+1]) for i in range(n)], dim=1)    →    vmap(norm)(x, stack(weights))
 
-Branch by branch each slice is whole, and what the branches compute could not be cut between ranks. As one op over a new
-dim of n it is cut like any other. Only branches with small weights of their own are joined: a stack of matrices would
-hold on every rank what the matrices, cut one by one, need not.
+As separate branches each slice is unsharded, and the branches could not be split between ranks. One op over a new dim
+of n is sharded like any other. Only branches with small weights of their own are joined: a stack of matrices would be
+held in full on every rank, while the matrices can be sharded one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ FEWEST = 2
 
 @dataclass
 class _Branches:
-    """What ``num`` equal branches read, by the node of the first: pieces of a tensor, a value each, one for all."""
+    """The inputs of ``num`` equal branches, by the node of the first: pieces of a tensor, one value each, or one for
+    all.
+    """
 
     num: int
     dim: int
@@ -66,7 +68,7 @@ def _branches_of(cat: fx.Node) -> _Branches | None:
 
 
 def _equal(nodes: tuple[Any, ...], found: _Branches, seen: set[fx.Node]) -> bool:
-    """Whether ``nodes``, one of each branch, do the same to what the branches read; notes what that is."""
+    """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
     first = nodes[0]
     if not isinstance(first, fx.Node) or first in seen:
         return isinstance(first, fx.Node) or all(n == first for n in nodes)

@@ -1,4 +1,4 @@
-"""At which line of the user's a call changes something: asked after each line, where a refusal is certain."""
+"""Finds the user's line at which a call changes a value: checks after each line, once a refusal is certain."""
 
 from __future__ import annotations
 

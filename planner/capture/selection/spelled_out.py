@@ -2,8 +2,8 @@
 
 torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
-masked_select(x, mask)     x[mask], where both have one shape
-bincount(x, minlength=n)   stack([(x == 0).sum(), …]), where every x is the index of one of n
+masked_select(x, mask)     x[mask], if both have one shape
+bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
 ctc_loss(p, targets, …)    a loss for each sequence, then its reduction (planner.capture.selection.ctc)
 """
 

@@ -42,7 +42,7 @@ def join(site: Site) -> Iterator[Option]:
 
 
 def whole(site: Site) -> Iterator[Option]:
-    """What ranks know of the routing, and which rows are whose: the same on all ranks of the axis."""
+    """Routing counts and the order of rows: the same on all ranks of the axis."""
     return iter(())
 
 

@@ -1,6 +1,5 @@
-"""How a node computes under one typing: what lowering makes of it. Values depend on it, so there is no other name.
-
-Most forms are the op itself on what a rank holds; the others are spelled anew (passes.localize).
+"""How a node computes under one typing: the lowering of the node. Values depend on it, so there is no other name. Most
+forms are the op itself on a rank's tensors; the others are rewritten (passes.localize).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from enum import Enum
 class Form(Enum):
     """The text is for messages alone."""
 
-    # the same op on what a rank holds
+    # the same op on a rank's tensors
     WHOLE = "whole"  # all of it, on every rank
     PARTS = "parts"
     PARTIAL = "partial"  # partial sums in, partial sums out

@@ -118,7 +118,7 @@ def index_add(site: Site) -> Iterator[Option]:
 
 
 def _alike(site: Site, dim: int, tensors: list[fx.Node]) -> list[Placement]:
-    """Cuts that someone wants, on a dim other than ``dim`` where all of ``tensors`` and the result have one size."""
+    """Candidate cuts on a dim other than ``dim``, of equal size in all of ``tensors`` and the result."""
     found = {c for n in (*tensors, site.node) for c in site.candidates(n) if c.dim != dim}
     shapes = [site.shape(n) for n in (*tensors, site.node)]
     return sorted(c for c in found if all(len(s) > c.dim and s[c.dim] == shapes[0][c.dim] for s in shapes))
@@ -142,7 +142,7 @@ def index_put(site: Site) -> Iterator[Option]:
 
 
 def pad(site: Site) -> Iterator[Option]:
-    """pad(x, [left, right, ..] from the last dim): cut on a dim that is not padded; linear where zeros are added."""
+    """pad(x, [left, right, ..] from the last dim): cut on a dim that is not padded; linear if zeros are added."""
     (x,) = site.inputs
     amounts: Any = site.node.args[1]
     ndim = len(site.shape(x))
@@ -196,7 +196,7 @@ def one_hot(site: Site) -> Iterator[Option]:
         yield site.option(cut, {ids: cut}, Form.PARTS)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(linear_along_dim, "cumsum flip roll diff"),

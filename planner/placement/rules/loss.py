@@ -43,7 +43,7 @@ def summed_over_data(site: Site) -> Iterator[Option]:
     return iter(())
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),

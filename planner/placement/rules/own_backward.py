@@ -32,7 +32,7 @@ def own_backward(site: Site) -> Iterator[Option]:
 
 
 def _places(operands: tuple[object, ...], cut: Cut) -> dict[fx.Node, int] | None:
-    """The dim along which each cut operand is cut; None where one tensor would have to be cut in two ways."""
+    """The dim along which each cut operand is cut; None if one tensor would have to be cut in two ways."""
     dims: dict[fx.Node, int | None] = {}
     for operand, dim in zip(operands, cut.inputs, strict=True):
         assert isinstance(operand, fx.Node)

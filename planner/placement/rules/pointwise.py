@@ -1,4 +1,4 @@
-"""Pointwise ops: cut wherever their operands are cut, on the same dim after broadcasting.
+"""Pointwise ops: sharded like their operands, on the same dim after broadcasting.
 
 y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
 add, sub, neg, ×constant, casts, copies, where(mask, x, 0) are linear: P in, P out
@@ -28,7 +28,7 @@ UNARY_LINEAR = {
     aten.to.dtype,
     aten.detach.default,
 }
-# where what is masked stands among the arguments
+# the argument position of the masked value
 MASKINGS: dict[Any, int] = {aten.where.ScalarOther: 1, aten.where.ScalarSelf: 2}
 
 
