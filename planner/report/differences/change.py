@@ -22,7 +22,7 @@ _LONG = 200  # characters of a value that are shown
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``field`` of ``count`` rows of a table, all alike; ``name`` stands for them. A value is None where there is none.
+    """``field`` of ``count`` rows of a table, all alike; ``name`` stands for them. A value is None if there is none.
 
     ``before`` and ``after`` are JSON values of the first of them in ``unit``; ``shown``: both for eyes.
     """
@@ -38,7 +38,7 @@ class Change:
 
     @property
     def difference(self) -> str:
-        """How far apart, in words; of what is no number, that it came or went."""
+        """The difference in words; for a row, whether it was added or removed."""
         if self.field == ROW:
             return "came" if self.before is None else "went"
         if _is_number(self.before) and _is_number(self.after) and self.unit != NUMBER:

@@ -1,7 +1,7 @@
 """The colours of a page, light and dark: each text stands out from each surface, each shape from the page.
 
 The style sheet names no colour but these, so that a test of this table is a test of the page (WCAG 2.2: 4.5 for text,
-3 for shapes). What is filled is pastel in both, with one dark ink upon it and an edge around it.
+3 for shapes). Filled shapes are pastel in both, with one dark text colour and an edge.
 """
 
 from __future__ import annotations
