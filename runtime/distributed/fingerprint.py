@@ -20,7 +20,7 @@ _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15, odd: columns do not cancel ro
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """0 for what has no values (meta, fake, empty)."""
+    """0 for a tensor without values (meta, fake, empty)."""
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
     if tensor.layout is not torch.strided:

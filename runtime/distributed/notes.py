@@ -65,10 +65,10 @@ class Told:
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> int:
-    """Of every integer in host memory; where a batch has none, of some thousand floats of each tensor.
+    """Of every integer in host memory; if a batch has none, of some thousand floats of each tensor.
 
-    Floats beside integers are not compared, as with the first batch: hosts may compute them apart by a last bit. What
-    lies on a device is not read.
+    Floats beside integers are not compared, as with the first batch: hosts may compute them with different last bits.
+    Tensors on a device are not read.
     """
     here = {name: value.detach() for name, value in batch.items() if _is_readable(value)}
     integers = {n: v for n, v in here.items() if not (v.is_floating_point() or v.is_complex())}
@@ -128,7 +128,7 @@ class Notes:
         return (digests != like).any() | (are_local != are_local[:1]).any()
 
     def check(self, sums: Sequence[float], step: int) -> None:
-        """Raise PlanError, the same on every rank, where batches differ."""
+        """Raise PlanError, the same on every rank, if batches differ."""
         digests = list(self._digests(sums))
         kinds = {digest < 0 for digest in digests}
         if len(kinds) > 1:

@@ -7,8 +7,8 @@ import tempfile
 
 
 def unnamed_memory(label: str) -> int:
-    """A descriptor. Memory where the kernel gives it (a full disk cannot fill that), else a file without a name: a
-    sandbox may refuse ``memfd_create``. Raises OSError where it refuses both."""
+    """A descriptor. Memory if the kernel supports it (a full disk does not affect that), else a file without a name: a
+    sandbox may refuse ``memfd_create``. Raises OSError if it refuses both."""
     if hasattr(os, "memfd_create"):
         try:
             return os.memfd_create(label)

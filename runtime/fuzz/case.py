@@ -39,7 +39,7 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
-        """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
+        """A case of two ranks or more, if the spec leaves that free. Equal for equal seeds."""
         random = Random(seed)
         of_model, of_spec, axis = random.random(), random.random(), random.choice(_AXES)
         model = {} if own is not None else draw(models.FIELDS, seed, simplest=of_model)
@@ -144,7 +144,7 @@ class Case:
 
 
 def _listed(values: dict[str, Any], options: Options) -> Choices:
-    """The options that were written. Raises ValueError where any is missing or unknown."""
+    """The options that were written. Raises ValueError if any is missing or unknown."""
     found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
     if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
         raise ValueError

@@ -71,7 +71,7 @@ class Kept(Beside):
 
 
 class Look:
-    """Owns the mean of the weights as it should be. ``directory``: where the state is saved before the last step."""
+    """Owns the expected mean of the weights. ``directory``: for a save before the last step."""
 
     def __init__(self, spec: Spec, directory: Path | None) -> None:
         self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0

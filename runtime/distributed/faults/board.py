@@ -24,9 +24,9 @@ _SESSION = "meshwright/session"
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """``at``: what the rank is at, for ``seconds`` now; ``line``: of its code, known once it stays there; ``waits``:
+    """``at``: the rank's activity, for ``seconds`` now; ``line``: of its code, known once it stays there; ``waits``:
     for other ranks. ``has_left``: it ended its part by itself, or is about to, and beats no more. ``page``: the
-    descriptor, in its process, of what it writes down before each action."""
+    descriptor, in its process, of the page that it writes before each action."""
 
     rank: int
     beat: int
@@ -135,6 +135,6 @@ class Board:
 
 
 def _claimed(pattern: str, content: str) -> str:
-    """Of which rank a value says that it is, before that is proved; empty where it does not."""
+    """Of which rank a value says that it is, before that is proved; empty if it does not."""
     found = re.search(pattern, content)
     return f" of rank {found[1]}" if found else ""

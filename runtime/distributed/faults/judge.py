@@ -52,7 +52,7 @@ class Judge:
             reason = _reason(state, now - heard, peers_were_lost, pulse.rank in self._gone)
             if reason and not pulse.has_left:
                 found[pulse.rank] = reason
-        self._gone = gone  # a second look: what ends well says so before it ends
+        self._gone = gone  # a second look: a rank that ends well reports it before it ends
         return found
 
 
