@@ -98,7 +98,7 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any, default: Any
 def winner_text(path: Path, spec: Spec, point: Point, head: str) -> str:
     """YAML: the file at ``path`` with the layout in place of the keys that it left to the search; comments are lost.
 
-    ``spec``: the file as it was read, with the options of the command line. ``head``: lines of a comment above it.
+    ``spec``: the content of the file, with the options of the command line. ``head``: lines of a comment above it.
     """
     value, _ = read_yaml(path)
     values = with_layout(value, point)

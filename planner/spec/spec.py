@@ -140,7 +140,7 @@ class Spec(Section):
         """The checked spec of a YAML file, a dict, or a Spec (returned unchanged).
 
         Raises:
-            SpecError: all errors, each with its line or dotted path, and a fix.
+            SpecError: all errors, each with a line number or dotted path, and a fix.
         """
         if isinstance(source, Spec):
             return source
