@@ -140,7 +140,7 @@ def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[s
     handles = (n for n in node.all_input_nodes if n.op in ("get_attr", "placeholder") and n.target in axes)
     axis = next((str(n.target) for n in handles), "tp")
     if target is scores_of_targets and node.args[4] is None:
-        return  # of whole logits
+        return  # of full logits
     if target in _CONVERSIONS:
         yield from ((axis, kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
         if (change := node.meta.get("change")) is not None and change.again:  # it becomes one op with its products

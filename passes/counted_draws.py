@@ -50,7 +50,7 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
 
 
 def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
-    """Which elements of the whole microbatch this rank has."""
+    """Which elements of the full microbatch this rank has."""
     ranges: list[Ranges] = [((0, size),) for size in draw.shape]
     if draw.cut is not None:
         cp = context.axes["cp"]

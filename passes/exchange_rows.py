@@ -41,7 +41,7 @@ BECOMES: dict[Any, Callable[..., Any]] = {
 
 
 def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
-    """In place: arguments stay but for the handles that a meeting needs."""
+    """In place: arguments stay, except for the handles that the exchange of counts needs."""
     for node in stage.graph.find_nodes(op="call_function", target=over_data):
         node.target, node.args = g_f, (node.args[0], axis_node(stage, context.data))
     for node in list(stage.graph.nodes):

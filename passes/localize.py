@@ -173,7 +173,7 @@ def _extreme(scene: _Scene, given: dict[str, Any]) -> None:
 
 
 def _cut_size(scene: _Scene, x: fx.Node) -> int:
-    """The whole size of the dim of ``x`` that is cut."""
+    """The full size of the sharded dim of ``x``."""
     return int(x.meta["val"].shape[scene.input_type(0).dim])
 
 

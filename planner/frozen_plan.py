@@ -70,7 +70,7 @@ class Plan(Tables):
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON, whole or not at all. Raises PlanError if the place cannot be written."""
+        """Write the plan as JSON, atomically. Raises PlanError if the place cannot be written."""
         try:
             write_for_user(Path(path), to_text(self.to_dict()))
         except OSError as error:

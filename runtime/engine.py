@@ -194,7 +194,7 @@ class Engine:
         return self._scoring.score(self._step(batch, local=False))
 
     def capture_graphs(self) -> None:
-        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or anew."""
+        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
         if self.graphs is None:
             raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
         self.graphs.is_wanted = True
@@ -246,7 +246,7 @@ class Engine:
     def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
 
-        The same call on every rank; rank 0 writes, one tensor at a time. A directory that is there is replaced whole,
+        The same call on every rank; rank 0 writes, one tensor at a time. An existing directory is replaced entirely,
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()

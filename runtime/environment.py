@@ -102,7 +102,7 @@ def _back_ends() -> tuple[tuple[str, str], ...]:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    """Environment variables that change a run, but for those that name a machine, a network or a file."""
+    """Environment variables that change a run, except those that name a machine, a network or a file."""
     found = sorted(name for name in os.environ if name in _SETTINGS or name.startswith(_FAMILIES))
     return tuple((name, "(set)" if name.endswith(_HIDDEN) else os.environ[name]) for name in found) or (
         ("none that affects meshwright", "-"),

@@ -42,7 +42,7 @@ def train(
 ) -> Trained:
     """Run the job. ``num_ranks``: local processes to start; the plan's world size if not given.
 
-    ``max_restarts``: how often ranks that failed are all started again, to go on from the last save. Raises PlanError
+    ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. Raises PlanError
     for bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:

@@ -1,6 +1,6 @@
 """The list: the verified models, their sources, and their layouts.
 
-``source`` is the package's name for pip, or "own" for a model written anew after ``paper``. Sizes are small, so that
+``source`` is the package's name for pip, or "own" for a model rewritten after ``paper``. Sizes are small, so that
 all of them run on a laptop: two or four processes, two layers, some dozen channels.
 """
 

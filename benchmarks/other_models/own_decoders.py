@@ -1,4 +1,4 @@
-"""Decoders written anew, each with the idiom that the code beside its paper is known for."""
+"""Rewritten decoders, each with the idiom that the code beside its paper is known for."""
 
 from __future__ import annotations
 

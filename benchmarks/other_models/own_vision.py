@@ -1,4 +1,4 @@
-"""Image models written anew: DiT with adaLN-Zero, a MAE, shifted windows, an MLP-Mixer, a ViT with a hook."""
+"""Rewritten image models: DiT with adaLN-Zero, a MAE, shifted windows, an MLP-Mixer, a ViT with a hook."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def shared_key_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] whole: attention of its query heads (type V over heads)."""
+    """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] replicated: attention of its query heads (type V over
+    heads).
+    """
     k, v = key_heads_of(q, k, v, axis)
     return F.scaled_dot_product_attention(
         q,

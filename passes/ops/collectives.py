@@ -54,7 +54,7 @@ def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
 
 
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
-    """The whole tensor from the ranks' parts, segment by segment."""
+    """The full tensor from the ranks' parts, segment by segment."""
     return start_all_gather(x, axis, cut, phase)()
 
 
@@ -82,7 +82,7 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
 
 
 def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
-    """The whole of a dim from every rank's part of it, segment by segment, without padding."""
+    """The full dim from every rank's part of it, segment by segment, without padding."""
     sizes = [stop - start for start, stop in cut.slices(axis.size, 0)]
     pieces = [
         [piece.narrow(cut.dim, 0, n) for piece, n in zip(p.split(sizes, cut.dim), of_data, strict=True)]
@@ -92,7 +92,7 @@ def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False) -> Tensor:
-    """This rank's part of the sum of the ranks' whole tensors, which are a value's or a gradient's."""
+    """This rank's part of the sum of the ranks' full tensors, which are a value's or a gradient's."""
     return start_reduce_scatter(x, axis, cut, phase, of_gradient=of_gradient)()
 
 

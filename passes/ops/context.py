@@ -34,7 +34,7 @@ def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """The whole from all ranks' chunks, without a gradient."""
+    """The full tensor from all ranks' chunks, without a gradient."""
     return gathered_together((x,), dim, axis, phase)[0]
 
 
@@ -60,7 +60,7 @@ def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 
 def scattered_sum(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """This rank's chunks of the sum of the ranks' whole tensors, without a gradient. Sums are in the dtype of x."""
+    """This rank's chunks of the sum of the ranks' full tensors, without a gradient. Sums are in the dtype of x."""
     return scattered_sums((x,), dim, axis, phase)[0]
 
 

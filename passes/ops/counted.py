@@ -33,7 +33,7 @@ FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 class Place(NamedTuple):
-    """Which elements a rank has of a value of ``shape`` (a whole microbatch): of each dim ``ranges``, in its order.
+    """Which elements a rank has of a value of ``shape`` (a full microbatch): of each dim ``ranges``, in its order.
 
     ``batch``: (dim, step, number) of the sequences; ``by_sample``: whether sequences have numbers of their own.
     """

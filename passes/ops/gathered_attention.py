@@ -65,7 +65,7 @@ def masked_causal_attention(
 
 
 class _Part(NamedTuple):
-    """Rows ``rows`` of a rank's queries against ``keys`` of the whole sequence."""
+    """Rows ``rows`` of a rank's queries against ``keys`` of the full sequence."""
 
     rows: slice
     keys: slice

@@ -5,7 +5,7 @@
                 gW += gᵀ x             added into the runtime's buffer, or deferred (passes.ops.weight_gradients)
                 gb += Σ g
 
-Autograd knows nothing of such a weight: the op has it beside its inputs, so no gradient of it is made, kept or handed
+Autograd knows nothing of such a weight: the op has it beside its inputs, so no gradient of it is made, saved or passed
 on. If a weight has no place, or x carries no gradient that would bring the backward here, autograd does everything. The
 functions below are shared with the products that exchange (passes.ops.column_linear): those of several weights read one
 x.

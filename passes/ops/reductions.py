@@ -1,4 +1,4 @@
-"""Reductions over a dim that is cut, of which every rank reads the whole result: type V → I.
+"""Reductions over a sharded dim, with the full result on every rank: type V → I.
 
 vector_norm   sqrt Σ x²: ranks exchange the sum of squares
 amax, amin    ranks exchange theirs; for values without a gradient

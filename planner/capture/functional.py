@@ -41,7 +41,7 @@ VIEWS = {*RESHAPES, *PERMUTES, *SAME, aten.slice.Tensor, aten.select.int, aten.e
 
 
 class UnknownWrite(Exception):
-    """A write that is not known here: the whole graph is left to PyTorch."""
+    """A write of unknown kind: the full graph is left to PyTorch."""
 
 
 def is_write(node: fx.Node) -> bool:

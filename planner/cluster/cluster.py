@@ -73,7 +73,7 @@ class Link(Section):
 
 
 def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """Each link joins whole groups of the one before it."""
+    """Each link joins complete groups of the one before it."""
     if not links:
         raise SpecError("is empty", fix="give at least one link, which joins all devices")
     errors = []
@@ -93,7 +93,7 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
 
 
 class Cluster(Section):
-    """The whole file. Frozen; equal clusters compare equal wherever they were read from."""
+    """The full file. Frozen; clusters with equal values are equal, from any file."""
 
     name: Name = required("name of the cluster", "dgx-h100")
     device: Device = required(

@@ -1,7 +1,7 @@
 """Which links a group of ranks uses, and how long a collective over it takes.
 
 A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ stand in one node, n₁ nodes in
-one rack, and so on (n = n₀·n₁·…). B: bytes of the whole tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
+one rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
 it, since all members inside share the work. w: bandwidth · fraction of a device; t: latency of a message.
 
     reduce-scatter, all-gather      Σ_l  (n_l − 1)·t_l + (n_l − 1)/n_l · B_l / w_l                 ring
@@ -124,7 +124,7 @@ def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
 
 
 def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
-    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the whole tensor."""
+    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the full tensor."""
     if group.size == 1:
         return 0.0
     if kind == "all_to_all":

@@ -33,7 +33,7 @@ class Builder:
     def call(
         self, like: fx.Node, target: Any, *args: Any, shape: tuple[int, ...], of: fx.Node | None = None
     ) -> fx.Node:
-        """A new call at the place of ``like``; its value is as that of ``of``, the first operand, but for the shape."""
+        """A new call at the place of ``like``; its value is like that of ``of``, the first operand, but of ``shape``."""
         made = self.graph.call_function(target, args)
         made.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
         first = of or next(a for a in args if isinstance(a, fx.Node))
@@ -42,7 +42,7 @@ class Builder:
         return self._at(made, like)
 
     def places(self, like: fx.Node, size: int) -> fx.Node:
-        """0, 1, … of a whole sequence."""
+        """0, 1, … of a full sequence."""
         made = self.graph.call_function(aten.arange.default, (size,), {"device": torch.device("cpu")})
         made.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
         made.meta |= {"val": torch.empty(size, dtype=torch.int64, device="meta"), "grad": False}

@@ -1,4 +1,4 @@
-"""The program of one rank of cp, written from the types of the whole one.
+"""The program of one rank of cp, written from the types of the full one.
 
     cut(x)        x of this rank: computed of parts; of a whole x taken as early as can be, from what it is made of
     whole(x)      x of all ranks: a cut one is gathered, partial sums are summed
@@ -69,7 +69,7 @@ class LocalProgram:
         return self.builder.take(node, self.made(node, R), wanted)
 
     def _early(self, node: fx.Node, wanted: Placement) -> Option | None:
-        """How a cut of a whole value follows from cuts of its operands; None if it is computed whole and taken."""
+        """How a cut of a full value follows from cuts of its operands; None if it is computed in full and sliced."""
         if node.op != "call_function" or is_random(node):
             return None
         site = Site(node, 2 * self.cp, {node.name: {wanted}})
@@ -198,7 +198,7 @@ class LocalProgram:
         return self.builder.call(node, aten.reshape.default, x, list(shape), shape=shape)
 
     def _mean_over_rows(self, node: fx.Node, option: Option, wanted: dict[fx.Node, Placement]) -> fx.Node:
-        """A rank's sum, over the number of all rows that count: as many as the whole target says."""
+        """A rank's sum, over the number of all rows that count: as many as the full target has."""
         given = named(node)
         names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
         args, kwargs = self._operands(node, wanted.__getitem__, [{**given, "reduction": SUM}[n] for n in names])

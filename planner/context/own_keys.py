@@ -2,7 +2,7 @@
 
     attention(q, gather_sequence(k), gather_sequence(v), mask)   →   gathered_attention(q, k, v, mask)
 
-Gathered and kept, keys and values of the whole sequence would be as large on each rank whatever cp is. Key heads that
+Gathered and kept, keys and values of the full sequence would be as large on each rank whatever cp is. Key heads that
 were repeated for the heads that read them (reshape, expand, reshape) are not: each is read by its group of heads.
 """
 

@@ -37,7 +37,7 @@ Runs = Mapping[fx.Node, frozenset[Run] | None]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """``shape``: of the value of one whole microbatch. ``batch``: (dim, step, number) of the sequences in it; None
+    """``shape``: of the value of one full microbatch. ``batch``: (dim, step, number) of the sequences in it; None
     if there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
     """
 

@@ -5,7 +5,7 @@
     cp   keys and values gathered along the sequence, and sums over it (planner.exchanges.sequence)
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
-``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
+``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
 reduce-scatter.
 """
 

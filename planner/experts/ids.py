@@ -1,6 +1,6 @@
 """Which integers are numbers of experts, and which dims they make that count experts.
 
-chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, those put together
+chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
 one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
 """
 

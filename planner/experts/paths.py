@@ -85,7 +85,7 @@ def is_taken(node: fx.Node, space: Space) -> bool:
 
 
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Values on the way from the tokens to ``ends``, but for those by which the router scores."""
+    """Values on the way from the tokens to ``ends``, except those that the router uses for scores."""
     above = ancestors(ends)
 
     def goes_on(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: a reader, and whatever is killed, sees the old content or the new one.
+"""Write a file atomically: a reader, and whatever is killed, sees the old content or the new one.
 
     write  .name.….partial beside it  ->  sync  ->  rename
 

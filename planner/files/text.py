@@ -1,6 +1,6 @@
 """Read a text file that a user named: a regular file in UTF-8, up to a maximum size.
 
-A pipe is refused, since every process of a run reads a file anew; so is a device, which may never end.
+A pipe is refused, since every process of a run reads the file; so is a device, which may never end.
 """
 
 from __future__ import annotations

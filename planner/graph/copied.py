@@ -11,7 +11,7 @@ from planner.graph.program import Program
 
 
 def copied(program: Program) -> Program:
-    """The whole program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
+    """The full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in program.graph.graph.nodes:

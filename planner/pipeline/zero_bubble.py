@@ -37,7 +37,7 @@ class StageCosts(NamedTuple):
 
     @property
     def ticks(self) -> tuple[list[int], list[int], list[int]]:
-        """In whole numbers."""
+        """In integers."""
         longest = max(map(max, self)) or 1.0
         forward, backward, weights = ([round(cost * _TICKS / longest) for cost in costs] for costs in self)
         return forward, backward, weights

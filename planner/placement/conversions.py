@@ -59,7 +59,7 @@ def conversion(
 
 
 def _possible(before: Placement, after: Placement, grad: bool) -> bool:
-    """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing.
+    """Collectives move evenly sharded dims only: replicated segments have no single owner. Taking a part moves nothing.
 
     Padding comes with a cut and goes with it; from one dim to another it would have to do both at once.
     """

@@ -65,7 +65,7 @@ class Weights:
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut
-    logits: float = 300.0  # a loss that sees whole logits and need not, whatever they cost to make
+    logits: float = 300.0  # a loss that sees full logits and need not, whatever they cost to make
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
     detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
@@ -83,7 +83,7 @@ class Costs:
         frozenset()
     )  # (value, cut) along the sequence: re-sharding these is the plan
     of_weights: frozenset[str] = frozenset()  # made of parameters alone, as a stack of them: cutting one costs little
-    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are held whole
+    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are replicated
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:

@@ -24,7 +24,7 @@ MOST_RUNS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A run of ``size`` elements of a sharded dim (global size); held whole by every rank unless ``sharded``."""
+    """A run of ``size`` elements of a sharded dim (global size); replicated unless ``sharded``."""
 
     size: int
     sharded: bool = True

@@ -141,7 +141,7 @@ class Memories:
                 self.saved.add(memory)
 
     def made(self, call: Call) -> list[int]:
-        """Memory that ``call`` makes anew."""
+        """New memory that ``call`` makes."""
         return [memory for memory in dict.fromkeys(call.makes) if self.maker.get(memory) is call]
 
     def bytes(self, memory: int) -> int:

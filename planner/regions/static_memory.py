@@ -128,11 +128,11 @@ def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
     return tuple((value.shape, value.dtype) for value in region.inputs.values())
 
 
-# ---- a whole iteration
+# ---- a full iteration
 
 
 def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
-    """Bytes of all that one graph of a whole iteration reads from outside on a pp rank, weights aside.
+    """Bytes of all that one graph of a full iteration reads from outside on a pp rank, weights aside.
 
     The batch tensors of every microbatch that a stage of the rank reads, and the denominators of its losses (float64).
     """

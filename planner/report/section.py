@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
 
-# Columns that may wrap; names and shapes stay whole.
+# Columns that may wrap; names and shapes are not wrapped.
 PROSE = frozenset(
     {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs", "before", "after"}
     | {"choice", "layout"}

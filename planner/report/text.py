@@ -57,7 +57,7 @@ def _print(section: Section, console: Console) -> None:
 
 
 def _needed(section: Section) -> int:
-    """Columns of text in which every value stands whole; prose wraps."""
+    """Columns of text with every value in full; prose wraps."""
     most = [max(map(cell_len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
     shown = zip(section.columns, most, strict=True)
     widths = [min(wide, _PROSE_WIDTH) if column in PROSE else wide for column, wide in shown]

@@ -5,7 +5,7 @@
     layer_norm(x, w, b)    keeps x, w, and two tensors that are no operand and no result: mean and 1 / deviation
 
 A tensor is known by its memory, so a kept view of an operand is that operand. Which kernel an op takes is that of the
-CPU, but for attention of a cluster of GPUs (planner.saved.attention_kernels). Each signature (op, shapes, strides,
+CPU, except attention of a cluster of GPUs (planner.saved.attention_kernels). Each signature (op, shapes, strides,
 dtypes, constants) is seen once.
 """
 

@@ -300,7 +300,7 @@ def _mean(x: Tensor) -> Tensor:
 def shared_key_attention(
     q: Tensor, k: Tensor, v: Tensor, tp: int, *, attend: Any = F.scaled_dot_product_attention, **given: Any
 ) -> Tensor:
-    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] whole: it picks the key heads that they read.
+    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] replicated: it picks the key heads that they read.
 
     ``attend``: by which kernel.
     """

@@ -132,7 +132,7 @@ def _enough(
     points_over: Callable[[int], Iterable[Point]],
     estimated: Callable[[Point], Candidate],
 ) -> tuple[int, Candidate] | None:
-    """The fewest devices on which a layout fits: of 2, 4, … times as many, then of whole nodes below that."""
+    """The fewest devices on which a layout fits: of 2, 4, … times as many, then of full nodes below that."""
 
     def fitting(number: int) -> Candidate | None:
         points = sorted(points_over(number), key=attrgetter("held"))[:_MOST_TRIED]

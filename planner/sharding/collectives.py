@@ -100,7 +100,9 @@ def _contents(bucket: buckets.Bucket) -> str:
 
 
 def _summed_elements(mesh: Mesh, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
-    """Elements of a shard that are added over ``axis``; of parameters with whole segments over tp or etp only those."""
+    """Elements of a shard that are added over ``axis``; of parameters with replicated segments over tp or etp only
+    those.
+    """
     num_shards, size = buffer.layout.num_ranks, mesh.size(buffer.axis)
     if axis != buffer.axis or not buffer.has_whole_segment:
         return len(bucket.world) // num_shards

@@ -127,7 +127,7 @@ class ParameterPlan:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return prod(self.shape)
 
 
@@ -170,7 +170,7 @@ class LocalParameter:
         return self.placement.has_whole_segment and self.axis in self.partial_over
 
     def whole_runs(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the local sharded dim that every rank of its axis, of ``size``, holds whole."""
+        """Half-open ranges of the local sharded dim that are replicated over its axis, of ``size``."""
         runs, start = [], 0
         for segment in self.placement.segments:
             stop = start + segment.local(size)

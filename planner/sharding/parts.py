@@ -71,7 +71,7 @@ def part_of(parameter: OfTensor, mesh: Mesh, place: Mapping[str, int]) -> Part:
 
 
 def pieces(ranges: Ranges) -> Iterator[tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]]:
-    """Each run of elements that lie together in both: its (start, stop) by dim in the whole tensor, and in the part."""
+    """Each run of elements that lie together in both: its (start, stop) by dim in the full tensor, and in the part."""
     runs = [list(_placed(of_dim)) for of_dim in ranges.values()]
     for chosen in product(*runs):
         yield (

@@ -94,7 +94,7 @@ def _or_auto(schema: dict[str, Any]) -> None:
 
 
 class Spec(Section):
-    """The whole spec. Frozen; equal specs compare equal wherever they were read from."""
+    """The full spec. Frozen; specs with equal values are equal, from any file."""
 
     mesh: MeshSpec = required(
         "axis sizes; `auto` leaves one axis to the search, `mesh: auto` all of them",

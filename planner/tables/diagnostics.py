@@ -149,7 +149,7 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """Custom Functions that stay one op each, and why each is whole or cut."""
+    """Custom Functions that stay one op each, and why each is sharded or not."""
     for node in decisions.program.graph.graph.nodes:
         if isinstance(node.target, OwnBackward):
             option, facts = decisions.placements.options[node.name], node.target.facts

@@ -101,7 +101,7 @@ class Reasons:
             return "row", f"{words}: sums over sharded features; one all-reduce adds the partial results (g)"
         return "column", f"{words}: {_purpose(goals)}"
 
-    # ---- whole
+    # ---- replicated
 
     def _why_whole(self, node: fx.Node, placement: Placement) -> str:
         if self.decisions.placements.styles.get(node.name) == "replicate":
@@ -122,7 +122,7 @@ class Reasons:
         return "outside the tensor-parallel regions: replicated"
 
     def obstacle(self, node: fx.Node) -> str:
-        """Why a matrix is whole on every rank."""
+        """Why a matrix is replicated."""
         reading = list(readers(node))
         return next(
             (why for reader in reading for why in self._obstacles(node, reader)),
@@ -169,7 +169,7 @@ class Reasons:
             yield f"{dims} not divisible by tp = {self.tp}; {nearest_words([shape[d] for d in uneven], self.tp)}"
 
     def is_uneven(self, node: fx.Node) -> bool:
-        """Whether sizes, not costs, keep a parameter whole: a dim of it, or the heads of its attention."""
+        """Whether sizes, not costs, keep a parameter replicated: a dim of it, or the heads of its attention."""
         if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
             return False
         if node.name in self.decisions.expert_parts:

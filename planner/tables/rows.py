@@ -18,7 +18,7 @@ LEVELS = ("info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One (virtual) stage. ``num_parameters``: elements of the whole parameters that it holds, before tp cuts them."""
+    """One (virtual) stage. ``num_parameters``: elements of its full parameters, before sharding over tp."""
 
     index: int
     pp_rank: int

@@ -99,8 +99,8 @@ class Audit:
     ) -> tuple[float, float]:
         """The loss of the user's module and the relative difference allowed, the same on every rank.
 
-        ``loss``: the engine's; ``weights`` and ``buffers``: whole, on rank 0. Raises PlanError on every rank if the
-        module fails.
+        ``loss``: the engine's; ``weights`` and ``buffers``: full tensors, on rank 0. Raises PlanError on every rank if
+        the module fails.
         """
         own = torch.zeros(2, dtype=torch.float64)
         with agreed(self._groups, rank_0_is_long=True):
@@ -172,7 +172,7 @@ def check_audit(plan: Plan) -> None:
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """Of all weights, whole."""
+    """Bytes of all weights as full tensors."""
     return sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in plan.parameters)
 
 

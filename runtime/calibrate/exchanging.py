@@ -1,6 +1,6 @@
 """Measure the links between ranks: the collectives of a training step over all ranks, at a few sizes.
 
-``work`` is the bytes of the whole tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
+``work`` is the bytes of the full tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
 rank after it, for a reduce-scatter before it; for p2p, the message that each rank sends while it receives one.
 
 Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and wait.

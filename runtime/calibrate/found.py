@@ -10,7 +10,7 @@ _LEAST = 0.001  # of a measured time: a smaller difference is noise
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call. ``work``: operations, bytes that are read and written, or bytes of the whole tensor of an exchange.
+    """One call. ``work``: operations, bytes that are read and written, or bytes of the full tensor of an exchange.
 
     ``sides``: m, k and n of a product.
     """

@@ -156,7 +156,7 @@ def write_manifest(path: Path, manifest: Manifest) -> str:
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, str]:
-    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is whole and sound."""
+    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is complete and valid."""
     path = directory / MANIFEST
     inner, told = _framed(path)
     return _checked(inner, path), told

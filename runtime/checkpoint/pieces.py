@@ -1,6 +1,6 @@
-"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked as a whole, and in again.
+"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked together, and in again.
 
-rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the whole tensor that begins at [0, 768]
+rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the full tensor that begins at [0, 768]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Pyt
 
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
-    """``values`` of one kind, of ``box`` of the whole tensor ``name``."""
+    """``values`` of one kind, of ``box`` of the full tensor ``name``."""
 
     name: str
     kind: str
@@ -133,7 +133,7 @@ class PieceReader:
         self._stack.close()
 
     def read_into(self, target: Tensor, name: str, kind: str, box: Box) -> None:
-        """Copy ``box`` of the whole tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
+        """Copy ``box`` of the full tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
         found = 0
         for index, start, stop in self._manifest.tensors[name].pieces:
             held = Box(start, stop)
@@ -167,7 +167,7 @@ class PieceReader:
 
 
 def check_files(directory: Path, files: Iterable[FileEntry]) -> None:
-    """Raise PlanError, naming the file, unless each is whole."""
+    """Raise PlanError, naming the file, unless each is complete."""
     for entry in files:
         check_whole(directory / entry.name, entry.bytes, entry.checksum)
 

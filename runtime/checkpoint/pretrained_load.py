@@ -1,7 +1,7 @@
 """Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
 
 names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
-check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
+check on every rank, agree                    names, shapes, dtypes, files complete, tied copies equal
 read                                          Part.ranges of each parameter, straight into its place
 """
 

@@ -71,7 +71,7 @@ def save_pretrained(
             try:
                 write_directory(Path(directory), files, tensors, texts_of(plan, kept))
             except (OSError, PlanError):
-                _exhaust(tensors)  # the other ranks go on sending
+                _exhaust(tensors)  # the other ranks continue to send
                 raise
         else:
             _exhaust(tensors)

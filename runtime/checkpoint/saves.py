@@ -40,7 +40,7 @@ def free_name(directory: Path, step: int, line: Line) -> str:
 
 
 def saves_in(directory: str | PathLike[str]) -> list[Path]:
-    """Every save, by step, whether or not its files are whole. Raises PlanError for a directory that cannot be read."""
+    """Every save, by step, with complete files or not. Raises PlanError for a directory that cannot be read."""
     directory = Path(directory)
     try:
         entries = list(directory.iterdir())
@@ -152,7 +152,7 @@ def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanErro
 
 
 def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
-    """The save to go on from, verified; and why others, newer ones, were skipped."""
+    """The save to resume from, verified; and why newer ones were skipped."""
     candidates, skipped = by_newest(directory)
     for save in candidates:
         try:
@@ -183,7 +183,7 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     try:
         for save in old:
             gone = name_beside(save)
-            save.rename(gone)  # a save is whole or not there
+            save.rename(gone)  # a save is complete or absent
             shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
         what, fix = (

@@ -152,7 +152,7 @@ class TrainingState:
     # ---- the elements of each tensor that this rank owns
 
     def _runs(self) -> Iterator[OwnedRun]:
-        """Trainable parameters as the optimizer owns them, then frozen ones, whole; each once."""
+        """Trainable parameters as the optimizer owns them, then frozen ones in full; each once."""
         yield from owned_runs(self.optimizer)
         seen = set()
         for stage in self.program.stages:

@@ -107,7 +107,7 @@ class BatchLayout:
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host goes on while it is copied."""
+    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host continues during the copy."""
     if device.type == "cuda" and value.device.type == "cpu":
         return value.to(dtype).pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype)

@@ -1,4 +1,4 @@
-"""Denominators of microbatch losses: counts over the whole global batch."""
+"""Denominators of microbatch losses: counts over the full global batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def denominators(
 ) -> list[Tensor]:
     """The denominator of each loss term of the global batch; the same on every rank.
 
-    A small global batch is counted whole by each rank, without any exchange. A larger one is summed over the world,
+    Each rank counts all of a small global batch, without any exchange. A larger one is summed over the world,
     one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
     """
     count, names = program.count_module, program.count_inputs

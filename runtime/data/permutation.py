@@ -1,8 +1,8 @@
 """A permutation of 0..n-1 that is computed, not stored: any place of it at once, whatever n.
 
-A Feistel network over the next even number of bits, keyed by integers: each round is invertible, so the whole is a
-bijection of 0..2^b-1. Values outside 0..n-1 are permuted again until they are inside (cycle walking; on average
-less than four times), which leaves a bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
+A Feistel network over the next even number of bits, keyed by integers: each round is invertible, so the composition is
+a bijection of 0..2^b-1. Values outside 0..n-1 are permuted again until they are inside (cycle walking; on average less
+than four times), which leaves a bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
 """
 
 from __future__ import annotations

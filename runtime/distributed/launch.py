@@ -51,7 +51,7 @@ def launch(
     ``function`` and ``args`` are pickled: a function at the top of an importable module. Results are pickled too.
 
     After a failure that is not bad input all ranks are started again, up to ``max_restarts`` times, with
-    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and ``timeout_seconds`` anew;
+    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and a new ``timeout_seconds``;
     before a restart the failure goes to stderr and ``on_restart(number of the restart, the failure)`` is called.
 
     SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. If all of them return within ``stop_seconds``, so does

@@ -6,7 +6,7 @@
     All are zeros except for this rank's.
 
 Digests show ranks that got another batch than the others: a global batch must be equal on all ranks, local rows on
-ranks with one dp coordinate. If digests differ, no rank updates anything. All values are whole in float64.
+ranks with one dp coordinate. If digests differ, no rank updates anything. All values are integers in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.collectives import NOTES_OF_A_RANK
 
-_DIGEST_BYTES = 6  # a whole number in float64
+_DIGEST_BYTES = 6  # an integer in float64
 _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 
 
@@ -34,8 +34,8 @@ _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 class Own:
     """Of this rank (``runtime.pipeline.waits``). ``usual_seconds``: a usual run's, without waits for other stages.
 
-    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without those waits and whole; only
-    of a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
+    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without those waits, as an integer;
+    only of a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
     """
 
     usual_seconds: float = 0.0

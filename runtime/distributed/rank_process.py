@@ -45,7 +45,7 @@ def run_rank(
         outcome = Outcome(rank, result=function(*args))
     except BaseException as error:
         outcome = Outcome.failed_by(rank, error)
-    # Pickle whole before writing: a result that cannot be pickled must become this rank's error, not half a file.
+    # Pickle all of it before writing: a result that cannot be pickled must become this rank's error, not half a file.
     try:
         content = pickle.dumps(outcome)
     except Exception as error:

@@ -70,7 +70,7 @@ class RowBatches:
         }
 
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:
-        """(log P [tokens], is_top [tokens]) of each row's scored tokens, but for those that the loss ignores by value.
+        """(log P [tokens], is_top [tokens]) of each row's scored tokens, except those that the loss ignores by value.
 
         Raises PlanError if the loss does not score the expected tokens.
         """

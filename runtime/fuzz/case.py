@@ -100,7 +100,7 @@ class Case:
         return self.spec[ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
-        """The spec of the layout that goes on from a save of this one."""
+        """The spec of the layout that resumes from a save of this one."""
         axis = self.spec[CONTINUED]
         return None if axis == "nothing" else continued_on(self.to_spec(), axis)
 
@@ -116,7 +116,7 @@ class Case:
         return [one for one in legal if one != self]
 
     def _groups(self) -> list[list[str]]:
-        """The fields of a spec but for the mesh, section by section and together."""
+        """The fields of a spec except the mesh, section by section and together."""
         rest = [name for name in self.spec_options if not name.startswith("mesh.")]
         sections = dict.fromkeys(name.partition(".")[0] for name in rest if "." in name)
         return [rest, *([name for name in rest if name.startswith(f"{section}.")] for section in sections)]

@@ -27,7 +27,7 @@ CAPTURE_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """``reference``: MODEL of the command line. ``base``: the spec's values but for those that it leaves to auto."""
+    """``reference``: MODEL of the command line. ``base``: the spec's values except those that it leaves to auto."""
 
     reference: str
     base: dict[str, Any]

@@ -141,7 +141,7 @@ def _compared(
 
 
 def _other_layout(case: Case, captures: Captures) -> tuple[Plan, Spec] | None:
-    """The layout that goes on from a save; None if the case asks for none, or that one is refused."""
+    """The layout that resumes from a save; None if the case asks for none, or that one is refused."""
     values: Any = case.continued()
     if values is None:
         return None

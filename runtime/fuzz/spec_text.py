@@ -1,4 +1,4 @@
-"""Drawn choices become the values of a spec, and those of the layout that goes on from its save."""
+"""Drawn choices become the values of a spec, and those of the layout that resumes from its save."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reduce-scatter and all-gather between a buffer and the part of it that this rank owns.
 
-Over gloo both stay inside the buffer. Its own ones copy the whole buffer in a thread of theirs, and its heap
+Over gloo both stay inside the buffer. Its own ones copy the full buffer in a thread of theirs, and its heap
 keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
 
     reduce-scatter      all-reduce of the buffer (as gloo does with its copy); only the own shard is read

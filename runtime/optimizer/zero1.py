@@ -174,7 +174,7 @@ class DistributedOptimizer:
         self.buffers.wait_parameters()
 
     def sync_main_from_parameters(self) -> None:
-        """Take the main shards anew from the parameters: after weights were loaded into them."""
+        """Copy the main shards from the parameters again, after weights were loaded into them."""
         self.buffers.unmixed.forget()
         for shard in self.shards:
             if shard.owns_main:

@@ -81,7 +81,7 @@ def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh
 
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
-    """Whole or not at all. Raises PlanError, naming the file."""
+    """Writes atomically. Raises PlanError, naming the file."""
     try:
         write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
     except OSError as error:

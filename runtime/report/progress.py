@@ -1,4 +1,4 @@
-"""Show training while it goes on: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside."""
+"""Show training while it runs: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside."""
 
 from __future__ import annotations
 

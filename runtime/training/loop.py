@@ -91,8 +91,8 @@ class _Run:
 def run_rank(job: Job) -> Trained:
     """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
 
-    After a restart by the launcher it goes on from the last save that the run itself has made. SIGTERM or Ctrl-C of any
-    rank ends it after a whole step, with a save if saves were asked for.
+    After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
+    rank ends it after a complete step, with a save if saves were asked for.
     """
     spec = spec_of(job)
     weights = pretrained_directory(job.model)

@@ -1,4 +1,4 @@
-"""The saves of a run: when they are made, which of them stay, and which one a run goes on from."""
+"""The saves of a run: when they are made, which of them stay, and from which one a run resumes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class RunSaves:
             self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest and are not saves")
 
     def _begin(self) -> None:
-        """A save that goes on beside the next steps; those that the one before has made needless go."""
+        """A save that runs beside the next steps; saves that are no longer needed are removed."""
         assert self.job.save is not None
         self._await()
         self._prune()
@@ -182,7 +182,7 @@ class RunSaves:
         self._say(f"warning: step {step} is not saved: {error}")
 
     def _prune(self) -> None:
-        """Old saves that stay cost room and no more: training and its saves go on."""
+        """Old saves that cannot be removed only take space: training and its saves continue."""
         if self.job.keep is not None and self.job.save is not None and self.engine.groups.rank == 0:
             try:
                 prune(self.job.save, self.job.keep, self.engine.saver.line)

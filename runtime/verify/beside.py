@@ -6,7 +6,7 @@
 
 Below float64 the one process goes on from the engine's weights once they are compared.
 The weights after an update are gathered when the next forward has read them, since a gather waits for all of them: the
-engine goes on as in ``train_step``.
+engine continues as in ``train_step``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Beside:
                     parameter.copy_(found[name])
 
     def compare_parameters(self, found: Named) -> None:
-        """After the last update of both. ``found``: the engine's, whole."""
+        """After the last update of both. ``found``: the engine's, as full tensors."""
         truth, step = dict(named_parameters(self._one.model)), self._one.num_updates
         self.rows += compare_parameters(found, truth, self._allowed(step), self._still or set(), self._noise, step=step)
 

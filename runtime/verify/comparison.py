@@ -16,7 +16,7 @@ from runtime.audit.tolerance import Tolerance
 class Row:
     """One comparison: ``difference`` against the ``allowed`` one; inf if a tensor is missing or holds NaN.
 
-    ``name``: of a tensor; "" of a number of the whole step. ``step`` counts from 1, as the log does; 0: of no step.
+    ``name``: of a tensor; "" for a number of the full step. ``step`` counts from 1, as the log does; 0: of no step.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The truth: the unmodified model in one process, trained by plain torch on the whole global batch.
+"""The truth: the unmodified model in one process, trained by plain torch on the full global batch.
 
 No decision of the planner and no pass takes part, so a difference from the engine is a difference from the user's
 model.

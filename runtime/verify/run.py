@@ -1,7 +1,7 @@
 """Does the plan equal one process? Run both on the same random batches, update by update, and compare the loss, the
 norm, every gradient and every parameter after each of them.
 
-The truth is the user's unmodified model on the whole global batch, the object itself and no copy (verify.reference).
+The truth is the user's unmodified model on the full global batch, the object itself and no copy (verify.reference).
 With ``dropout: layout_invariant`` both sides draw by name (verify.named_draws). Else dropout is off on both: its masks
 depend on the order in which a process draws them.
 """

@@ -1,7 +1,7 @@
-"""Whole tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
+"""Full tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
 
 Of equal copies, over dp or edp, tp or etp and the stages of a tied weight, the first one sends. Shards go from host
-memory to host memory: no communicator of the device is made for each sender, and rank 0's device never holds a whole
+memory to host memory: no communicator of the device is made for each sender, and rank 0's device never holds a full
 tensor. A rank sends when rank 0 asks for it, so that no copies pile up while rank 0 writes, and none waits for less
 than that takes.
 """

@@ -124,7 +124,7 @@ def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
 
 
 def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> Tensor:
-    """The whole tensor, on this rank's device. As bytes: no backend sends every dtype."""
+    """The full tensor, on this rank's device. Sent as bytes: no backend sends every dtype."""
     if groups.rank == 0 and value is not None:
         full = value.detach().to(device=groups.device, dtype=held.dtype, copy=True).contiguous()
         mismatch = tuple(full.shape) != held.shape

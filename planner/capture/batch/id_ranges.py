@@ -116,7 +116,7 @@ def _held(weight: fx.Node, program: Program) -> str:
 
 
 def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterator[_Trace]:
-    """Which inputs' values the result holds, whole."""
+    """The inputs with unchanged values in the result."""
     name = getattr(node.target, "_opname", "")
     if name not in _MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
         return

@@ -31,7 +31,7 @@ def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.
 
 
 def may_repeat_batch(node: fx.Node) -> bool:
-    """Of a capture of one sequence: whether an op repeats its dim as a whole, the first or one behind a new dim."""
+    """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
     if _name(node) not in ("repeat", "expand"):
         return False
     shape, before = shape_of(node), shape_of(node.all_input_nodes[0])

@@ -199,7 +199,7 @@ def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _is_part_of(b: fx.Node, source: fx.Node, a: fx.Node, times: int) -> bool:
-    """Whether ``b`` is cut from ``source`` and has the shape of ``a``, which is the whole of its source."""
+    """Whether ``b`` is cut from ``source`` and has the shape of ``a``, which is all of its source."""
     if not is_cut(b) or _cut_from(b) is not source:
         return False
     x, y, whole = a.meta.get("val"), b.meta.get("val"), source.meta.get("val")

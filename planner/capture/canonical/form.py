@@ -114,7 +114,7 @@ class _Writer:
         return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
 
     def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Copy the parts of a composite op in its place, each with the user's line of the whole."""
+        """Copy the parts of a composite op in its place, each with the user's line of the composite op."""
         found: list[fx.Node] = []
         fx.map_arg((args, kwargs), found.append)
         holders = parts.graph.find_nodes(op="placeholder")

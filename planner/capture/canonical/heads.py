@@ -4,8 +4,8 @@
     o[0](head[0](x)) + o[1](head[1](x)) + …                                 →    a sum over that dim
 
 One by one, a head could only be cut inside itself, with an exchange of scores for each. The weights of the heads are
-stacked, those of one shape together: a rank holds a part of each, and one exchange of the stack gives it whole heads.
-Branches without a product of two activations are left as they are: their weights are cut one by one.
+stacked, those of one shape together: a rank holds a part of each, and one exchange of the stack gives it complete
+heads. Branches without a product of two activations are left as they are: their weights are cut one by one.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def read(place: Path, key: str) -> Kept | None:
 
 
 def write(place: Path, key: str, program: dict[str, Any], constants: dict[str, Tensor]) -> None:
-    """Whole or not at all; the oldest captures make room. Raises OSError."""
+    """Writes atomically; the oldest captures make room. Raises OSError."""
     content = save(constants, metadata={"program": json.dumps(program)})
     if len(content) >= _MOST_BYTES:
         raise OSError(errno.EFBIG, "the capture is too large", str(place))

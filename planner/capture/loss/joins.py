@@ -23,7 +23,7 @@ from planner.capture.loss.parts import Parts
 
 
 class Joins(ABC):
-    """``apart``: joins of parts that do not make a whole."""
+    """``apart``: joins of parts that do not cover the batch."""
 
     captures: TwoCaptures
     kinds: dict[fx.Node, Kind]

@@ -19,7 +19,7 @@ NONE, MEAN, SUM = 0, 1, 2
 share = Kind(SHARE)
 
 CROSS_ENTROPIES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
-OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of whole rows, along dim 0
+OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of full rows, along dim 0
 OVER_ROWS = {
     aten.mse_loss.default,
     aten.l1_loss.default,

@@ -85,7 +85,7 @@ Recapture = Callable[[int], Program]
 def share_loss(
     program: Program, num_microbatches: int, recapture: Recapture | None = None, *, at_once: bool = False
 ) -> LossTerms:
-    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks).
+    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the full global batch (all dp ranks).
 
     ``at_once``: each is run by a dp rank of its own, all at the same time.
     ``recapture(k)`` gives the program of k times as many sequences, for a loss with numbers that may count them.

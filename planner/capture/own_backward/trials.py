@@ -181,7 +181,7 @@ def _random(like: Tensor, size: float, ramp_dim: int | None = None) -> Tensor:
 
 
 def _ramped(x: Tensor, dim: int | None) -> Tensor:
-    """The second half along ``dim`` made larger, so that the parts' statistics are not those of the whole."""
+    """The second half along ``dim`` made larger, so that the parts' statistics differ from those of the full tensor."""
     if dim is None or not has_gradient(x.dtype):
         return x
     factors = torch.ones(x.shape[dim], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Seeds and generators of PyTorch in a forward: an op draws anew in each step of a plan, whatever they say.
+"""Seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say.
 
     torch.manual_seed(3); x + torch.randn_like(x)      PlanError: one process repeats the noise
     with torch.random.fork_rng(): …                    PlanError: so does what is drawn after it

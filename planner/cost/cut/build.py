@@ -218,7 +218,7 @@ class Builder:
             found.append(tuple(values))
         return [*found, ()]
 
-    # ---- the whole
+    # ---- the result
 
     def work(self, kinds: Sequence[str]) -> CutWork:
         own, buffers, tied = self.held()

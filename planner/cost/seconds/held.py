@@ -64,7 +64,7 @@ def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
 def memory_row(
     rank: int, layout: Layout, stages: Sequence[StageBytes], holds: RankHolds, group_size: int | None
 ) -> MemoryRow:
-    """Of one pp rank; ``stages``: of the whole pipeline."""
+    """Of one pp rank; ``stages``: of the full pipeline."""
     peak, at, messages = _peak(rank, layout, stages, group_size)
     kept, logits, working = peak
     return MemoryRow(

@@ -3,10 +3,10 @@
     start(F m, s) = max(rank is free, end(F m, s−1) + message)        end = start + forward(s)
     start(B m, s) = max(rank is free, end(F m, s), end(B m, s+1) + message)        end = start + backward(s)
 
-A run is exact, in whole picoseconds. Long ones need not be run to their end: the rule above only adds and takes maxima,
-so once all actions of three periods (a microbatch of 1f1b, a group of interleaved_1f1b) in a row end later than those
-of the period before by one and the same λ, on all ranks, the next ones do too: an action waits for others at most two
-periods back. Then M microbatches take (M − M')/period · λ longer than M'.
+A run is exact, in integer picoseconds. Long ones need not be run to their end: the rule above only adds and takes
+maxima, so once all actions of three periods (a microbatch of 1f1b, a group of interleaved_1f1b) in a row end later than
+those of the period before by one and the same λ, on all ranks, the next ones do too: an action waits for others at most
+two periods back. Then M microbatches take (M − M')/period · λ longer than M'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIKE = 3  # periods in a row
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds: of the whole; when each rank begins, and has done all it has to."""
+    """Seconds: of the full run; the begin and the end of each rank's work."""
 
     seconds: float
     starts: tuple[float, ...]

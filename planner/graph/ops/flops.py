@@ -42,7 +42,7 @@ def node_bytes(node: fx.Node) -> int:
         return 0
     written = value_bytes(node)
     if packet_of(node.target) is aten.embedding:
-        return 2 * written + value_bytes(node.all_input_nodes[0])  # the gradient of the whole table is written
+        return 2 * written + value_bytes(node.all_input_nodes[0])  # the gradient of the full table is written
     return written + sum(value_bytes(n) for n in node.all_input_nodes)
 
 

@@ -28,7 +28,7 @@ def local_rows(x: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, cp: int) -> Tensor:
-    """All ranks' tokens, in the order of the whole sequence."""
+    """All ranks' tokens, in the order of the full sequence."""
     return torch.cat([x] * cp, dim)
 
 

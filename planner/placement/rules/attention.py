@@ -1,7 +1,8 @@
 """scaled_dot_product_attention(q[b,h,s,d], k[b,g,t,d], v[b,g,t,d], mask): by heads.
 
-heads            q, k, v cut by heads, in one run or several; a mask with a heads dim is cut alike, else it is whole
-shared key heads q cut by heads, k and v whole (R): fewer key heads than ranks, each rank picks those its heads read
+heads            q, k, v cut by heads, in one run or several; a mask with a heads dim is sharded alike, else it is
+replicated shared key heads q sharded by heads, k and v replicated (R): fewer key heads than ranks, each rank picks
+those its heads read
 """
 
 from __future__ import annotations

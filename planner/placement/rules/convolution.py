@@ -3,8 +3,8 @@
 convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
               in channels cut: x and weight cut, the result is P           as a row-parallel linear
               groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
-pooling …     channels cut; the spatial dims are whole
-group_norm    channels cut by whole groups
+pooling …     channels sharded; the spatial dims are not
+group_norm    channels sharded by complete groups
 batch_norm    channels cut: each has statistics of its own, held or taken from the batch
 """
 
@@ -84,7 +84,7 @@ def spatial(site: Site) -> Iterator[Option]:
 
 
 def group_norm(site: Site) -> Iterator[Option]:
-    """group_norm(x [b, channels, ..], groups, weight, bias): cut by whole groups; weight and bias alike."""
+    """group_norm(x [b, channels, ..], groups, weight, bias): sharded by complete groups; weight and bias alike."""
     x, groups = site.node.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(groups, int)

@@ -30,4 +30,4 @@ class Form(Enum):
     CLASSES = "classes"  # columns of the logits of a loss
     OVER_RANKS = "over ranks"  # the ranks exchange statistics of each row of the cut dim
     PICKED = "picked"  # one element of the cut dim, which one rank holds
-    SHARED_KEYS = "shared key heads"  # key heads are whole, each rank picks those that its query heads read
+    SHARED_KEYS = "shared key heads"  # key heads are replicated, each rank picks those that its query heads read

@@ -44,7 +44,7 @@ def permute(site: Site) -> Iterator[Option]:
 
 
 def expand(site: Site) -> Iterator[Option]:
-    """A dim that is repeated may be cut after: each rank repeats its share of times, from a whole (R) input."""
+    """A dim that is repeated may be cut after: each rank repeats its share of times, from a replicated (R) input."""
     (x,) = site.inputs
     shape, out_shape = site.shape(x), site.shape()
     shift = len(out_shape) - len(shape)
@@ -155,7 +155,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
 
 
 def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """A cut of the result that falls on whole operands: each is cut as its own segments (biases put together)."""
+    """A cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)."""
     sizes = [site.shape(n)[dim] for n in operands]
     for cut in site.candidates():
         pieces = pieces_of(cut, sizes) if cut.dim == dim else None
@@ -218,7 +218,7 @@ def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
 
 
 def select_rows(site: Site) -> Iterator[Option]:
-    """index_select(x, dim, index), gather with a whole index: cut on any other dim; linear in x."""
+    """index_select(x, dim, index), gather with a replicated index: cut on any other dim; linear in x."""
     x = site.inputs[0]
     dim = int(site.node.args[1]) % max(1, len(site.shape(x)))  # pyright: ignore[reportArgumentType]
     for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):

@@ -36,7 +36,7 @@ def pointwise(site: Site) -> Iterator[Option]:
     """Options of an elementwise op with broadcasting."""
     for cut in _cuts(site):
         if site.node.target is aten.dropout.default and cut.has_whole_segment:
-            continue  # each rank draws its own mask, and a segment held whole must be the same on all
+            continue  # each rank draws its own mask, and a replicated segment must be the same on all
         given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs}
         yield site.option(cut, given, Form.PARTS)
     yield from _partial(site)

@@ -2,7 +2,7 @@
 
 A uniform cut is ``outer`` runs of ``size·inner`` elements, with each run's ``size`` split over tp: [3·h] in three
 segments is outer 3; seen as [.., 3, heads, d] the run of one segment is heads·d, and the cut falls on heads. Uneven or
-partly whole segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
+partly replicated segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def forms_of(rule: Rule) -> frozenset[Form]:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an op; None if there is none (it is then computed whole on every rank, and reported)."""
+    """The rule of an op; None if there is none (it is then computed in full on every rank, and reported)."""
     if target in RULES:
         return RULES[target]
     if isinstance(target, OwnBackward):
@@ -65,7 +65,7 @@ def has_rule(target: Any) -> bool:
 
 
 def options_of(site: Site) -> list[Option]:
-    """Every admissible typing of a node, the whole ones first; in a fixed order, none twice."""
+    """Every admissible typing of a node, the replicated ones first; in a fixed order, none twice."""
     rule = rule_of(site.node.target)
     if rule is not None and site.node.target in experts.BORDERS:
         return list(rule(site))  # of one type on either side, whatever the others

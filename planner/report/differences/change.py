@@ -15,7 +15,7 @@ from planner.tables.sizes import format_bytes
 
 BYTES, SECONDS, SHARE, FLOPS = "bytes", "seconds", "share", "flops"
 NUMBER = "number"  # of a stage: it measures nothing
-ROW = "row"  # the field of a change that is a whole row, which came or went
+ROW = "row"  # the field of a change of a full row, added or removed
 NONE = "-"
 _LONG = 200  # characters of a value that are shown
 

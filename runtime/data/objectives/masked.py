@@ -8,7 +8,7 @@
 
 A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
 segments nor an order reads one run of text, ``[class] text [separator]``. A sample is a function of (seed, epoch,
-index) alone, and each epoch masks, cuts and swaps anew.
+index) alone, and each epoch has new masks, cuts and swaps.
 """
 
 from __future__ import annotations

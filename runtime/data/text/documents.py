@@ -92,7 +92,7 @@ def _by_blank_line(file: _Told, path: Path, field: str) -> Iterator[Part]:
     begin = num_bytes = 0
     for line in file.lines():
         if line.strip():
-            if num_bytes >= PART_BYTES:  # only now is it known that the document goes on
+            if num_bytes >= PART_BYTES:  # only now is it known that the document continues
                 yield Part(b"".join(held), False, path, begin)
                 held, num_bytes = [], 0
             begin = begin if held else file.place - len(line)

@@ -63,7 +63,7 @@ class Board:
         return number
 
     def withdraw(self, number: int) -> None:
-        """Whoever failed goes on after all."""
+        """Withdraw the failure: its rank continues after all."""
         self._write_failure(number, _WITHDRAWN)
 
     def _write_failure(self, number: int, content: str) -> None:

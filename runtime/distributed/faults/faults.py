@@ -148,7 +148,7 @@ class Faults:
 
 
 def withdraw() -> None:
-    """This process goes on after all: its caller has handled the error."""
+    """This process continues after all: its caller has handled the error."""
     while _standing:
         board, number = _standing.pop()
         with suppress(Exception):

@@ -6,7 +6,7 @@
     elsewhere        silent for long                                              dead
                      silent, and connections of peers were closed                 dead sooner
 
-A judge that was itself held up counts from anew: a machine that slept is no death.
+A judge that was itself held up restarts its counts: a machine that slept is not dead.
 """
 
 from __future__ import annotations

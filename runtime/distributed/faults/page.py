@@ -37,7 +37,7 @@ def use(page: Page) -> None:
 
 
 class Page:
-    """Two slots of text, and which of them is whole."""
+    """Two slots of text, and which of them is complete."""
 
     def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
         self._memory, self.descriptor = memory, descriptor

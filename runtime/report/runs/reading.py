@@ -27,8 +27,9 @@ _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. ``rows``: its steps, read anew at each walk. ``trace``: the events of a trace that lies beside its log,
-    if one does; ``memory``: the memory of its ranks, if that does."""
+    """One run. ``rows``: its steps, read again at each iteration. ``trace``: the events of a trace that lies beside its
+    log, if one does; ``memory``: the memory of its ranks, if that does.
+    """
 
     name: str
     rows: Iterable[StepRow]
