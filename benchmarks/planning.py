@@ -1,7 +1,7 @@
 """The time of planning, in all and by phase, and its memory: `python benchmarks/planning.py`.
 
 Each job runs in a process of its own, on meta weights, without a process group. A phase is a function that the recipe
-of planner/api.py calls; building the model and importing torch and transformers stand apart.
+of planner/api.py calls; building the model and importing torch and transformers are listed separately.
 """
 
 from __future__ import annotations

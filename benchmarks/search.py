@@ -1,7 +1,7 @@
 """The time of a search over all axes, in all and by phase, and its memory: `python benchmarks/search.py`.
 
-Each job runs in a process of its own, on meta weights, without a process group. The capture stands apart: it is made
-once, and a plan needs it too.
+Each job runs in a process of its own, on meta weights, without a process group. The capture is listed separately: it is
+made once, and a plan needs it too.
 """
 
 from __future__ import annotations

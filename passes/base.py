@@ -4,7 +4,7 @@
     leaves                   the facts that then hold: functions of passes/check.py, which the runner calls
     leaves_slowly            likewise, for a thorough lowering
 
-The passes stand in one tuple (passes.lower.PASSES); a later one is one more entry there.
+The passes are one tuple (passes.lower.PASSES); a new one is one more entry there.
 """
 
 from __future__ import annotations

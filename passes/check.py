@@ -291,7 +291,7 @@ def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iter
 
 
 def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """Every read of a parameter that other ranks update stands behind the wait for its bucket."""
+    """Every read of a parameter that other ranks update comes after the wait for its bucket."""
     places, here = buckets_of(stage, context), set[tuple[int, int]]()
     for node in stage.graph.nodes:
         if node.target is await_bucket:

@@ -72,7 +72,7 @@ def _held(placement: Placement, tp: int, rank: int) -> Ranges:
 
 
 def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
-    """The chunks of each of the sequences that stand behind each other in a dim."""
+    """The chunks of each of the sequences that are concatenated in a dim."""
     found, start = [], 0
     for segment in cut.segments:
         found += [(start + a, start + b) for a, b in zigzag.rows(segment.size, cp, rank)]

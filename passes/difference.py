@@ -48,7 +48,7 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A node as text. ``same``: equal for the nodes of repeated blocks that stand in the same place."""
+    """A node as text. ``same``: equal for nodes of repeated blocks at the same place."""
 
     name: str
     kind: str

@@ -65,7 +65,7 @@ def capture(
     """Run ``torch.export`` on one microbatch of ``model``, once for the plans of several specs; nothing is allocated.
 
     model: any nn.Module, with real weights or on the meta device; it is not changed. spec: a YAML file, a dict or a
-    Spec, of which ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters`` are read.
+    Spec; it reads ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters``.
     example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
     Raises PlanError if the model cannot be captured: problem, place (module and the user's line), fix.
     """

@@ -1,4 +1,4 @@
-"""Say clearly when a user's own directory stands in front of one of our packages.
+"""Report clearly when a user's own directory shadows one of our packages.
 
 Our packages have plain names. A directory of the same name next to a user's script is found first by Python, and the
 import fails with an error that names nothing useful. ``refuse_shadows`` runs when a package of ours is imported.

@@ -46,7 +46,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def installed_version(package: str) -> str:
-    """As the package's own metadata says, which imports nothing of it."""
+    """As the package's own metadata says, without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:

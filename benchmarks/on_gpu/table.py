@@ -64,6 +64,6 @@ def versions() -> str:
 
 
 def section(table: Table, device: torch.device, seconds: float) -> str:
-    """A part as it stands in RESULTS.md."""
+    """A part in the form of RESULTS.md."""
     about = f"{date.today().isoformat()}, {hardware(device)}; {versions()}; {seconds:.0f} s"
     return f"\n## On a GPU: {table.part}\n\n`python benchmarks/gpu.py {table.part}`: {about}.\n\n{table.markdown()}\n"

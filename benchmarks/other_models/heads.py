@@ -67,7 +67,7 @@ class Regression(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    """The network computes the loss itself; ``more`` says how it is asked to."""
+    """The network computes the loss itself; ``more``: the arguments that make it do so."""
 
     def __init__(self, net: nn.Module, **more: Any) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class CausalAttention(nn.Module):
 
 
 class LambdaBlock(nn.Module):
-    """The MLP's layers stand in a ModuleDict, and a lambda over that dict calls them."""
+    """The MLP's layers are in a ModuleDict, and a lambda over that dict calls them."""
 
     def __init__(self) -> None:
         super().__init__()

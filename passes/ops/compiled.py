@@ -1,4 +1,4 @@
-"""A run of plain ops as one call, so that a compiled function can stand for it."""
+"""A run of plain ops as one call, so that a compiled function can replace it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def numbers(random: RandomState, place: Place, device: torch.device) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """A one-to-one function of 64 bits of which every bit depends on every other."""
+    """A one-to-one function of 64 bits: every output bit depends on every input bit."""
     z = (z ^ _shifted(z, 30)) * FIRST
     z = (z ^ _shifted(z, 27)) * SECOND
     return z ^ _shifted(z, 31)

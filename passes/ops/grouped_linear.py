@@ -6,7 +6,7 @@
 
 By autograd the gradient of a stack is a stack: one matrix for each expert, joined, and then added to the buffer. If one
 call multiplies all experts (passes.ops.meeting), one call makes that gradient too, which is then added as one tensor:
-that kernel writes in the dtype of the rows, and cannot add. Nothing of it waits for a W of the schedule.
+that kernel writes in the dtype of the rows, and cannot add. It does not wait for a W of the schedule.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def end_block(call: BlockCall, dropped: Sequence[Tensor], sources: Sequence[Any]
 
 
 class _Holder:
-    """The object that autograd holds in the place of a tensor. ``tensor``: None while it is freed.
+    """The object that autograd holds instead of a tensor. ``tensor``: None while it is freed.
 
     ``inside``: for ops with watched internal tensors, in each open block: (number, count that it had saved before).
     """

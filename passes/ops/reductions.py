@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def cut_vector_norm(x: Tensor, dims: list[int] | None, keepdim: bool, axis: AxisHandle) -> Tensor:
-    """The Euclidean norm of all ranks' ``x`` together over ``dims``, of which one is cut."""
+    """The Euclidean norm of all ranks' ``x`` together over ``dims``; one of them is sharded."""
     reduced = sorted({d % x.dim() for d in dims or range(x.dim())})
     result = _VectorNorm.apply(x, reduced, axis)
     return result if keepdim else result.squeeze(reduced)

@@ -1,4 +1,4 @@
-"""A part of a stage that runs as one call, so that a CUDA graph can stand for it."""
+"""A part of a stage that runs as one call, so that a CUDA graph can replace it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def own_places(labels: Tensor) -> Tensor:
 
 
 def part_of_places(places: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """This rank's part; padding stands for no label."""
+    """This rank's part; padding belongs to no label."""
     return part(places, cut, axis.size, axis.rank, -1)
 
 

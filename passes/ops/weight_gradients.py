@@ -130,7 +130,7 @@ class WeightGradients:
             work(given)
 
     def forget(self) -> None:
-        """A step has failed: nothing of it will run."""
+        """A step has failed: drop its deferred work."""
         self._aside, self._kept = None, {}
 
     @contextmanager

@@ -231,7 +231,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def _constant(value: Any, exchange: Exchange) -> Any:
-    """The value of a lifted constant; one of the model's that stands on meta has none."""
+    """The value of a lifted constant; one of the model's on meta has none."""
     owner = exchange.original(value) if isinstance(value, torch.Tensor) else None
     if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -35,7 +35,7 @@ def plain_structure(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Unknown objects, such as a cache, become None: nothing of them is a loss."""
+    """Unknown objects, such as a cache, become None: they contain no loss."""
     if isinstance(value, _PLAIN):
         return value
     if not pytree.tree_is_leaf(value):

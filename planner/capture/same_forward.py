@@ -134,7 +134,7 @@ class _Keys:
 
 
 class _Key(str):
-    """Stands in a call for an operand; its text is the operand's key."""
+    """Replaces an operand in a call; its text is the operand's key."""
 
     def __repr__(self) -> str:
         return f"<{self}>"

@@ -1,6 +1,6 @@
 """Which links a group of ranks uses, and how long a collective over it takes.
 
-A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ stand in one node, n₁ nodes in
+A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ are in one node, n₁ nodes in
 one rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
 it, since all members inside share the work. w: bandwidth · fraction of a device; t: latency of a message.
 

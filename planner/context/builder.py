@@ -33,7 +33,7 @@ class Builder:
     def call(
         self, like: fx.Node, target: Any, *args: Any, shape: tuple[int, ...], of: fx.Node | None = None
     ) -> fx.Node:
-        """A new call at the place of ``like``; its value is like that of ``of``, the first operand, but of ``shape``."""
+        """A new call at the place of ``like``; its value is that of ``of``, the first operand, with ``shape``."""
         made = self.graph.call_function(target, args)
         made.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
         first = of or next(a for a in args if isinstance(a, fx.Node))

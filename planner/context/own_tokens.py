@@ -1,4 +1,4 @@
-"""Values of which ranks of cp hold different tokens: random numbers are drawn for them by each rank for itself."""
+"""Values with different tokens on the ranks of cp: random numbers are drawn for them by each rank for itself."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def attention(site: Site) -> Iterator[Option]:
         return
     for cut in sorted({c for n in (None, q) for c in site.candidates(n) if c.dim == dim}):
         if is_causal and len(cut.segments) > 1:
-            continue  # several sequences behind each other, of which the later see the earlier ones
+            continue  # several sequences behind each other; the later ones attend to the earlier ones
         masks = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs if n not in (q, k, v)}
         yield site.option(cut, masks | {q: cut}, Form.PARTS, attends=True)
 
@@ -111,7 +111,7 @@ def loss_of_elements(site: Site) -> Iterator[Option]:
 
 
 def index(site: Site) -> Iterator[Option]:
-    """x[i, j, ..] with several indices of broadcast shapes, that stand beside one another."""
+    """x[i, j, ..] with several indices of broadcast shapes, that are adjacent."""
     arguments: Any = site.node.args
     x, indices = arguments[0], arguments[1]
     places = [d for d, i in enumerate(indices) if i is not None]

@@ -37,7 +37,7 @@ def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection
 
 
 def planned_work(decisions: Decisions, shards: Shards, spec: Spec, recomputed: Sequence[Piece]) -> CutWork:
-    """Of a plan that is decided: its own kind alone, and no memory, of which a plan has rows."""
+    """Of a plan that is decided: only its own kind, and no memory, since a plan has rows for that."""
     builder = Builder(decisions, shards, spec)
     builder.add({AS_PLANNED: recomputed}, with_memory=False)
     return builder.work((AS_PLANNED,))

@@ -52,7 +52,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
 
 
 def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Routing, refusal: Refusal) -> None:
-    """Of the parts, which stand in the order of the experts, those of each token's choices."""
+    """The parts of each token's choices, from parts in the order of the experts."""
     dim = _join_dim(joined)
     ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore

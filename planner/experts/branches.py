@@ -188,7 +188,7 @@ def _capacity(space: Space, first: list[fx.Node]) -> int:
 
 
 def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
-    """The value of which ``x`` is one expert's part, and the number of rows of ``x``."""
+    """The value with ``x`` as one expert's part, and the number of rows of ``x``."""
     node = x
     while packet_of(node.target) in VIEWS:
         node = node.all_input_nodes[0]

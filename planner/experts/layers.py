@@ -59,7 +59,7 @@ class ExpertLayer:
     combined: str
     tips: tuple[str, ...] = ()  # of experts that are branches: the summands of each
     sent: tuple[str, ...] = ()  # calls that send slots to experts, in an opened graph
-    limit: int = 0  # slots of an expert of which as many are filled as tokens chose it; 0: not known
+    limit: int = 0  # slots of an expert, if as many are filled as tokens chose it; 0: not known
 
     @property
     def how(self) -> str:

@@ -177,7 +177,7 @@ class _Opening:
         return summed
 
     def _sum(self, build: Builder, back: fx.Node, order: fx.Node) -> fx.Node:
-        """Rows in the order of the pairs, as they are or summed over a token's choices, in the place of the end."""
+        """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
         inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
         rows, end = build.call(aten.index.Tensor, back, [inverse]), self.end.node
         if self.top_k > 1 and not self.end.picks:

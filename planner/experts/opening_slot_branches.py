@@ -107,7 +107,7 @@ class _Opening:
         return sorted(body)
 
     def _whole(self) -> tuple[fx.Node, int]:
-        """The value of which all are parts, and its dim of experts."""
+        """The common value of all parts, and its dim of experts."""
         found = {(p.whole, p.dim, p.keeps) for p in self.parts}
         if len(found) != 1 or any(u not in self._inside() for p in self.parts for u in p.node.users):
             raise self.refusal(self.join, "their branches read slices of several values")

@@ -131,7 +131,7 @@ class PairOps:
         return Held(self.build.call(aten.permute.default, held.node, rows, domain=ROWS), layout)
 
     def _permuted_stack(self, node: fx.Node, held: Held) -> Held:
-        """The experts stay first, whatever dims stand for them."""
+        """The experts stay first, for any dims of experts."""
         dims = [d % len(held.layout.axes) for d in named(node)["dims"]]
         order = [0, *(held.layout.row_dim(d) for d in dims if not held.layout.is_row(d))]
         made = self.build.call(aten.permute.default, held.node, order, domain=STACK)
@@ -278,7 +278,7 @@ class PairOps:
 
 
 def stack_of(build: Builder, node: fx.Node, dim: int) -> Held:
-    """A value made of stacks alone, ``dim`` of which counts the experts."""
+    """A value made of stacks alone, with ``dim`` as its dim of experts."""
     shape = shape_of(node)
     parts = [(Part(Counts.EXPERTS if d == dim else Counts.FEATURES, n),) if n > 1 else () for d, n in enumerate(shape)]
     if dim:

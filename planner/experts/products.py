@@ -50,7 +50,7 @@ def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
-    """A product of two of which one is a weight; None for others, and if it sums over the experts themselves.
+    """A product of a value and a weight; None for others, and if it sums over the experts themselves.
     ``expert_dim``: of a weight, or -1."""
     found = operands_of(call)
     if found is None or len(found[0]) - is_grouped(call) != 2:

@@ -24,7 +24,7 @@ Place = tuple[int, int]  # dim, inner
 
 
 class Ties:
-    """Owns the ties of the calls that were asked for."""
+    """Owns the ties of the calls that were needed."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, list[Tie]] = {}

@@ -65,7 +65,7 @@ class Replacement:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Nothing of it stays, unless it has taken its place."""
+        """It is removed, unless it has taken its place."""
         with suppress(OSError):
             self.file.close()
         with suppress(OSError):

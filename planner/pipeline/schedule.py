@@ -75,7 +75,7 @@ class Schedule:
     """One list of actions for each pp rank, each running every (microbatch, chunk) forward once and backward once.
 
     ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``); the
-    gradients of weights stand in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
+    W are in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
     a W before its B; whether the lists fit each other is for ``simulate`` to find.
     """
 

@@ -92,7 +92,7 @@ def even_split(
 
 
 def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
-    """Evenly, with the embedding on the first stage and the loss on the last, each in the place of a block."""
+    """Evenly, with the embedding on the first stage and the loss on the last, each instead of a block."""
     total = num_blocks + embedding + loss
     if total % pp:
         counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])

@@ -35,7 +35,7 @@ class RecomputeRow:
 
 
 def rows_of(pieces: Sequence[Piece], decisions: Decisions, places: Places) -> tuple[RecomputeRow, ...]:
-    """A row for each line of each piece of which something runs again, in the order of its first op."""
+    """A row for each line of each piece with a recomputed op, in the order of its first op."""
     return tuple(row for piece in pieces for row in _rows(piece, decisions, places))
 
 

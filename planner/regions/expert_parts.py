@@ -97,7 +97,7 @@ def _for_alone(part: Collection[fx.Node], nodes: Sequence[fx.Node], on_batch: Co
 
 
 def of_uncertain_size(nodes: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> fx.Node | None:
-    """The first product among ``nodes`` of which each expert gets as many rows as chose it; None if each has slots,
+    """The first product among ``nodes`` in which each expert gets as many rows as chose it; None if each has slots,
     or all rows."""
     products = {name for layer in layers if layer.dispatch is Dispatch.OFFSETS for name in layer.products}
     return next((node for node in nodes if node.name in products), None)

@@ -1,7 +1,7 @@
 """Fold rows that differ only in a number inside a dotted name: ``h.0.attn``, ``h.1.attn`` are ``h.{0,1}.attn``, twice.
 
-A fold stands for exactly the rows that went in: it takes one number of the name at a time, and only joins items with
-equal other parts that stand for equally many rows. Expanding the ranges gives every name equally often.
+A fold represents exactly its rows: it takes one number of the name at a time, and only joins items with
+equal other parts and equal numbers of rows. Expanding the ranges gives every name equally often.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
+TIMES = "\N{MULTIPLICATION SIGN}"  # heading: the number of rows in this one
 
 # Columns that may wrap; names and shapes are not wrapped.
 PROSE = frozenset(

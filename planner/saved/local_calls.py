@@ -1,4 +1,4 @@
-"""The call that stands for a captured node on one rank: which function, of which sizes, as passes.localize has it."""
+"""The call that represents a captured node on one rank: the function and sizes of passes.localize."""
 
 from __future__ import annotations
 

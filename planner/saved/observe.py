@@ -95,7 +95,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands for a tensor among the arguments of a signature; the same tensor twice is one operand."""
+    """Replaces a tensor among the arguments of a signature; the same tensor twice is one operand."""
 
     number: int
 

@@ -57,7 +57,7 @@ class Cuts:
     """Owns the folded model, its variants and the work of each cut. The captured program does not change."""
 
     def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
-        """``kinds``: of recompute that will be asked about."""
+        """``kinds``: the kinds of recompute to compare."""
         self.prepared, self.spec, self.on_gpu = prepared, spec, on_gpu
         program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)

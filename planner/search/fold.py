@@ -27,7 +27,7 @@ _LEFT = 3  # blocks of a row: the first, one between, the last
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """``source``: for each block of the model, which of ``blocks`` stands for it; it ascends."""
+    """``source``: for each block of the model, the index in ``blocks`` that represents it; it ascends."""
 
     program: Program
     blocks: Blocks

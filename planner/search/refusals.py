@@ -35,7 +35,7 @@ def check_devices(spec: Spec, cluster: Cluster) -> int:
 
 
 def check_pins(spec: Spec, devices: int) -> None:
-    """Raises PlanError if the sizes that the spec writes cannot stand in one mesh of so many devices."""
+    """Raises PlanError if the sizes of the spec do not fit one mesh of so many devices."""
     mesh = spec.mesh
     pinned = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) != AUTO}
     product, written = prod(pinned.values()), {axis: size for axis, size in pinned.items() if size > 1}

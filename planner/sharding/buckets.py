@@ -81,7 +81,7 @@ class Bucket:
         return Range(start, start + size)
 
     def owned_ranges(self, rank: int, num_ranks: int) -> dict[str, OwnedRange]:
-        """Each parameter of which ``rank`` owns at least one element."""
+        """Each parameter with at least one element that ``rank`` owns."""
         shard = self.shard(rank, num_ranks)
         owned = {}
         for slot in self.slots:
@@ -122,7 +122,7 @@ class BufferLayout:
         return self.num_elements // self.num_ranks
 
     def owned_ranges(self, rank: int) -> tuple[dict[str, OwnedRange], ...]:
-        """For each bucket, each parameter of which ``rank`` owns a part."""
+        """For each bucket, each parameter with a part that ``rank`` owns."""
         return tuple(bucket.owned_ranges(rank, self.num_ranks) for bucket in self.buckets)
 
 

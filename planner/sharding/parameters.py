@@ -64,7 +64,7 @@ class ParameterPlan:
 
     @classmethod
     def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:
-        """The row of a parameter of which a rank holds this part; ``rest`` are the other fields."""
+        """The row of a parameter with this part on a rank; ``rest`` are the other fields."""
         cut: dict[str, Any] = {"dim": None, "segments": ()}
         placement, expert = part.placement, part.expert
         if placement.is_sharded:

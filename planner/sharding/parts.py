@@ -23,7 +23,7 @@ Ranges = Mapping[int, tuple[tuple[int, int], ...]]  # of each dim that is cut: h
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``placement`` over ``size`` ranks, of which this is ``rank``; ``expert`` over ``ep``."""
+    """``placement`` over ``size`` ranks; ``rank``: this one; ``expert`` over ``ep``."""
 
     placement: Placement
     size: int = 1

@@ -31,7 +31,7 @@ def whole(value: Any) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """A torch dtype stands for its name; true is not 1."""
+    """A torch dtype counts as its name; true is not 1."""
     return value if value is None or type(value) is int else str(value).removeprefix("torch.")
 
 

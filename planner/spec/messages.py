@@ -119,7 +119,7 @@ def _key(loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> _Key:
 
 
 def _options(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which one must hold."""
+    """The schemas; one of them must match."""
     if "$ref" in node:
         return [schema["$defs"][node["$ref"].rpartition("/")[2]]]
     return [option for branch in node["anyOf"] for option in _options(branch, schema)] if "anyOf" in node else [node]

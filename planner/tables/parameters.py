@@ -45,7 +45,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
 
 
 def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
-    """The spec's line if an override asked for it; "solver" if there was a choice; else "default"."""
+    """The spec's line if an override decided it; "solver" if there was a choice; else "default"."""
     given = decisions.placements.origins[node.name]
     if given.startswith("override "):
         return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))

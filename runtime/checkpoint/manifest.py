@@ -79,7 +79,7 @@ class TensorEntry(_Strict):
 
 class OptimizerEntry(_Strict):
     """``updates``: those that were not skipped; of the first on there are moments. ``rested``: of parameters that had
-    fewer, since no row asked for them in some steps."""
+    fewer, since no row chose them in some steps."""
 
     name: str
     updates: Size

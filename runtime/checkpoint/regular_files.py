@@ -1,4 +1,4 @@
-"""Files of a directory that may come from anyone: regular ones alone are opened, and none grows memory without a limit.
+"""Files of a directory that may come from anyone: only regular ones are opened, and none grows memory without a limit.
 
 A FIFO would block for ever, a device never ends, and a link may lead out of the directory.
 """

@@ -36,7 +36,7 @@ class Queue(Protocol):
 
 
 class InOrder:
-    """Of a CPU: a copy is done when it is asked for."""
+    """For a CPU: copies run at once."""
 
     def memory(self, num_bytes: int) -> Tensor:
         """Of the host, to copy into."""

@@ -72,7 +72,7 @@ class TrainingState:
 
     @property
     def rested(self) -> dict[str, int]:
-        """Updates of the parameters on this rank that have fewer, by name: no row asked for them in some steps."""
+        """Updates of the parameters on this rank that have fewer, by name: no row chose them in some steps."""
         most = self.num_updates
         return {name: updates for name, updates in updates_of(self.optimizer).items() if updates != most}
 

@@ -148,7 +148,7 @@ def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
         function: Any = compile_by_inductor(own, list(examples), _OPTIONS)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
-        if outputs and wanted:  # Inductor makes a backward when one is asked for
+        if outputs and wanted:  # Inductor compiles a backward when one is needed
             torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
     return function
 

@@ -109,7 +109,7 @@ class FullIteration(Graphs):
         return [*inputs, *(self._messages.tensors if self._messages is not None else ())]
 
     def _copy_of(self, step: Step) -> Step:
-        """The same values in memory of their own. The scale of the loss stands still already."""
+        """The same values in memory of their own. The scale of the loss is static already."""
         microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
         denominators = [d.clone() if i in self._read else d for i, d in enumerate(step.denominators)]
         return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)

@@ -14,7 +14,7 @@ _AHEAD = 2  # batches that wait
 
 
 class Prefetched:
-    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made when asked.
+    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made on request.
 
     Owns the thread, from ``with`` on. The request for a batch raises the thread's error.
     """

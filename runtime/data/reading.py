@@ -1,4 +1,4 @@
-"""``--data SOURCE`` becomes Tokens: of a token file, or of text, each file of which is a document."""
+"""``--data SOURCE`` becomes Tokens: of a token file, or of text, with each file as a document."""
 
 from __future__ import annotations
 

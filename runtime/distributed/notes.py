@@ -34,8 +34,8 @@ _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 class Own:
     """Of this rank (``runtime.pipeline.waits``). ``usual_seconds``: a usual run's, without waits for other stages.
 
-    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without those waits, as an integer;
-    only of a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
+    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without and with those waits; only of
+    a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
     """
 
     usual_seconds: float = 0.0
@@ -74,7 +74,7 @@ def digest_of(batch: Mapping[str, Tensor]) -> int:
     integers = {n: v for n, v in here.items() if not (v.is_floating_point() or v.is_complex())}
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for _, value in sorted((integers or {n: _sample(v) for n, v in here.items()}).items()):
-        with suppress(RuntimeError):  # a tensor that stands for others has no content
+        with suppress(RuntimeError):  # a placeholder tensor has no content
             content: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
             found.update(content)
     return 1 + int.from_bytes(found.digest(), "little")

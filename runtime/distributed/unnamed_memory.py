@@ -1,4 +1,4 @@
-"""Memory that processes share by a descriptor, and that has no name in any directory: nothing of it is left behind."""
+"""Memory that processes share by a descriptor, and that has no name in any directory: it leaves nothing behind."""
 
 from __future__ import annotations
 

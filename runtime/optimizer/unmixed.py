@@ -52,7 +52,7 @@ class Unmixed:
         self._gradients = []
 
     def forget(self) -> None:
-        """Other values were put in the place of the parameters."""
+        """The parameters were replaced by other values."""
         self._steps.clear()
 
     def bad(self, ago: int) -> Bad:

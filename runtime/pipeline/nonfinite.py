@@ -219,7 +219,7 @@ def _upwards(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class _Checked:
-    """In the place of a stage's module: the same values, each looked at."""
+    """Replaces a stage's module: the same values, each checked."""
 
     def __init__(self, stage: StageModule, watch: Watch) -> None:
         self.stage, self.watch, self.module = stage, watch, stage.module

@@ -15,7 +15,7 @@ from planner.spec.spec import Spec
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """Of each pp rank its actions with start and end, from the first start on. ``has_seconds``: they are seconds by the
-    plan's cost; else units, of which a forward takes 1 and a backward 2."""
+    plan's cost; else units: a forward takes 1 and a backward 2."""
 
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     duration: float

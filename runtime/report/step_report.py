@@ -22,7 +22,7 @@ class PlanWarning(UserWarning):
 
 
 def warn_of(plan: Plan, rank: int) -> None:
-    """On rank 0: one Python warning for each thing that the plan warns of, however many layers it stands in."""
+    """On rank 0: one Python warning for each thing that the plan warns of, for any number of layers."""
     rows = {row.what: row for row in plan.diagnostics if row.level == "warning" and rank == 0}
     for row in rows.values():
         place, fix = f" (at {row.where})" if row.where else "", f"; {row.fix}" if row.fix else ""
@@ -56,7 +56,7 @@ class StepReport:
     if experts have axes of their own, dropped ones included. ``imbalance``: the most over the mean,
     in the layer with the largest ratio; 1 if all are alike or there are none. ``dropped_share``: of all choices of
     tokens those that found no slot; None if a layer's slots are filled in a way that is not understood, or by the
-    experts' own choice, or no experts are counted. ``stop_requested``: some rank was asked to end by a signal before
+    experts' own choice, or no experts are counted. ``stop_requested``: some rank got a signal to end before
     this update (``runtime.distributed.stopping``). ``usual_seconds``: of each rank, seconds of a usual run over its
     actions without waits for other stages; 0 if unknown yet. ``slow_rank``: the ranks that the
     others wait for, if any. ``bubble``: the share of the pipeline's run in which ranks wait for other

@@ -78,7 +78,7 @@ class Job:
 
 
 def spec_of(job: Job) -> Spec:
-    """The spec of the run: its file, and the options that stand for keys of it."""
+    """The spec of the run: its file, and the options that replace keys of it."""
     spec = Spec.load(job.spec)
     if job.audit is None:
         return spec

@@ -92,7 +92,7 @@ def run_rank(job: Job) -> Trained:
     """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
 
     After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
-    rank ends it after a complete step, with a save if saves were asked for.
+    rank ends it after a complete step, with a save if the job has saves.
     """
     spec = spec_of(job)
     weights = pretrained_directory(job.model)

@@ -56,7 +56,7 @@ def compare_gradients(
 
     Rounding of parameters adds up as a random walk over updates, and so does the difference of their gradients.
     A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
-    ``truth`` (the loss does not depend on it) stands for zeros.
+    ``truth`` (the loss does not depend on it) counts as zeros.
     """
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
     limit = allowed.gradient * sqrt(allowed.num_updates)

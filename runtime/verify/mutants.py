@@ -129,7 +129,7 @@ def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any,
 
 
 def _own_tokens(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """This rank's tokens in the place of those of all."""
+    """This rank's tokens instead of those of all ranks."""
     return torch.cat([x] * axis.size, dim)
 
 

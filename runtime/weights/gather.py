@@ -48,7 +48,7 @@ def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, gro
 def _shards(
     senders: Sequence[int], row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups
 ) -> list[Tensor]:
-    """On rank 0, in the order of ``senders``: all are asked, then awaited."""
+    """On rank 0, in the order of ``senders``: all receives are posted, then awaited."""
     others = [rank for rank in senders if rank != 0]
     parts = {rank: torch.empty(row.local_shape, dtype=dtype) for rank in others}
     works: list[Any] = [dist.irecv(parts[rank], rank, group=groups.host) for rank in others]

@@ -80,7 +80,7 @@ class OwnWeights(ModelWeights):
         return self._parameters[fqn].is_meta
 
     def release(self) -> None:
-        """The model stays: its methods are run when fresh values are asked for."""
+        """The model stays: its methods run when fresh values are needed."""
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not self._parameters[fqn].is_meta:

@@ -155,7 +155,7 @@ def _by_letters(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims | None:
 
 
 def _beside(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
-    """Operands of equal dims, of which the op takes one apart: the others stay."""
+    """Operands of equal dims; the op splits one of the dims: the others stay."""
     dims = frozenset().union(*given.values())
     return _anywhere(node) if any(dim in dims_along(node) for dim, *_ in dims) else dims
 

@@ -84,7 +84,7 @@ def _works_by_sequence(call: OwnBackward, batch_dims: Sequence[Collection[int]])
 
 
 def _is_batched(node: fx.Node) -> bool:
-    """A product of operands of three or more dims, of which the first stays a dim of its own."""
+    """A product of operands of three or more dims that keeps the first as a batch dim."""
     if _name(node) == "einsum":
         words, _, result = str(node.args[0]).partition("->")
         return all(word[:1] == result[:1] for word in words.split(","))

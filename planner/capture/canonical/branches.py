@@ -112,13 +112,13 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _pieces_of(nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
-    """The tensor of which ``nodes`` are the equal parts along ``dim``, all of them and in order."""
+    """The tensor with ``nodes`` as its equal parts along ``dim``, all of them and in order."""
     sources = {piece_of(node, dim, i, len(nodes)) for i, node in enumerate(nodes)}
     return sources.pop() if len(sources) == 1 else None
 
 
 def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
-    """The tensor of which ``node`` is part ``index`` of ``num`` along ``dim``."""
+    """The tensor with ``node`` as its part ``index`` of ``num`` along ``dim``."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return None

@@ -20,10 +20,10 @@ MOST_CALLS = 64
 
 
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
-    """The graph that the call ``node`` stands for, over its tensor arguments in order; None if it stays a call.
+    """The graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
 
     ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
-    ``has_rule``: of which ops it is known how to cut them.
+    ``has_rule``: whether an op has a rule.
     """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):

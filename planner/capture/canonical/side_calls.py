@@ -4,7 +4,7 @@
         tables[kind] = self.rotary(positions, kind)
 
 A set of strings is walked in another order in each process, and its iterations make the same lines of other values.
-Within a run of such calls, calls of one line stand as they are first read; lines stand as in the source. Straight code
+Within a run of such calls, calls of one line are ordered by their first reader, lines as in the source. Straight code
 keeps its traced order. Names follow: the first ``mul`` of a run has its lowest number.
 """
 

@@ -3,9 +3,9 @@
     with torch.autocast("cpu", dtype=torch.bfloat16):        linear(to(x, bf16), to(w, bf16), to(b, bf16))
         y = linear(x, w, b)
 
-While a forward is exported each op is marked with the region that it stands in; the region itself is not recorded, so
-no_grad and other regions inside of it are unchanged. Afterwards each marked op is asked, on fake tensors and under
-autocast, which of its arguments it casts (``written_casts``). A composite op with parts that cast is written out.
+While a forward is exported each op is marked with its region; the region itself is not recorded, so
+no_grad and other regions inside of it are unchanged. Afterwards each marked op runs on fake tensors under autocast,
+which shows the arguments that it casts (``written_casts``). A composite op with parts that cast is written out.
 Autocast's cache of cast weights changes no value.
 
 A region of another device than the CPU does nothing to a model on the CPU, and so nothing to the plan: the plan reports

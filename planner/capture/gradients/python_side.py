@@ -131,7 +131,7 @@ class PythonGradients:
     # ---- Functions
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the apply of PyTorch's own base class; ``function`` is the user's class."""
+        """Replaces the apply of PyTorch's own base class; ``function`` is the user's class."""
         original = super(_SingleLevelFunction, function).apply  # pyright: ignore[reportAttributeAccessIssue]
         if self._elsewhere():
             return original(*args, **kwargs)
@@ -163,7 +163,7 @@ class PythonGradients:
     # ---- modes
 
     def _inference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """In the place of its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
+        """Replaces its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
         enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
         def recorded_enter(mode: Any) -> Any:

@@ -45,7 +45,7 @@ _OUR_ROOTS = tuple(str(_HOUSES / name) + os.sep for name in ("planner", "passes"
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _METADATA = (".dist-info", ".egg-info")  # the ends of directories
-_LARGE = 16 << 20  # bytes: of a larger file, size and time stand for the content
+_LARGE = 16 << 20  # bytes: of a larger file, size and time represent the content
 
 _reading: list[set[str]] = []  # of those that watch now
 _origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
@@ -178,7 +178,7 @@ def _content_of(path: str) -> str:
             return _stamp(path)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except FileNotFoundError:
-        return "none"  # asked for, and not there
+        return "none"  # looked up, and absent
     except OSError as error:
         raise Uncertain(f"{path} cannot be read again") from error
 

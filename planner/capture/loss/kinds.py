@@ -51,7 +51,7 @@ whole, unknown, share = Kind(WHOLE), Kind(UNKNOWN), Kind(SHARE)
 
 
 def are_complete(kinds: Sequence[Kind]) -> bool:
-    """Whether all that are made alike stand for the full microbatch; means of chunks need equal chunks."""
+    """Whether all equal values together cover the full microbatch; means of chunks need equal chunks."""
     alike: dict[int, list[Part]] = {}
     for kind in kinds:
         if kind.part is None or (kind.order == MEANS and not kind.part.even):

@@ -115,7 +115,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are attributes of modules, or stand in lists and dicts there: neither parameters nor buffers."""
+    """Tensors that are attributes of modules, or in lists and dicts there: neither parameters nor buffers."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):

@@ -43,7 +43,7 @@ class HubFormat:
 
 
 def hub_format(model: nn.Module) -> HubFormat:
-    """The format of ``model``; nothing of it refers to the model's tensors."""
+    """The format of ``model``; it has no references to the model's tensors."""
     config = _json_of(getattr(model, "config", None))
     if config is not None:
         config["architectures"] = [type(model).__name__]

@@ -40,7 +40,7 @@ SAMPLES = (Sample(1.0, 0.0, 1.0, 1e-6), Sample(0.5, 1.5, 1.0, 1e-6), Sample(30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Stands for a tensor that the Function was given."""
+    """Replaces a tensor among the Function's arguments."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class Application:
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for uses of which one check is enough."""
+        """Equal for uses that need only one check."""
         leaves, structure = pytree.tree_flatten(self.args)
         return (self.function, structure, *(leaf if is_plain(leaf) else id(leaf) for leaf in leaves))
 

@@ -59,7 +59,7 @@ class CustomFunctions:
         self._kept: list[Application] = [] if known is None else known._kept
 
     def kept_as_call(self, use: Application, args: tuple[Any, ...]) -> OwnBackward | None:
-        """The one call that stands for this use; None if the ops of its forward do."""
+        """The one call that replaces this use; None if the ops of its forward do."""
         key = use.key()
         if key not in self._derived:
             self._kept.append(use)

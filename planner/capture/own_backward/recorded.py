@@ -3,8 +3,8 @@
     meshwright::own_backward(Tensor[] tensors, str key) -> Tensor[]
 
 An op of PyTorch's dispatcher, so that every step of an export can handle it. ``key`` finds the OwnBackward
-while a model is captured (``calls_recorded``), and is the same when the model is exported again. Canonical form puts
-the OwnBackward itself in the place of the op, and nothing of the key is left.
+while a model is captured (``calls_recorded``), and is the same when the model is exported again. Canonical form
+replaces the op by the OwnBackward itself, without the key.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give 
 
 
 class PythonDraws:
-    """Watches one forward. ``clocks``: lines of the user that asked for the time."""
+    """Watches one forward. ``clocks``: lines of the user that read a clock."""
 
     def __init__(self, model: nn.Module) -> None:
         self.clocks: list[Where] = []
@@ -113,7 +113,7 @@ class PythonDraws:
 
 
 class Draw(float):
-    """A number drawn from [0, 1): only comparisons of which the answer is certain may be asked."""
+    """A number drawn from [0, 1): only comparisons with a certain answer are allowed."""
 
     refuse: Callable[[], None]
 

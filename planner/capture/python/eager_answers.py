@@ -90,7 +90,7 @@ class EagerAnswers:
     def give_in(self, where: Where | str | None) -> bool:
         """After a refusal at ``where``: the question that led there is answered truly from now on; False if none did.
 
-        It is the last one that a function has asked in which the refused line stands, or that called it.
+        It is the last question of the function with the refused line, or of one of its callers.
         """
         for stack, asked in reversed(self.asked.items()):
             here = [line for file, _, line in stack if isinstance(where, Where) and file == where.file]

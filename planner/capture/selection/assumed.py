@@ -41,7 +41,7 @@ class Taken:
     key: Key
     answer: bool
     where: Where
-    is_sure: bool  # whether masks asked about before were said to select rows, as in the export that is kept
+    is_sure: bool  # whether earlier masks were assumed to select rows, as in the export that is kept
     condition: Condition | None = None
 
 

@@ -220,7 +220,7 @@ class _Rewriter:
         return (next(iter(spaces.values())), Slots(tuple((d, m) for _, d, m in found))) if spaces else None
 
     def _runs_along(self, node: fx.Node, index: fx.Node, dim: int) -> bool:
-        """Whether an index of gather or scatter is the same for all that stands beside the rows, and for all of it."""
+        """Whether an index of gather or scatter is the same for all dims beside the rows, and for all of it."""
         shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
         if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
             return len(shape) == 1

@@ -20,7 +20,7 @@ SAME = {aten.to, aten._to_copy, aten.view, aten.reshape, aten.unsqueeze, aten.sq
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:
-    """The operands for some values of which a singular op has no finite value or derivative."""
+    """The operands of a singular op that at some values make its value or derivative non-finite."""
     packet = packet_of(call.target)
     if packet in DIVISIONS:
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]

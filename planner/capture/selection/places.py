@@ -23,7 +23,7 @@ WRITES = {aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add, ate
 
 
 class Writer:
-    """Owns the graph under construction; each call has the meta of ``origin``, the call that it stands for."""
+    """Owns the graph under construction; each call has the meta of ``origin``, the call that it replaces."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -133,7 +133,7 @@ def _mask(write: Writer, space: Space, used: Sequence[int], before: int, after: 
 
 
 def _arranged(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """Rows over the dims of the mask that are used, as they stand in the mask."""
+    """Rows over the dims of the mask that are used, in the order of the mask."""
     shape = shape_of(out)
     before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
     full = [*before, space.num, *after]

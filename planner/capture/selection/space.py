@@ -75,7 +75,7 @@ class Keys:
 
 
 class _Key(str):
-    """Stands in a call for an operand."""
+    """Replaces an operand in a call."""
 
     def __repr__(self) -> str:
         return f"<{self}>"

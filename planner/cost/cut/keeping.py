@@ -179,7 +179,7 @@ class Keeping:
 
 
 def envelope(sizes: set[Size]) -> list[Size]:
-    """Those of which one is the largest for some microbatch."""
+    """The sizes that are the largest for some microbatch."""
     kept: list[Size] = []
     for size in sorted(sizes, key=lambda s: (-s.per, -s.fixed)):
         if not kept or size.fixed > kept[-1].fixed:

@@ -27,7 +27,7 @@ from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Of one microbatch: ``kept``, of which ``logits``; at the peak of a ``forward`` and a ``backward``."""
+    """Of one microbatch: ``kept``, ``logits`` included; at the peak of a ``forward`` and a ``backward``."""
 
     kept: float
     logits: float

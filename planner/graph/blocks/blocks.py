@@ -58,7 +58,7 @@ class Blocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of the model, all that one stands for counted."""
+        """The number of blocks of the model, represented ones included."""
         return sum(self.times) or len(self.instances)
 
     def times_of_nodes(self, program: Program) -> dict[str, int]:

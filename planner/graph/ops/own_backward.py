@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for a tensor among the arguments."""
+    """Replaces a tensor among the arguments."""
 
     position: int
 

@@ -60,7 +60,7 @@ def gathered_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of all ranks, of which k and v are this rank's."""
+    """Attention of this rank's tokens to those of all ranks; k and v are this rank's."""
     k, v = gather_sequence(k, 2, cp), gather_sequence(v, 2, cp)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 

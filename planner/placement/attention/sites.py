@@ -165,7 +165,7 @@ def is_overridden(placements: Placements, site: AttentionSite) -> bool:
 
 
 def check_attention(program: Program, placements: Placements, sites: tuple[AttentionSite, ...]) -> None:
-    """Raise PlanError if tp was asked for and no attention of the model can be cut, unless overrides say so."""
+    """Raise PlanError if tp > 1 and no attention of the model can be sharded, unless overrides replicate it."""
     tp = placements.tp
     refused = [s for s in sites if not s.divides(tp)]
     if tp == 1 or not refused or any(s.is_cut or is_overridden(placements, s) for s in sites):

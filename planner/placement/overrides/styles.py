@@ -53,7 +53,7 @@ class Overrides:
                 self._refuse(next(n for n in asked if asked[n] == wish), wish, "it does not reach the loss", set())
 
     def constrain(self) -> None:
-        """Leave to each parameter the options of the style asked for. Raises PlanError if there are none."""
+        """Leave to each parameter the options of its style. Raises PlanError if there are none."""
         for name, wish in self.asked.items():
             node, options = self.program.node(name), self.candidates.options[name]
             kept = [o for o in options if self._fits(node, o, wish)]

@@ -22,7 +22,8 @@ _LONG = 200  # characters of a value that are shown
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``field`` of ``count`` rows of a table, all alike; ``name`` stands for them. A value is None if there is none.
+    """``field`` of ``count`` rows of a table, all alike; ``name`` is their folded name. A value is None if there is
+    none.
 
     ``before`` and ``after`` are JSON values of the first of them in ``unit``; ``shown``: both for eyes.
     """

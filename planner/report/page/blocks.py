@@ -61,7 +61,7 @@ def parameter_key(p: ParameterPlan) -> Hashable:
 
 
 def kinds_of(blocks: Iterable[Block]) -> tuple[Kind, ...]:
-    """In the order in which the first of each stands in the model."""
+    """In the model's order of the first of each."""
     of_kind: dict[Hashable, list[Block]] = {}
     for block in blocks:
         of_kind.setdefault(block.kind, []).append(block)

@@ -90,7 +90,7 @@ def _segments(p: ParameterPlan, length: float) -> list[tuple[float, float, bool]
 
 
 def _spans(segments: Sequence[tuple[float, float, bool]], ranks: int) -> list[Span]:
-    """Each segment that is cut, cut for itself; of very many parts the last one stands for all that are not drawn."""
+    """Each sharded segment, split by itself; of very many parts the last one represents all that are not drawn."""
     spans: list[Span] = []
     shown = max(2, MOST_PARTS // len(segments))
     for start, length, is_cut in segments[:MOST_PARTS]:

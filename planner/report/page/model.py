@@ -40,7 +40,7 @@ Facts = tuple[tuple[str, str], ...]  # (name, value) of an item, shown on reques
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of a card. ``what``: weight, tied, collective or again; ``rows``: how many of the plan's it stands for."""
+    """A line of a card. ``what``: weight, tied, collective or again; ``rows``: the number of the plan's rows."""
 
     what: str
     name: str
@@ -168,7 +168,7 @@ def _collective(where: str, rows: Sequence[CollectivePlan]) -> Item:
 
 
 def _makes_input(c: CollectivePlan) -> bool:
-    """Whether it stands in front of its module: a gather, or the sum that goes with it on the way back."""
+    """Whether it is drawn before its module: a gather, or the sum that goes with it on the way back."""
     if c.phase == "backward":
         return c.kind in ("all_reduce", "reduce_scatter") and not c.again
     return c.kind == "all_gather"

@@ -52,7 +52,7 @@ class ByteEncoder:
 
 
 def check_is_text(part: Part) -> None:
-    """Raise PlanError for a byte that stands for something else here."""
+    """Raise PlanError for a byte that has another meaning here."""
     found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
     if found.any():
         at = int(found.argmax())

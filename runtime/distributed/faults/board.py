@@ -135,6 +135,6 @@ class Board:
 
 
 def _claimed(pattern: str, content: str) -> str:
-    """Of which rank a value says that it is, before that is proved; empty if it does not."""
+    """The rank that a value claims, before that is proved; empty without one."""
     found = re.search(pattern, content)
     return f" of rank {found[1]}" if found else ""
