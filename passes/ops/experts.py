@@ -1,11 +1,12 @@
-"""What happens to rows (token, choice), sorted by expert, on their way through experts: each exchange a function.
+"""The exchanges of rows (token, choice), sorted by expert, through experts: each is a function.
 
     dispatch     rows → rows of this rank's experts                                                      all-to-all
     spread_rows  rows of one etp rank → of all of them, each of which has a part of every expert         all-gather
-    gather_in    their parts of the results, summed where the rows came from                             reduce-scatter
+    gather_in    their parts of the results, summed on the rows' own ranks                               reduce-scatter
     give_back    the reverse of dispatch
 
-How many rows a rank sends and receives follows the routing: the host waits for it in ``on_host``, once a layer.
+The numbers of rows that a rank sends and receives depend on the routing: the host waits for it in ``on_host``, once a
+layer.
 """
 
 from __future__ import annotations

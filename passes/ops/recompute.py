@@ -267,10 +267,10 @@ def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 class Rerun:
-    """A rerun that goes on. Owns: what ops save while they are watched, by their number.
+    """A rerun in progress. Owns: the tensors that ops save while they are watched, by their number.
 
-    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: how they lay in memory;
-    ``handles``: of those that are handles of weight gradients, one that is bound as they were.
+    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: their layouts in memory;
+    ``handles``: for handles of weight gradients, one with the same binding.
     """
 
     def __init__(
@@ -301,10 +301,9 @@ def _never(_: Any) -> Tensor:
 
 
 def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of op ``number`` as its forward had them: what it saves is noted until ``leave_inside``.
+    """The inputs of op ``number`` as its forward had them: tensors that it saves are noted until ``leave_inside``.
 
-    A weight is the same object: its op looks up by it where its gradient belongs, and saves other tensors if it finds
-    no place.
+    A weight is the same object: its op looks up the gradient's place by it, and saves other tensors if it finds none.
     """
     none = (None,) * len(inputs)
     flags, handles = rerun.flags.get(number, none), rerun.handles.get(number, none)

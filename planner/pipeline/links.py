@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Progress:
-    """Owns: where each action stands in the order of its rank, by (kind, microbatch, stage)."""
+    """Owns: the place of each action in the order of its rank, by (kind, microbatch, stage)."""
 
     def __init__(self, orders: Sequence[Order], fold: Fold) -> None:
         self.pp = len(orders)

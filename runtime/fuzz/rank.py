@@ -32,9 +32,10 @@ HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: amo
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The last step of the engine, whole, and what it left. ``precision``: the lowest that the model computes in.
+    """The last step of the engine as full tensors, and its parameters. ``precision``: the lowest that the model
+    computes in.
 
-    ``mean``: of the weights, as it should be; empty without one.
+    ``mean``: the expected mean of the weights; empty without one.
     """
 
     step: EngineStep
@@ -105,7 +106,7 @@ def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> R
 
 
 def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
-    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError where a rank refuses."""
+    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError if a rank refuses."""
     batches = _batches(spec, decided)
     memory = held(decided, model, batches, spec)
     look = Look(spec, directory)

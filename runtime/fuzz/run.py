@@ -105,7 +105,7 @@ def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Ou
 
 
 def _outcome(case: Case, captures: Captures, host: StoreHost) -> Outcome:
-    """Raises PlanError where the case is refused."""
+    """Raises PlanError if the case is refused."""
     spec = Spec.load(case.to_spec())
     captured = captures.of(case, spec)
     decided = _planned(captured, spec)

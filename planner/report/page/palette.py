@@ -32,7 +32,7 @@ NUM_RANK_COLOURS = 8  # of ranks and stages: the first of the fills, over and ov
 
 
 def css() -> str:
-    """Custom properties of a page, those of a dark screen where it is one."""
+    """Custom properties of a page, with those of a dark screen in a media query."""
     shared = {"on-fill": ON_FILL} | {f"f{i}": fill for i, fill in enumerate(FILLS)}
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_properties(DARK)} }} }}"
     return f":root {{ color-scheme: light dark; {_properties(LIGHT | shared)} }}\n{dark}"
