@@ -46,7 +46,7 @@ class Case:
         return cls(model, {}, own)._with_a_spec(seed, of_spec, axis, most_ranks)
 
     def another(self, seed: int, number: int, most_ranks: int) -> Case:
-        """The ``number``-th further spec of ``seed`` for this model; it shares the fields on which a capture depends."""
+        """The ``number``-th further spec of ``seed`` for this model; it shares the fields that captures use."""
         name = f"{seed}.{number}"
         random, kept = Random(name), {field: self.spec[field] for field in specs.OF_CAPTURES}
         return self._with_a_spec(name, random.random(), random.choice(_AXES), most_ranks, kept)
