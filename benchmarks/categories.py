@@ -1,7 +1,7 @@
-"""Where a step's time goes, by category, beside hand-written torch: `python -m benchmarks.categories [--only NAME…]`.
+"""The time of a step by category, beside hand-written torch: `python -m benchmarks.categories [--only NAME…]`.
 
 products      mm, addmm, bmm, linear          optimizer     the update; of ours with the norm
-attention     scaled dot product              Python        what is in no op: engine, autograd, hooks, modules
+attention     scaled dot product              Python        time outside of ops: engine, autograd, hooks, modules
 other ops     all other ops of torch          collectives   starting them, and waiting for other ranks
 CPU elsewhere     of threads that do not run the step: gloo's sums and copies, c10d's
 
@@ -21,7 +21,7 @@ from benchmarks.run import median, sitting, start
 from benchmarks.runs import RUNS
 
 COLUMNS = (*CATEGORIES, "step", "CPU", "CPU elsewhere")
-# Ours and what a user would write by hand, side by side; the names are those of runs.py.
+# Ours and a user's hand-written version, side by side; the names are those of runs.py.
 PAIRS = (
     ("torch_one_process", "ours_one_process"),
     ("torch_tp2_by_hand", "ours_tp2"),

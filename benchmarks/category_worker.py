@@ -1,7 +1,7 @@
 """One process of a profiled run; started by categories.py. Writes one JSON line: milliseconds a step by category.
 
 Of the thread that runs the step: each op's own time, without the ops that it calls, goes to the category of its name.
-An op inside the optimizer's update is the update's, and what is in no op at all is Python's: the engine, autograd
+An op inside the optimizer's update is the update's, and time outside of all ops is Python's: the engine, autograd
 Functions, the hooks. Times are by the clock, for torch's profiler has no other; CPU is of the same steps without it.
 """
 
@@ -100,7 +100,7 @@ def _names_around(event: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """The profiler is told when a process waits for others, and when the engine updates: torch's optimizers say it."""
+    """Mark in the profiler the waits for other processes and the engine's updates; torch's optimizers mark theirs."""
     from runtime.optimizer.zero1 import DistributedOptimizer
 
     with contextlib.ExitStack() as stack:

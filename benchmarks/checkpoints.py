@@ -1,4 +1,4 @@
-"""What saving costs: `python benchmarks/checkpoints.py [--rounds N] [--directory DIR]`, GPT-2 124M on tp 2 · dp 2.
+"""The cost of saving: `python benchmarks/checkpoints.py [--rounds N] [--directory DIR]`, GPT-2 124M on tp 2 · dp 2.
 
     bytes      all files of a save, over parameters and both moments once (12 bytes a parameter in float32)
     save       a synchronous save, over every rank writing the same tensors with safetensors' save_file and an fsync

@@ -1,11 +1,11 @@
-"""What `compile: true` costs and gives: GPT-2 with 12 layers in one process, beside torch.compile of the whole model.
+"""Cost and gain of `compile: true`: GPT-2 with 12 layers in one process, beside torch.compile of the full model.
 
     python -m benchmarks.compiled [--steps 12] [--rounds 3] [--ways eager compiled whole]
 
 The model is Hugging Face's GPT2LMHeadModel: 12 layers, 256 wide, 8 heads, 8192 tokens, sequences of 128, batch 8, no
-dropout. Each way runs in a process of its own: cold, with an empty cache on disk, and warm, with what the cold one
-left. All compile with one thread. Seconds to compile are CPU seconds, those of C++ compilers counted: what the first
-three steps take beyond three later ones, so that all that is compiled lazily counts.
+dropout. Each way runs in a process of its own: cold, with an empty cache on disk, and warm, with the cold one's cache.
+All compile with one thread. Seconds to compile are CPU seconds, those of C++ compilers included: the time of the first
+three steps beyond that of three later ones, so that lazy compilation counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What batches cost beside a step of the small GPT-2: `python benchmarks/data.py [STEPS]`.
+"""The cost of batches beside a step of the small GPT-2: `python benchmarks/data.py [STEPS]`.
 
 Prepares the Python library as a token file, trains on it in one process, and prints, of a step: its seconds, those to
 make its batch, and those that the loop waits for it when a thread makes it ahead.

@@ -1,6 +1,6 @@
 """Draw a step of a trace of `meshwright train --profile`: `python -m benchmarks.draw_trace trace.json -o trace.svg`.
 
-Of each rank two rows: what it did, and what was planned. For more, open the trace in ui.perfetto.dev.
+Two rows for each rank: its actions, and the planned ones. For more, open the trace in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _bar(axes: Any, event: Event, place: float, begun: float) -> None:
 
 
 def _label(axes: Any, event: Event, waits: list[Event], place: float, begun: float, width: float) -> None:
-    """The name of an action where it does not wait, if there is room for it."""
+    """Draw the name of an action in its time without waits, if there is room for it."""
     end = event["ts"] + event["dur"]
     start = max([event["ts"], *(w["ts"] + w["dur"] for w in waits if event["ts"] <= w["ts"] < end)])
     text = event["name"].removesuffix(".0")

@@ -1,6 +1,6 @@
-"""The model of the runs with experts: Mixtral of transformers as it is, in a shape where experts dominate.
+"""The model of the runs with experts: Mixtral of transformers unchanged, in a shape in which experts dominate.
 
-2 layers, 256 wide, 16 experts 1024 wide of which a token goes to 2: 25.2 M of its 29.8 M parameters are experts'.
+2 layers, 256 wide, 16 experts 1024 wide, 2 for each token: 25.2 M of its 29.8 M parameters are experts'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is to be seen on one GPU, one command a part, each under 8 minutes on an H200; no network.
+"""The checks on one GPU, one command a part, each under 8 minutes on an H200; no network.
 
     python benchmarks/gpu.py equal      one GPU computes what the CPU does: loss, gradients, parameters
     python benchmarks/gpu.py sync       nothing makes the host wait in a step
@@ -50,7 +50,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run_part(part: str, device: torch.device, given: argparse.Namespace) -> bool:
-    """Print the part's table, and write it where asked; whether all is within reach."""
+    """Print the part's table, and write it if asked; whether all is within reach."""
     start = time.perf_counter()
     try:
         table: Table = importlib.import_module(f"benchmarks.on_gpu.{part}").run(device, tiny=given.tiny)

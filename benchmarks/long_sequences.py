@@ -1,8 +1,8 @@
 """Memory of a Llama of 405B on 16,384 devices by sequence, cp and recompute, and how long it took to plan:
 `python benchmarks/long_sequences.py`.
 
-The mesh is tp 8 · cp · pp 16, and dp for what is left, with sequence parallelism, bfloat16 with float32 gradients,
-ZeRO-1 and 1f1b. Each plan is made in a process of its own, on meta weights.
+The mesh is tp 8 · cp · pp 16, and dp on the remaining ranks, with sequence parallelism, bfloat16 with float32
+gradients, ZeRO-1 and 1f1b. Each plan is made in a process of its own, on meta weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What two papers measured beside what is predicted of it: `python -m benchmarks.paper`.
+"""The measurements of two papers beside the predictions: `python -m benchmarks.paper`.
 
 Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): weak scaling (figure 5), attention heads (table 7), strong
 scaling (table 8), from specs/clusters/dgx-2h.yaml; nothing is fitted to a row. Narayanan et al. 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473): table 1, from
 specs/clusters/dgx-a100.yaml, to which nothing was fitted at all.
 
-The models are GPT-2s of the sizes in the papers, on the meta device, with attention written out as it was then. Three
-layers are planned, and the middle one stands for all between the first and the last: equal layers cost the same.
+The models are GPT-2s of the sizes in the papers, on the meta device, with attention written out as in those years.
+Three layers are planned, and the middle one represents all between the first and the last: equal layers cost the same.
 """
 
 from __future__ import annotations

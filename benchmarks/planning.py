@@ -1,7 +1,7 @@
-"""How long planning takes, where the time goes, and how much memory: `python benchmarks/planning.py`.
+"""The time of planning, in all and by phase, and its memory: `python benchmarks/planning.py`.
 
 Each job runs in a process of its own, on meta weights, without a process group. A phase is a function that the recipe
-of planner/api.py calls; building the model and importing torch and transformers stand apart.
+of planner/api.py calls; building the model and importing torch and transformers are listed separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def inputs(length: int, high: int) -> dict[str, Any]:
     return {"input_ids": {"shape": [length], "dtype": "int64", "high": high}, "labels": {"like": "input_ids"}}
 
 
-# name -> config, mesh, batch, inputs, and what is to be reached: seconds and MiB
+# name -> config, mesh, batch, inputs, and the targets: seconds and MiB
 JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
     "gpt2, 12 layers, tp2 pp2 dp2": (
         GPT2, {"tp": 2, "pp": 2, "dp": 2}, {"global": 16, "micro": 2}, inputs(1024, 50257), 3, 1500,

@@ -2,10 +2,10 @@
 
     python -m benchmarks.predicted [--rounds 5] [--cluster cpu-local] [--only "tp4 m4,dp4 m4"] [--measured FILE.json]
 
-Every process holds all engines of its number of ranks at once, and all layouts take turns, step by step: what other
-programs of the machine take, they take of all alike. Measured is the fastest step of the rounds (and their median);
-predicted is ``cost.step_seconds`` of the plan, from the cluster file and the captured model alone. ``--measured`` keeps
-the measured seconds in a file, and takes those of a file that is there.
+Every process holds all engines of its number of ranks at once, and all layouts take turns, step by step, so that other
+programs of the machine slow all alike. Measured is the fastest step of the rounds (and their median); predicted is
+``cost.step_seconds`` of the plan, from the cluster file and the captured model alone. ``--measured`` keeps the measured
+seconds in a file, and takes those of a file that is there.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
             print(f"  {len(names)} layouts, round {number} of {rounds}", file=sys.stderr, flush=True)
         for name, engine in engines.items():
             took = _step(engine, batch)
-            if number:  # the first makes what is made once
+            if number:  # the first includes one-time work
                 seconds[name].append(took)
     for engine in engines.values():
         engine.close()
@@ -149,7 +149,7 @@ class Row:
 
 
 def summary(rows: list[Row], title: str) -> str:
-    """Rank correlation, and what the layout that is predicted best costs beyond the best."""
+    """Rank correlation, and the excess cost of the layout that is predicted best over the measured best."""
     from scipy.stats import spearmanr
 
     if len(rows) < 3:

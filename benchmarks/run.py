@@ -25,7 +25,7 @@ from benchmarks.runs import RUNS  # noqa: E402 - the repository's root has to be
 TIMEOUT_SECONDS = 300
 Row = dict[str, float]
 
-# ours, theirs, the figure of which the ratio is taken, and what it has to reach
+# ours, theirs, the figure of the ratio, and its target
 RATIOS = (
     ("ours_tp2", "torch_tp2_by_hand", "cpu_ms", "at most", 0.97),
     ("ours_tp2_compiled", "torch_tp2_by_hand", "cpu_ms", "at most", 0.88),
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def sitting(rounds: int, steps: int) -> str:
-    """What a reader needs to know about the figures: versions, the machine, and how busy it was."""
+    """The conditions of the figures: versions, the machine, and how busy it was."""
     busy = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     return (
         f"{rounds} rounds of {steps} steps; torch {version('torch')}, Python {platform.python_version()}, "

@@ -1,6 +1,6 @@
 """The measured runs: each builds a ``step(i) -> loss`` for this process, with torch alone or with meshwright.
 
-A run's name says who makes it: ``torch_*`` is what a user writes by hand today, ``ours_*`` is a plan and an Engine.
+A run's name gives its kind: ``torch_*`` is hand-written torch, ``ours_*`` is a plan and an Engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long a search over all axes takes, where the time goes, and how much memory: `python benchmarks/search.py`.
+"""The time of a search over all axes, in all and by phase, and its memory: `python benchmarks/search.py`.
 
-Each job runs in a process of its own, on meta weights, without a process group. The capture stands apart: it is made
-once, and a plan needs it too.
+Each job runs in a process of its own, on meta weights, without a process group. The capture is listed separately: it is
+made once, and a plan needs it too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA_8B = {
     "num_hidden_layers": 32,
 }
 
-# name -> config, devices, global batch, inputs, and what is to be reached: seconds with capture
+# name -> config, devices, global batch, inputs, and the target: seconds with capture
 JOBS: dict[str, tuple[dict, int, int, dict, float | None]] = {
     "gpt2, 12 layers, 64 devices": (GPT2, 64, 512, inputs(1024, 50257), 3),
     "gpt2, 24 layers, 64 devices": ({**GPT2, "n_layer": 24}, 64, 512, inputs(1024, 50257), None),

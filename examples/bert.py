@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """What both placements have; ``forward`` is the original one."""
+    """The parts that both placements share; ``forward`` is the original one."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -63,8 +63,9 @@ class PreBlock(Block):
 
 
 class BERT(nn.Module):
-    """``input_ids``, ``token_type_ids`` (0, 1), ``attention_mask`` (0 on padding) and ``labels`` (-100 where no word is
-    asked for) are [batch, length]; ``sentence_order_label`` (0, 1) is [batch]. Gives the loss."""
+    """``input_ids``, ``token_type_ids`` (0, 1), ``attention_mask`` (0 on padding) and ``labels`` (-100 for words that
+    are not masked) are [batch, length]; ``sentence_order_label`` (0, 1) is [batch]. Gives the loss.
+    """
 
     def __init__(
         self,

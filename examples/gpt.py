@@ -1,4 +1,4 @@
-"""A plain single-device GPT that knows nothing of parallelism: what a user brings.
+"""A plain single-device GPT without any code for parallelism, like a user's model.
 
 One fused linear makes queries, keys and values; the output embedding is tied to the input embedding; ``forward``
 returns ``(logits, loss)``. Plan it with ``meshwright plan examples/gpt.py:build examples/gpt.yaml``.
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``input_ids`` and ``targets`` are [batch, length]; ``targets`` are the next tokens, -100 where none counts."""
+    """``input_ids`` and ``targets`` are [batch, length]; ``targets`` are the next tokens, -100 for ignored places."""
 
     def __init__(
         self,

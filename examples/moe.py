@@ -1,6 +1,6 @@
-"""A plain single-device Transformer with experts, which knows nothing of parallelism: what a user brings.
+"""A plain single-device Transformer with experts, without any code for parallelism, like a user's model.
 
-Each block has a shared SwiGLU and several more behind a softmax router, of which every token goes to two. The loop over
+Each block has a shared SwiGLU and several more behind a softmax router; every token goes to two. The loop over
 them picks the rows that chose one, as most people write it: their number is known from the data alone. Plan it with
 ``meshwright plan examples/moe.py:build examples/moe.yaml``.
 """
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class MoE(nn.Module):
-    """``input_ids`` and ``targets`` are [batch, length]; ``targets`` are the next tokens, -100 where none counts."""
+    """``input_ids`` and ``targets`` are [batch, length]; ``targets`` are the next tokens, -100 for ignored places."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _curve() -> list[str]:
-    """Where the losses are drawn, if they can be."""
+    """The options that draw the losses, if matplotlib is there."""
     if find_spec("matplotlib") is None:
         print("no curve of the loss is drawn without matplotlib: pip install 'meshwright[plot]'", file=sys.stderr)
         return []

@@ -2,8 +2,8 @@
 
     return loss      →      return scores_of_targets(logits, target, places, labels, …), loss
 
-The logits are those that the loss reads, as it reads them: cut over the vocabulary, or whole. ``places`` are computed
-by the same calls as the targets, of places instead of labels: so a label's score comes to stand where the label does.
+The logits are those that the loss reads, as it reads them: sharded over the vocabulary, or complete. ``places`` are
+computed by the same calls as the targets, of places instead of labels: so a label's score gets the label's place.
 
 Needs:   a localised graph (passes.localize).
 Leaves:  collectives are those of the plan and of planner.exchanges.scores.
@@ -31,7 +31,7 @@ MOVES = (context.local_rows, *PARTS)
 
 
 def add_scores(stage: StageGraph, context: LowerContext) -> None:
-    """One call for each look-up of targets; their results add up, as each is zero where it has no target."""
+    """One call for each look-up of targets; their results add up, as each is zero at labels without a target."""
     scored = context.decisions.scored
     program = context.decisions.program
     (name,) = (name for name, key in program.inputs.items() if key == scored.key)
@@ -62,7 +62,7 @@ def _scores(stage: StageGraph, context: LowerContext, labels: fx.Node, scored: S
 
 
 def _places(stage: StageGraph, labels: fx.Node, looked_up: fx.Node) -> fx.Node:
-    """What writes the targets' places, by the calls that lay out the targets."""
+    """The node of the targets' places, computed by the same calls as the targets."""
 
     def emit(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         target = part_of_places if target in PARTS else target

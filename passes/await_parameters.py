@@ -1,11 +1,11 @@
-"""Wait for updated parameters where they are read first, bucket by bucket, and not for all before the first forward.
+"""Wait for updated parameters before their first reader, bucket by bucket, not for all before the first forward.
 
     h = linear(x, W)   →   await_bucket(gate, buffer, bucket of W);  h = linear(x, W)
 
 The gathers of an update start in the order in which a forward reads their buckets, and run while it computes.
 
-Needs:   a finished graph: a wait gives no value, so whoever drops what is unread would drop it.
-Leaves:  every read of a gathered parameter stands behind the wait for its bucket.
+Needs:   a finished graph: a wait gives no value, so dead-code elimination would drop it.
+Leaves:  every read of a gathered parameter comes after the wait for its bucket.
 """
 
 from __future__ import annotations

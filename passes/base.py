@@ -1,10 +1,10 @@
-"""What a pass is: one signature, over a stage under construction and what the plan says of this rank.
+"""The interface of a pass: one signature, over a stage under construction and this rank's part of the plan.
 
     run(stage, context)      rewrites ``stage.graph``
-    leaves                   what then holds of the graph: functions of passes/check.py, which the runner calls
-    leaves_slowly            likewise, where a lowering is asked to be thorough
+    leaves                   the facts that then hold: functions of passes/check.py, which the runner calls
+    leaves_slowly            likewise, for a thorough lowering
 
-The passes stand in one tuple (passes.lower.PASSES); a later one is one more entry there.
+The passes are one tuple (passes.lower.PASSES); a new one is one more entry there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class LowerContext:
-    """What a pass may read beside the stage: the decisions, the plan's rows of collectives, and this rank's handles."""
+    """The context that a pass may read beside the stage: the decisions, the plan's rows of collectives, and this rank's
+    handles.
+    """
 
     decisions: Decisions
     shards: Shards
@@ -68,16 +70,16 @@ class LowerContext:
     place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
     data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))
     load: ExpertLoad = field(default_factory=lambda: ExpertLoad(()))
-    axes: Mapping[str, AxisHandle] = field(default_factory=dict)  # of experts and of cp, where there are such
+    axes: Mapping[str, AxisHandle] = field(default_factory=dict)  # of experts and of cp, if there are any
 
     def axis_of(self, node: fx.Node) -> AxisHandle:
-        """The axis over which a value of the captured graph, or what stands for it, is typed."""
+        """The axis over which a value of the captured graph, or its replacement, is typed."""
         return self.axes.get(axis_of(node), self.tp)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """What is not as a pass must leave it: at which node, what was expected there and what was found."""
+    """A fact that a pass must leave and did not: the node, the expected state and the actual one."""
 
     node: fx.Node | None
     expected: str
@@ -85,7 +87,7 @@ class Violation:
 
 
 class PassError(RuntimeError):
-    """A pass did not leave what it must: a bug of ours. Names the pass, the fact, the node and where it comes from."""
+    """A pass did not leave a fact that it must: a bug of ours. Names the pass, the fact, the node and its origin."""
 
     def __init__(self, name: str, fact: str, stage: int, violation: Violation) -> None:
         node = violation.node
@@ -117,7 +119,7 @@ class Pass:
 
 
 def kind_of(node: fx.Node) -> str:
-    """What a node is: the function that it calls, ``self.…`` for a handle, else argument, attribute or output."""
+    """The kind of a node: the function that it calls, ``self.…`` for a handle, else argument, attribute or output."""
     if node.op == "call_function":
         return name_of(node.target)
     if node.op == "get_attr":

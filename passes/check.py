@@ -1,4 +1,4 @@
-"""What holds of a stage's graph after each pass: each function is named as the fact that it proves.
+"""The facts of a stage's graph after each pass: each function has the name of the fact that it proves.
 
     is_sound                                   after every pass
     readers_get_the_type_that_they_want        so a partial sum reaches no reader that does not want one
@@ -6,13 +6,13 @@
     values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
     no_op_draws_from_the_default_generator
     no_op_names_another_device
-    regions_are_those_of_the_plan              each is one call, and what crosses is what the plan lists
-    pieces_are_those_of_the_plan               what is to be compiled, op by op
-    reruns_are_those_of_the_plan               what they exchange
-    parameters_are_awaited                     where other ranks update them
+    regions_are_those_of_the_plan              each is one call, and its crossing values are listed in the plan
+    pieces_are_those_of_the_plan               the ops to compile, one by one
+    reruns_are_those_of_the_plan               their collectives
+    parameters_are_awaited                     if other ranks update them
 
 The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
-where a lowering is asked to be thorough. What they find is a bug of ours, never of the user's model.
+for a thorough lowering only. A violation is a bug of ours, never of the user's model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def readers_get_the_type_that_they_want(stage: StageGraph, context: LowerContext
 
 
 def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, fx.Node, Placement]]:
-    """(reader, value, wanted type) of all that the stage reads, of what it sends, and of its loss."""
+    """(reader, value, wanted type) of all values that the stage reads or sends, and of its loss."""
     program, placements = context.decisions.program, context.decisions.placements
     for node in stage.graph.nodes:
         if change := node.meta.get("change"):
@@ -114,11 +114,11 @@ _UNTRIED = (
     meeting.part,
     meeting.join,
     *_MOVES,
-)  # what they make follows the routing
+)  # the shapes of their results depend on the routing
 
 
 def collectives_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """What the graph exchanges for a microbatch over each axis is what the plan lists for it, and the reverse."""
+    """The collectives of the graph for a microbatch over each axis are exactly those that the plan lists."""
     listed: Counter[tuple[str, str, str]] = Counter()
     axes = {context.tp.name: context.tp, context.data.name: context.data, **context.axes}
     for row in context.rows:
@@ -140,7 +140,7 @@ def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[s
     handles = (n for n in node.all_input_nodes if n.op in ("get_attr", "placeholder") and n.target in axes)
     axis = next((str(n.target) for n in handles), "tp")
     if target is scores_of_targets and node.args[4] is None:
-        return  # of whole logits
+        return  # of full logits
     if target in _CONVERSIONS:
         yield from ((axis, kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
         if (change := node.meta.get("change")) is not None and change.again:  # it becomes one op with its products
@@ -181,7 +181,7 @@ def no_cp_placeholder_is_left(stage: StageGraph, context: LowerContext) -> Itera
 
 
 def values_have_their_local_shape(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """Each op makes what the type of its value says, from inputs as their types say; equal calls are tried once."""
+    """Each op makes the local shape of its value's type from inputs of their types; equal calls are tried once."""
     trials = _Trials(stage, context)
     for node in stage.graph.nodes:
         if node.op == "call_function":
@@ -192,9 +192,9 @@ def values_have_their_local_shape(stage: StageGraph, context: LowerContext) -> I
 
 
 class _Trials:
-    """Runs ops on meta. Owns: the shape that is due of each value, and what each kind of call has made.
+    """Runs ops on meta. Owns: the expected shape of each value, and the result of each kind of call.
 
-    ``made`` is a shape, or the error that the op raised; None where that cannot be told: a tuple (its items are looked
+    ``made`` is a shape, or the error that the op raised; None if it cannot be determined: a tuple (its items are looked
     at), a Function of the user, an op that meta tensors do not have.
     """
 
@@ -202,7 +202,7 @@ class _Trials:
         self.program, mesh = context.decisions.program, context.decisions.mesh
         axes = {a.name: AxisHandle(a.name, a.size, a.rank) for a in (context.tp, context.data, *context.axes.values())}
         self.due: dict[fx.Node, tuple[int, ...]] = {}
-        self.held: dict[fx.Node, Any] = {}  # what stands for a value in a call's key
+        self.held: dict[fx.Node, Any] = {}  # the part of a call's key for a value
         self.tensors: dict[Any, Any] = {}
         self.results: dict[Any, Any] = {}
         for node in stage.graph.nodes:
@@ -253,7 +253,7 @@ class _Trials:
         return self.tensors[held]
 
     def _runs_whole(self, node: fx.Node) -> bool:
-        """Whether the captured op runs on meta; what does not even at global shapes proves nothing."""
+        """Whether the captured op runs on meta; an op that fails even at global shapes proves nothing."""
         try:
             _called(self.program.node(node.meta["origin"]), lambda n: tree_map_only(Tensor, _emptied, n.meta["val"]))
         except Exception:
@@ -283,7 +283,7 @@ def no_op_draws_from_the_default_generator(stage: StageGraph, context: LowerCont
 
 
 def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """Factories and casts make what they make on the rank's device."""
+    """Factories and casts make their results on the rank's device."""
     for node in stage.graph.nodes:
         for value in (*node.args, *node.kwargs.values()):
             if isinstance(value, torch.device) and value != context.device:
@@ -291,7 +291,7 @@ def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iter
 
 
 def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """Every read of a parameter that other ranks update stands behind the wait for its bucket."""
+    """Every read of a parameter that other ranks update comes after the wait for its bucket."""
     places, here = buckets_of(stage, context), set[tuple[int, int]]()
     for node in stage.graph.nodes:
         if node.target is await_bucket:
@@ -302,7 +302,7 @@ def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator
 
 
 def reruns_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """What the reruns of the stage exchange is what the plan lists as exchanged again."""
+    """The collectives of the stage's reruns are those that the plan lists as exchanged again."""
     axes = {context.tp.name: context.tp, "dp": context.data, **context.axes}
     mine = [row for row in context.rows if row.again and row.stage == stage.index]
     listed = Counter(key for row in mine for key in [(row.axis, row.kind)] * row.count)
@@ -320,7 +320,9 @@ def reruns_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> It
 
 
 def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """Each captured region of the stage is one call; what crosses its border is what the plan lists, in its shapes."""
+    """Each captured region of the stage is one call; the values that cross its border are those that the plan lists, in
+    its shapes.
+    """
     planned = {r.index: r for r in context.regions if r.stage == stage.index and not r.refused}
     nodes = stage.graph.find_nodes(op="call_function", target=run_region)
     found = {getattr(stage.root, node.args[0].target): node for node in nodes}

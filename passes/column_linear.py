@@ -28,12 +28,12 @@ LINEARS = {aten.linear.default, *TRANSPOSED}
 
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
-    """Only where nothing but such products reads f: its gradient is theirs alone."""
+    """Only if no other op reads f: its gradient then comes from these products alone."""
     owner = owners(stage, context)
     for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
         readers = list(node.users)
         if len({id(region_of(place, owner)) for place in (node, *readers)}) > 1:
-            continue  # one op cannot stand in two regions
+            continue  # one op cannot be in two regions
         parts = [_held(reader, node) for reader in readers]
         if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
             continue

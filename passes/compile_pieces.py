@@ -24,7 +24,7 @@ from planner.graph.source_lines import where_of
 
 
 def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
-    """One call a piece, as early as what it reads allows, in the graph that holds it: the stage's, or a region's."""
+    """One call a piece, as early as its inputs allow, in the graph that holds it: the stage's, or a region's."""
     mine = {piece.index: piece for piece in context.pieces if piece.stage == stage.index}
     if not mine:
         return
@@ -88,7 +88,7 @@ def _call(
 
 
 def structure_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequence[fx.Node]) -> str:
-    """The calls with their constants, values by number: what a compiled function is made of but for its arguments."""
+    """The calls with their constants, values by number: a compiled function depends on these and its arguments."""
     number = {node: f"%{i}" for i, node in enumerate([*read, *members])}
     calls = [text_of(node, lambda n: number[n]) for node in members]
     return "; ".join([*calls, f"return {', '.join(number[node] for node in left)}"])

@@ -2,10 +2,10 @@
 
     dropout(x, p)   →   counted_dropout(x, p, random, place)
 
-``place`` says which elements of the whole value this rank has: of tp its slices, of cp its chunks of each sequence.
+``place`` says which elements of the full value this rank has: of tp its slices, of cp its chunks of each sequence.
 
 Needs:   ops of this rank's sizes (passes.localize).
-Leaves:  of what the plan has named, nothing that draws from a stream.
+Leaves:  no named draw that reads a stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planner.placement.types import Placement
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
-    """The call that takes the place of ``node``, of a stage; None where the plan has no names for its numbers."""
+    """The call that takes the place of ``node``, of a stage; None if the plan has no names for its numbers."""
     draw: Draw | None = node.meta.get("draw")
     if draw is None:
         return None
@@ -50,7 +50,7 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
 
 
 def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
-    """Which elements of the whole microbatch this rank has."""
+    """Which elements of the full microbatch this rank has."""
     ranges: list[Ranges] = [((0, size),) for size in draw.shape]
     if draw.cut is not None:
         cp = context.axes["cp"]
@@ -63,7 +63,7 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
 
 
 def _held(placement: Placement, tp: int, rank: int) -> Ranges:
-    """This rank's ranges of the cut dim. Padding, which is a copy of the last element, draws what that one draws."""
+    """This rank's ranges of the sharded dim. Padding, a copy of the last element, has that element's numbers."""
     end, found = sum(placement.sizes), []
     for (start, stop), num_data in zip(placement.slices(tp, rank), placement.data_sizes(tp, rank), strict=True):
         found += [(start, start + num_data)] if num_data else []
@@ -72,7 +72,7 @@ def _held(placement: Placement, tp: int, rank: int) -> Ranges:
 
 
 def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
-    """The chunks of each of the sequences that stand behind each other in a dim."""
+    """The chunks of each of the sequences that are concatenated in a dim."""
     found, start = [], 0
     for segment in cut.segments:
         found += [(start + a, start + b) for a, b in zigzag.rows(segment.size, cp, rank)]
@@ -81,7 +81,7 @@ def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
 
 
 def _of(whole: Ranges, parts: Ranges) -> Ranges:
-    """``parts``, in their order, of what stands behind each other in ``whole``."""
+    """``parts``, in their order, of the concatenation of the ranges ``whole``."""
     found = []
     for a, b in parts:
         start = 0

@@ -2,7 +2,7 @@
 
     h = norm(x); q = linear(h, W) … o = linear(a, V)   →   (o,) = run_region(region_3, [x], [W, V])
 
-Values that cross are the inputs and outputs of the plan; parameters, buffers and handles are handed in where they lie.
+Values that cross are the inputs and outputs of the plan; parameters, buffers and handles are passed in without a copy.
 
 Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives with ``meta["change"]``.
 Leaves:  one call for each captured region of the stage; everything else in its old order.
@@ -25,7 +25,7 @@ from planner.sharding.boundaries import BoundaryPlan
 
 
 def cut_regions(stage: StageGraph, context: LowerContext) -> None:
-    """One call a region, as early as what it reads allows."""
+    """One call a region, as early as its inputs allow."""
     owner = owners(stage, context)
     if not owner:
         return
@@ -54,7 +54,7 @@ def owners(stage: StageGraph, context: LowerContext) -> dict[str, Region]:
 
 
 def region_of(node: fx.Node, owner: dict[str, Region]) -> Region | None:
-    """Where a node of the lowered graph runs; None outside of all regions."""
+    """The region of a node of the lowered graph; None outside of all regions."""
     if node.op != "call_function":
         return None
     change = node.meta.get("change")

@@ -1,4 +1,4 @@
-"""What each pass changed, for eyes: lines that went and lines that came, equal ones of repeated blocks once.
+"""The changes of each pass, for a reader: removed and added lines, equal ones of repeated blocks once.
 
 insert_collectives   44 → 49 nodes: + 2 collectives.f, + 2 collectives.g, + 1 self.tp; 4 changed
     2 ×  - linear = aten.linear(layer_norm, blocks_0_up_weight)
@@ -24,7 +24,7 @@ from planner.frozen_plan import Plan
 
 
 def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
-    """What every pass does to every stage of ``rank``; ``full`` repeats what repeated blocks have in common.
+    """The changes of every pass to every stage of ``rank``; ``full`` shows each repeated block in full.
 
     Needs no process group. Raises PlanError for an unknown rank.
     """
@@ -48,7 +48,7 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A node as text. ``same``: equal for the nodes of repeated blocks that stand in the same place."""
+    """A node as text. ``same``: equal for nodes of repeated blocks at the same place."""
 
     name: str
     kind: str

@@ -1,10 +1,10 @@
-"""Dropout draws from a stream that is named, not from a global state that the layout would disturb.
+"""Dropout draws from a stream that is named, not from a global state that depends on the layout.
 
     stream = hash(seed, step, global microbatch, which op) for I, R and P: the same mask on all tp ranks
              … and the tp rank for V: each rank its own
-             … and the cp rank where ranks hold different tokens of the value; what is whole on all of them draws alike
+             … and the cp rank if ranks hold different tokens of the value; values replicated on all of them draw alike
 
-Where the plan has named each number (``dropout: layout_invariant``) they are found by name (passes.counted_draws).
+If the plan has named each number (``dropout: layout_invariant``), names decide them (passes.counted_draws).
 
 So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do
 not depend on tp either.
@@ -66,7 +66,7 @@ ATTENTION = {aten.scaled_dot_product_attention.default, *OWN_ATTENTION}
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Dropout, attention with dropout, and what else PyTorch says to draw: rand, randn_like, bernoulli …"""
+    """Dropout, attention with dropout, and other ops that PyTorch tags as random: rand, randn_like, bernoulli …"""
     return bool(node.kwargs.get("dropout_p")) if node.target in OWN_ATTENTION else is_random(node)
 
 

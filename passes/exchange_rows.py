@@ -1,13 +1,13 @@
-"""Rows really leave for experts: what stands for it in the captured graph becomes calls on the axes' handles.
+"""Lower the expert exchange: its placeholders in the captured graph become calls on the axes' handles.
 
-    meet(counts, n)            what ranks tell each other of their routing, once a layer        (passes.ops.meeting)
-    dispatch, give_back        all-to-all over ep, and over etp to all who hold a part
+    meet(counts, n)            exchange of the counts of routed rows, once a layer              (passes.ops.meeting)
+    dispatch, give_back        all-to-all over ep, and over etp to all holders of a part
     send_slots, return_slots   the same of parts of one size                             (passes.ops.slots)
     over_data                  an all-reduce over dp, and of the gradient               (passes.ops.collectives)
     ends_of, ids_of, part      of the experts of this rank
 
-Needs:   rows typed R before they are sent, P where they come back.
-Leaves:  no call of planner.experts.exchange but the counting of choices.
+Needs:   rows typed R before they are sent, P when they come back.
+Leaves:  no call of planner.experts.exchange except the counting of choices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BECOMES: dict[Any, Callable[..., Any]] = {
 
 
 def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
-    """In place: arguments stay but for the handles that a meeting needs."""
+    """In place: arguments stay, except for the handles that the exchange of counts needs."""
     for node in stage.graph.find_nodes(op="call_function", target=over_data):
         node.target, node.args = g_f, (node.args[0], axis_node(stage, context.data))
     for node in list(stage.graph.nodes):
@@ -74,7 +74,7 @@ def _hand_axes(stage: StageGraph, context: LowerContext, node: fx.Node) -> None:
 
 
 def load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
-    """The node that hands over where rows are noted; made once."""
+    """The node of the handle that counts rows; made once."""
     for node in stage.graph.find_nodes(op="get_attr", target="load"):
         return node
     stage.root.load = context.load  # pyright: ignore[reportArgumentType]
@@ -83,7 +83,7 @@ def load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
 
 
 def _layer_of(context: LowerContext, node: fx.Node) -> int:
-    """The number of the layer of experts that meets, or sends slots: by its choices, or its calls."""
+    """The number of the layer of experts that exchanges counts, or sends slots: by its choices, or its calls."""
     origin, layers = context.decisions.program.node(node.meta["origin"]), context.decisions.experts.layers
     chosen = tuple(n.name for n in origin.all_input_nodes[0].all_input_nodes)
     return next(i for i, layer in enumerate(layers) if origin.name in layer.sent or layer.chosen == chosen)

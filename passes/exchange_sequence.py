@@ -1,6 +1,6 @@
-"""Ranks of cp really meet: what stands for it in the captured graph becomes calls on the axis cp.
+"""Lower context-parallel placeholders of the captured graph to collectives on the axis cp.
 
-    local_rows          this rank's chunks of a whole value                        (passes.ops.context)
+    local_rows          this rank's chunks of a full value                         (passes.ops.context)
     gather_sequence     all-gather, backward reduce-scatter                        (passes.ops.context)
     sum_over_ranks      all-reduce both ways                                       (passes.ops.collectives)
     causal_attention    of this rank's rows to the keys before them, by chunks     (passes.ops.causal_attention)
@@ -23,7 +23,7 @@ from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
 from planner.graph.ops import sequence
 
-BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and where the number of ranks stands among the arguments
+BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and the argument position of the number of ranks
     sequence.local_rows: (local_rows, 2),
     sequence.gather_sequence: (gather_sequence, 2),
     sequence.sum_over_ranks: (g_f, 1),

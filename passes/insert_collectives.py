@@ -1,4 +1,4 @@
-"""Put a collective on every edge whose ends have different types: exactly those that the plan lists.
+"""Put a collective on every edge between different types: exactly those that the plan lists.
 
 Needs:   a stage at global shapes (passes.extract).
 Leaves:  ``meta["placement"]`` of every node, and every reader gets the type that it wants.
@@ -17,7 +17,7 @@ from passes.ops.axis import AxisHandle
 from planner.placement.types import Placement, Segment
 from planner.sharding.type_changes import type_at
 
-# a collective's cut stands in the generated code of the graph, which must find these names
+# the generated code of the graph names a collective's cut, and must find these names
 NAMES_IN_CODE: dict[str, tuple[str, type]] = {
     "Placement": ("from planner.placement.types import Placement", Placement),
     "Segment": ("from planner.placement.types import Segment", Segment),

@@ -44,7 +44,7 @@ aten = torch.ops.aten
 
 
 def localize(stage: StageGraph, context: LowerContext) -> None:
-    """Rewrite every op of the stage whose form is not simply the same op on what a rank holds."""
+    """Rewrite every op of the stage, unless its form is the same op on a rank's tensors."""
     for name, node in list(stage.env.items()):
         option = context.decisions.placements.options[name]
         axis = context.axis_of(node)
@@ -55,7 +55,7 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
 
 
 class _Scene:
-    """One node with its option, and what a rewrite needs to know of the rank."""
+    """One node with its option, and the rank's facts for a rewrite."""
 
     def __init__(self, stage: StageGraph, node: fx.Node, option: Option, axis: AxisHandle) -> None:
         self.stage, self.node, self.option, self.axis = stage, node, option, axis
@@ -81,7 +81,7 @@ class _Scene:
     def become(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """Replace the node by a call that also gets the axis where ``args`` says None."""
+        """Replace the node by a call that gets the axis in place of AXIS in ``args``."""
         handle = axis_node(self.stage, self.axis)
         with self.stage.graph.inserting_before(self.node):
             given = tuple(handle if a is AXIS else a for a in args)
@@ -173,7 +173,7 @@ def _extreme(scene: _Scene, given: dict[str, Any]) -> None:
 
 
 def _cut_size(scene: _Scene, x: fx.Node) -> int:
-    """The whole size of the dim of ``x`` that is cut."""
+    """The full size of the sharded dim of ``x``."""
     return int(x.meta["val"].shape[scene.input_type(0).dim])
 
 

@@ -1,7 +1,7 @@
 """Lower a plan for one rank: captured graph → this rank's stage modules.
 
-``extract`` makes a stage; then the passes, in the order in which they stand here. The runner alone lints the graph and
-calls what each pass ``leaves`` (passes/check.py).
+``extract`` makes a stage; then the passes run, in the order below. The runner alone lints the graph and calls the
+checks that each pass ``leaves`` (passes/check.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
-# The stage of the loss where it is to score labels: nothing is captured, computed again, or waited for.
+# The stage of the loss for scoring labels: nothing is captured, recomputed, or awaited.
 _LOCAL = [step.name for step in PASSES].index("localize") + 1
 _ONLY_TRAINING = (note_choices, cut_regions, compile_pieces, recompute, await_parameters)
 SCORING: tuple[Pass, ...] = (
@@ -86,7 +86,7 @@ SCORING: tuple[Pass, ...] = (
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
     """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill.
 
-    ``thorough``: look at what takes long to prove, too. Raises PassError where a pass did not leave what it must.
+    ``thorough``: run the slow checks too. Raises PassError if a pass did not leave a fact that it must.
     """
     context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
     decisions = context.decisions
@@ -110,7 +110,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
 
 
 def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, tuple[int, ...]]:
-    """What the passes read for ``rank``, and the indices of its stages, chunk by chunk."""
+    """The context of the passes for ``rank``, and the indices of its stages, chunk by chunk."""
     decisions, shards = plan.to_run()
     here = plan.mesh.place(rank)
     tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
@@ -125,7 +125,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
 
 
 def _more_axes(plan: Plan) -> tuple[str, ...]:
-    """Those of experts, where they have their own, and cp, where there is such."""
+    """The axes of experts, if they have their own, and cp, if cp > 1."""
     return (("etp", "ep") if plan.mesh.has_expert_axes else ()) + (("cp",) if plan.mesh.cp > 1 else ())
 
 
@@ -141,8 +141,8 @@ def lower_scoring(
 ) -> StageModule | None:
     """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
 
-    It shares the handles of ``program``, what ``rank`` trains with; parameters and buffers are on meta. Raises
-    PlanError, on every rank, where the loss gives no label a probability.
+    It shares the handles of ``program``, the training program of ``rank``; parameters and buffers are on meta. Raises
+    PlanError, on every rank, if the loss gives no label a probability.
     """
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     more = rows_over_classes(context.decisions)
@@ -159,7 +159,7 @@ def lower_scoring(
 
 
 def check_stages(plan: Plan) -> None:
-    """Lower every stage for one tp rank, thoroughly. Raises PassError where a pass did not leave what it must."""
+    """Lower every stage for one tp rank, thoroughly. Raises PassError if a pass did not leave a fact that it must."""
     for pp in range(plan.mesh.pp):
         context, indices = context_of(plan, plan.mesh.rank_of(pp=pp), torch.device("cpu"), thorough=True)
         for index in indices:
@@ -174,7 +174,7 @@ def run_passes(
 ) -> None:
     """The passes in their order; ``seen`` is shown the stage after each.
 
-    Raises PassError where a pass does not leave what it must.
+    Raises PassError if a pass does not leave a fact that it must.
     """
     for step in passes:
         step.run(stage, context)
@@ -220,7 +220,9 @@ def _finish(context: LowerContext, stage: StageGraph, chunk: int) -> StageModule
 
 
 def _constants_of(decisions: Decisions, graph: fx.GraphModule) -> nn.Module:
-    """What the counts read beside the batch: lifted constants, and buffers of the model (such as class weights)."""
+    """The tensors that the counts read beside the batch: lifted constants, and buffers of the model (such as class
+    weights).
+    """
     root, program = nn.Module(), decisions.program
     for node in graph.graph.nodes:
         if node.op == "placeholder" and node.name in program.constants:

@@ -1,8 +1,8 @@
-"""Which experts a microbatch asks for is noted where they are chosen: weights that nobody asks for rest in that step.
+"""Count the experts that each microbatch chooses: weights that no token chooses are not updated in that step.
 
     ids = topk(probs)[1]; … → ids = topk(probs)[1]; note_choices(load, ids, 8); …
 
-Needs:   a finished graph; what nobody reads is gone, and does not go later.
+Needs:   a finished graph; unread nodes are gone, and none is removed later.
 Leaves:  one more call for each value that chooses among experts that may rest.
 """
 
@@ -27,5 +27,5 @@ def note_choices(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _is_the_value(node: fx.Node, context: LowerContext) -> bool:
-    """Not what another pass has put beside it."""
+    """Whether the node is the captured value itself, not one that a pass inserted."""
     return node.target == context.decisions.program.node(node.meta["origin"]).target

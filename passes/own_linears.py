@@ -1,11 +1,11 @@
-"""Products with parameters become ops that know where the gradients of their weights belong.
+"""Products with parameters become ops that add the gradients of their weights to the runtime's buffers.
 
     linear(x, W), addmm(b, x, W), mm(x, W)    →   linear(x, W, b, .., weight_gradients)
     column_linears(…), gathered_linears(…)    →   the same, given the handle too
     grouped_mm(rows, W or Wᵀ, here)           →   grouped_linear(rows, W, here, .., weight_gradients)
 
-In a region that a CUDA graph captures they add at once, since a replay cannot wait for a W; and so do those that read
-its static memory from outside, which holds another microbatch by then (planner.regions.weight_gradients).
+In a region that a CUDA graph captures they add at once, since a replay cannot wait for a W. Products outside that read
+its static memory do so too, since it holds another microbatch by then (planner.regions.weight_gradients).
 
 Needs:   f and gather fused with the products behind them.
 Leaves:  no product of a value with a real parameter that ATen computes.
@@ -52,8 +52,9 @@ def own_linears(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _regroup(node: fx.Node) -> None:
-    """A product of experts with a stack that is a parameter, as it is or each matrix transposed, where a meeting says
-    how many rows each expert has."""
+    """A product of experts with a stack that is a parameter, unchanged or with each matrix transposed, with exchanged
+    counts that give the rows of each expert.
+    """
     if node.op != "call_function" or node.kwargs or not is_grouped(node):
         return
     rows, stack, here = node.all_input_nodes
@@ -88,7 +89,7 @@ def _handle(stage: StageGraph, context: LowerContext, at_once: bool) -> fx.Node:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """A product with a real weight of its own: what is cast or cut before stays with autograd."""
+    """A product with a real weight of its own: a weight that is cast or sliced before stays with autograd."""
     parts = operands(node)
     if parts is None or node.meta["val"].dtype.is_complex:
         return False

@@ -1,4 +1,4 @@
-"""Products that gather what they read themselves, and keep this rank's part of it, where the plan says so.
+"""Products that gather an operand themselves, and save this rank's part of it, if the plan says so.
 
     gather_sequence(k), …, bmm(q, …)   →   of_gathered(bmm, [k], …)
 

@@ -1,14 +1,14 @@
 """Small rewrites of a finished stage graph that change speed, not values.
 
-    linear(x, W) + b  → linear(x, W, b)         where no collective stands between them
+    linear(x, W) + b  → linear(x, W, b)         if no collective is between them
     mm(x, W) + b      → addmm(b, x, W)
-    g(linear(x, W))   → summed where it lies
-    cross_entropy(linear(x, W))   → its logits are overwritten, by what the backward reads and by its gradient
+    g(linear(x, W))   → summed in place
+    cross_entropy(linear(x, W))   → its logits are overwritten, by the saved tensor and by its gradient
 
-and placing: what capture put on its own device goes to the rank's.
+and placing: tensors that capture put on its own device go to the rank's.
 
 Needs:   a localised graph.
-Leaves:  no device but the rank's, and no op whose value nobody reads.
+Leaves:  no device but the rank's, and no op without readers.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def place(graph: fx.Graph, device: torch.device) -> None:
 
 
 def drop_unread(stage: StageGraph, context: LowerContext) -> None:
-    """What nobody reads any more goes; arguments stay, as the runtime hands them over by position."""
+    """Remove nodes without readers; arguments stay, as the runtime passes them by position."""
     stage.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))

@@ -1,13 +1,13 @@
-"""The blocks that the plan lets go of: where each begins and ends, and the graph that computes its values again.
+"""The blocks that the plan recomputes: marks the begin and end of each, and adds the graph that recomputes its values.
 
     begin_block(c)
     n = layer_norm(x); y = linear(n, W); z = gelu(y)            rerun of c, from x and y:
     end_block(c, [n, z], [x, y])                                n = layer_norm(x); z = gelu(y)
 
-Ops stay where they are. The rerun has what the dropped values need, up to what the plan keeps, and no more.
+Ops stay where they are. The rerun has the ops that the dropped values need, up to kept values, and no more.
 
 Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives with ``meta["change"]``; regions cut.
-Leaves:  one call for each piece of the stage that lets something go, and its rerun.
+Leaves:  one call for each piece of the stage that frees a value, and its rerun.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from passes.ops.recompute import (
 from passes.units import comes_of_region, regions_in
 from planner.recompute.pieces import Homes, Piece
 
-OF_SHAPE_ALONE = {stream_dropout}  # whose insides do not depend on the values that they read
+OF_SHAPE_ALONE = {stream_dropout}  # their internal tensors do not depend on input values
 
 
 def recompute(stage: StageGraph, context: LowerContext) -> None:
@@ -65,7 +65,7 @@ def block_calls(stage: StageGraph) -> list[BlockCall]:
 
 @dataclass
 class _Part:
-    """A graph, and the piece of it that is computed again."""
+    """A graph, and the piece of it that is recomputed."""
 
     graph: fx.Graph
     root: nn.Module
@@ -83,8 +83,9 @@ class _Part:
         return home is self.piece
 
     def has_insides(self, node: fx.Node) -> bool:
-        """Whether the rerun gives again what the op has saved of its own. A compiled piece saves what its compiler
-        chose; it runs again as it ran, with a backward, so that it saves the same."""
+        """Whether the rerun restores the op's own internal saved tensors. The compiler chooses those of a compiled
+        piece; it reruns unchanged, with a backward, so that it saves the same.
+        """
         if node.target is run_piece:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
         return node.meta["origin"] in self.piece.insides and _computes(node) and "change" not in node.meta
@@ -136,9 +137,9 @@ def _mark(
 
 
 class _Rerun:
-    """The graph that gives ``dropped`` again and runs ``insides`` again, of copies of the members that they need.
+    """The graph that recomputes ``dropped`` and reruns ``insides``, made of copies of the members that they need.
 
-    ``sources``: what it begins with, in the order of its arguments.
+    ``sources``: its inputs, in the order of its arguments.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class _Rerun:
         return fx.GraphModule(nn.Module(), graph)
 
     def _inside(self, graph: fx.Graph, rerun: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The op between two calls that watch it, reading what the first of them gives."""
+        """The op between two calls that watch it, with the first one's results as inputs."""
         number, inputs = self.number[node], list(node.all_input_nodes)
         if node in self.blank:
             given = [None if _is_tensor(v) else env[v] for v in inputs]

@@ -1,9 +1,9 @@
-"""What lowering gives to the runtime: the stage modules of one rank, and the handles that they share.
+"""The result of lowering for the runtime: the stage modules of one rank, and the handles that they share.
 
 A stage module is a torch.fx GraphModule over local tensors. Its placeholders are, in order, the received boundary
 values (``receives``), the batch tensors it reads (``inputs``), and the loss denominators (``denominators``). It returns
-a tuple: the boundary values it sends (``sends``), the scores of labels where it was lowered to give them, and last the
-loss where the stage computes it.
+a tuple: the boundary values it sends (``sends``), the scores of labels if it was lowered to give them, and last the
+loss if the stage computes it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RankProgram:
 
     ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
     its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
-    ``load``: where experts note how many rows they get. ``gate``: where the stages wait for updated parameters; None
-    where they are to be here before the first forward. ``weight_gradients``: what their products do for weights.
+    ``load``: the counts of rows that experts get. ``gate``: lets stages wait for updated parameters; None if all are
+    awaited before the first forward. ``weight_gradients``: the weight gradients of their products.
     """
 
     stages: list[StageModule]

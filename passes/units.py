@@ -1,4 +1,4 @@
-"""Parts of a graph that become one call each: in which order they run, the graph of one of them, and where they are."""
+"""Parts of a graph that become one call each: their order, the graph of one of them, and their places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.ops.region import RegionCall, run_region
 
 
 def in_order(graph: fx.Graph, place: dict[fx.Node, int], members: dict[int, list[fx.Node]]) -> list[fx.Node | int]:
-    """Nodes and parts (by number), each after what it reads; of those that may come next, the one that began first.
+    """Nodes and parts (by number), each after its inputs; of those that may come next, the one that began first.
 
     ``place``: node → its part. ``members``: part → its nodes.
     """

@@ -1,4 +1,4 @@
-"""plan(): the recipe, read top to bottom. What each step decides is in the room of its name.
+"""plan(): the recipe, read top to bottom. The folder with the name of a step holds its decisions.
 
 capture() does the first step alone, once for the plans of several specs.
 """
@@ -54,7 +54,7 @@ from planner.tables.build import tables_of
 from planner.tables.rows import Diagnostic
 from planner.undisturbed import undisturbed
 
-_MOST_PLANNED = 8  # layouts that are planned before it is told that none fits
+_MOST_PLANNED = 8  # layouts that are planned before the error that none fits
 
 
 def capture(
@@ -65,9 +65,9 @@ def capture(
     """Run ``torch.export`` on one microbatch of ``model``, once for the plans of several specs; nothing is allocated.
 
     model: any nn.Module, with real weights or on the meta device; it is not changed. spec: a YAML file, a dict or a
-    Spec, of which ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters`` are read.
+    Spec; it reads ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters``.
     example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
-    Raises PlanError where the model cannot be captured: what, where (module and the user's line), fix.
+    Raises PlanError if the model cannot be captured: problem, place (module and the user's line), fix.
     """
     checked = _checked(model, spec, "capture", (nn.Module,))
     with _planning(checked):
@@ -85,12 +85,13 @@ def plan(
     """Decide how ``model`` runs on the mesh of ``spec``; nothing is allocated, no process group is needed.
 
     model: any nn.Module, with real weights or on the meta device; it is not changed. Or a Captured of it: the plan is
-    the same, and torch.export does not run again (but for ``mesh: auto`` where the fastest layout has another micro).
+    the same, and torch.export does not run again (except for ``mesh: auto``, if the fastest layout has another micro).
     spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine); without them
-    they are made from ``spec.inputs``. Raises PlanError: what, where (module and the user's line, or the spec's), fix.
+    they are made from ``spec.inputs``. Raises PlanError: problem, place (module and the user's line, or the spec's),
+    fix.
 
     A Captured is refused for a spec with other inputs (names, shapes, dtypes), another micro, loss or
-    precision.parameters, and where the model has changed since: its modules and their classes, forwards, attributes and
+    precision.parameters, and if the model has changed since: its modules and their classes, forwards, attributes and
     hooks, names, shapes, dtypes, ties and requires_grad of parameters, values of buffers and of tensors that are
     attributes, torch's default dtype, grad mode and autocast. Weights may have other values. Globals that a forward
     reads are not compared.
@@ -108,7 +109,9 @@ def find_layouts(
     top: int = 5,
     progress: Progress = lambda what, done, total: None,
 ) -> Result:
-    """The ``top`` fastest layouts of what ``spec`` leaves to auto, and why others lose. Arguments as of plan()."""
+    """The ``top`` fastest layouts for the keys that ``spec`` leaves to auto, and why others lose. Arguments as of
+    plan().
+    """
     checked = _checked(model, spec)
     if not checked.mesh.has_auto:
         raise checked.error("mesh", "no axis of the mesh is auto, so that nothing is searched", "write mesh: auto")
@@ -265,7 +268,7 @@ def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placement
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """The caller may stand in `with torch.device("meta")`; where not, nothing has to watch each factory call."""
+    """The caller may be inside `with torch.device("meta")`; if not, no mode needs to watch each factory call."""
     is_cpu = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_cpu else torch.device("cpu")
 

@@ -51,7 +51,7 @@ class Captured:
     dtype: torch.dtype | None
     seconds: float
     _example: dict[str, Tensor]
-    _programs: dict[int, Program]  # size of the batch in microbatches → its program, which nobody rewrites
+    _programs: dict[int, Program]  # size of the batch in microbatches → its program, which is never rewritten
     _state: ModelState | None = field(default=None)
 
     @cached_property
@@ -66,7 +66,7 @@ class Captured:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of each captured batch: a second one where a plan could not tell how the loss follows the batch."""
+        """Sequences of each captured batch: a second one if the loss's dependence on the batch was unclear."""
         return tuple(self.micro * times for times in self._programs)
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class Captured:
         return f"Captured({type(self.model).__name__} of {inputs}{dtype}{loss}, {self.seconds:.1f} s)"
 
     def example_for(self, spec: Spec) -> dict[str, Tensor] | None:
-        """The inputs that it was captured with, where ``spec`` names none."""
+        """The inputs that it was captured with, if ``spec`` names none."""
         return None if spec.inputs else self._example
 
     def program(self, times: int = 1) -> Program:

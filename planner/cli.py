@@ -1,6 +1,6 @@
 """The planner's commands search, groups, schedule and schema, and how a plan is printed: no GPU, no process group.
 
-``plan`` itself stands in runtime/cli.py, as it shows the passes too.
+``plan`` itself is in runtime/cli.py, as it shows the passes too.
 
 One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
 PlanError from anywhere below becomes one message on stderr and exit code 2, RunError the same with 1 (``Commands``).
@@ -70,7 +70,7 @@ def _file_errors() -> Iterator[None]:
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags as such."""
+    """A command with a help text that shows flags as flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_take_no_value(super().get_params(ctx))
@@ -209,7 +209,7 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
         case PlanFormat.yaml:
             return to_yaml(plan)
         case PlanFormat.html:
-            from planner.report.page.plan_page import plan_page  # templates are loaded where a page is asked for
+            from planner.report.page.plan_page import plan_page  # templates are loaded for pages only
 
             return plan_page(plan, full=full, title=title)
         case PlanFormat.table:
@@ -257,7 +257,7 @@ def search_command(
     elif format is SearchFormat.json:
         write_text(json.dumps(result_to_dict(result), indent=2), output)
     else:
-        from planner.search.page import search_page  # templates are loaded where a page is asked for
+        from planner.search.page import search_page  # templates are loaded for pages only
 
         write_text(search_page(result, title=title_of(model, spec)), output)
 
@@ -347,7 +347,7 @@ def schema_command(
 ) -> None:
     """Print the JSON schema of specs or cluster files, for completion and checks in an editor.
 
-    Editors with the YAML language server read it where the spec's first line names it:
+    Editors with the YAML language server read it if the spec's first line names it:
     [bold]# yaml-language-server: $schema=spec.schema.json[/]
     """
     from planner.cluster.cluster import Cluster
@@ -359,7 +359,7 @@ def schema_command(
 
 
 def write_text(text: str | Iterable[str], path: Path | None = None, option: str = "--output") -> None:
-    """To stdout, or to ``path``; parts that are not one string are written as they are. Raises PlanError where the file
+    """To stdout, or to ``path``; parts that are not one string are written as they are. Raises PlanError if the file
     cannot be written."""
     if isinstance(text, str):
         text = (text if text.endswith("\n") else text + "\n",)

@@ -1,6 +1,6 @@
-"""What was decided on the captured program: what the plan's rows print, and what passes lower.
+"""The decisions on the captured program: the plan's rows print them, and passes lower them.
 
-A plan holds it while it is fresh; a plan that was loaded from a file has its rows alone.
+A fresh plan holds them; a plan that was loaded from a file has only its rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Decisions:
     hub: HubFormat = field(default_factory=HubFormat, repr=False)
     experts: Experts = field(default_factory=Experts, repr=False)
     context: Context = field(default_factory=Context, repr=False)
-    on_gpu: bool = False  # where the cluster says so: which kernels ops are counted with
+    on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
 
     def __post_init__(self) -> None:
         if self._model is not None:
@@ -71,17 +71,17 @@ class Decisions:
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """What each parameter is for, by name: how fresh weights are drawn depends on it."""
+        """The role of each parameter, by name: how fresh weights are drawn depends on it."""
         return parameter_roles(self.program.graph.graph, self.program.parameters)
 
     @cached_property
     def expert_parts(self) -> dict[str, ExpertPart]:
-        """What parameters are to experts, by placeholder; empty where experts have no axes of their own."""
+        """The expert parts that parameters hold, by placeholder; empty if experts have no axes of their own."""
         return expert_parts(self.experts) if self.mesh.has_expert_axes else {}
 
     @property
     def noted_experts(self) -> tuple[int, ...]:
-        """Experts of each layer whose rows a step counts: of all layers, where experts have axes of their own."""
+        """Experts of each layer for which a step counts rows: of all layers, if experts have axes of their own."""
         return tuple(layer.num_experts for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
 
     @property
@@ -91,12 +91,12 @@ class Decisions:
 
     @property
     def noted_limits(self) -> tuple[int, ...]:
-        """Slots of each expert of each layer, where a step counts what is dropped; 0 where it does not."""
+        """Slots of each expert of each layer, if a step counts dropped rows; 0 if it does not."""
         return tuple(layer.limit for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
 
     @cached_property
     def asked(self) -> tuple[Asked, ...]:
-        """The layers of experts whose choices a step counts, since weights rest where no token chose them."""
+        """The layers of experts for which a step counts choices: weights that no token chose are not updated."""
         return asked_of(self.program, self.experts)
 
     @property
@@ -106,7 +106,7 @@ class Decisions:
 
     @cached_property
     def resting(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameter → the figures of a step, of those that ``asked`` counts, that are all zero where it rests."""
+        """Parameter → the figures of a step, of those that ``asked`` counts: it rests if all of them are zero."""
         return resting(self.program, self.experts)
 
     @cached_property
@@ -121,5 +121,5 @@ class Decisions:
 
     @cached_property
     def scored(self) -> Scored:
-        """Where the loss looks up the targets' probabilities. Raises PlanError where it does not."""
+        """The op of the loss that looks up the targets' probabilities. Raises PlanError if it does not."""
         return find_scored(self.program)

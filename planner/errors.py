@@ -1,4 +1,4 @@
-"""One clear error for the user: what is wrong, where in THEIR code or spec, how to fix it.
+"""One clear error for the user: the problem, its place in THEIR code or spec, and the fix.
 
 PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible by tp = 2
   at:  blocks.0.mlp.up   (mlp.py:7, `return self.down(act(self.up(x)))`)
@@ -33,7 +33,9 @@ class Where:
 
 
 class PlanError(ValueError):
-    """Bad input of a user: ``what`` is wrong, ``where``, and how to ``fix`` it. The command line exits with 2."""
+    """Bad input of a user: ``what`` is the problem, ``where`` its place, ``fix`` the remedy. The command line exits
+    with 2.
+    """
 
     def __init__(self, what: str, *, where: Where | str | None = None, fix: str) -> None:
         self.what = what
@@ -71,7 +73,7 @@ def first_line(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Its text; empty where the error's own ``__str__`` fails."""
+    """Its text; empty if the error's own ``__str__`` fails."""
     try:
         return str(error)
     except Exception:
@@ -82,15 +84,15 @@ _MOST_SHOWN = 20  # errors of one spec
 
 
 class SpecError(PlanError):
-    """Bad input in the spec: ``where`` names its file and line. ``errors``: all of them where there are several."""
+    """Bad input in the spec: ``where`` names its file and line. ``errors``: all of them if there are several."""
 
     errors: tuple[PlanError, ...] = ()
 
     @classmethod
     def of(cls, errors: Sequence[PlanError], what: str = "the spec") -> PlanError:
-        """One error that shows all, each once and in the order of their lines; a single one as it is.
+        """One error that shows all, each once and in the order of their lines; a single one unchanged.
 
-        ``what`` has them, for the words.
+        ``what``: the file that has them, for the text.
         """
         first, *rest = sorted({str(e): e for e in errors}.values(), key=lambda e: getattr(e.where, "line", 0))
         if not rest:

@@ -5,7 +5,7 @@
 
 Chunk c of a rank is a stage of row c. A loop begins each row at rank 0 again. A v turns around at the last rank, so
 both stages at the turn are on one rank, which hands its values over without a message, and with two chunks the first
-stage and the last are on rank 0: embedding and loss meet there. (The v: Qi et al. 2024, "Pipeline Parallelism with
+stage and the last are on rank 0: it runs both embedding and loss. (The v: Qi et al. 2024, "Pipeline Parallelism with
 Controllable Memory", section 4.)
 """
 

@@ -27,12 +27,12 @@ _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on
 
 @dataclass(frozen=True, slots=True)
 class Plan(Tables):
-    """What runs where, for every rank. Frozen; equal plans compare equal, fresh or loaded.
+    """The work of every rank. Frozen; equal plans compare equal, fresh or loaded.
 
-    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (what
-    each rank holds, sums and exchanges), ``regions`` (what CUDA graphs capture), ``recomputed`` (what is let go and
-    computed again) and ``pieces`` (what is compiled), which passes and runtime read. They are not saved: a loaded plan
-    prints, compares and hashes, and does not run.
+    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (the
+    tensors that each rank holds, sums and exchanges), ``regions`` (the ops that CUDA graphs capture), ``recomputed``
+    (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled). Passes and runtime read them.
+    They are not saved: a loaded plan prints, compares and hashes, and does not run.
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
@@ -56,7 +56,7 @@ class Plan(Tables):
         return Plan(**rows, **found)
 
     def to_run(self) -> tuple[Decisions, Shards]:
-        """What a run needs beside the rows. Raises PlanError for a loaded plan."""
+        """The decisions and shards that a run needs beside the rows. Raises PlanError for a loaded plan."""
         if self.decisions is None or self.shards is None:
             raise PlanError("a loaded plan has no model", fix="plan the model again")
         return self.decisions, self.shards
@@ -70,7 +70,7 @@ class Plan(Tables):
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON, whole or not at all. Raises PlanError where the place cannot be written."""
+        """Write the plan as JSON, atomically. Raises PlanError if the place cannot be written."""
         try:
             write_for_user(Path(path), to_text(self.to_dict()))
         except OSError as error:
@@ -82,7 +82,7 @@ class Plan(Tables):
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
-        """What ``save`` wrote. Raises PlanError for a file that is missing, cut short or of another version."""
+        """The plan that ``save`` wrote. Raises PlanError if it is missing, truncated or of another version."""
         values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
         try:
             return Plan.from_dict(values)
@@ -91,7 +91,7 @@ class Plan(Tables):
 
     @staticmethod
     def from_dict(values: Any) -> Plan:
-        """The plan of what ``to_dict`` gave. Raises PlanError."""
+        """The plan of the values of ``to_dict``. Raises PlanError."""
         if not isinstance(values, dict) or "version" not in values:
             raise PlanError("this is not a saved plan: it has no version", fix=_AGAIN)
         if values["version"] != VERSION:

@@ -1,4 +1,4 @@
-"""The device mesh: the sizes of all axes, and where each rank stands, for the dense layers and for the experts.
+"""The device mesh: the sizes of all axes, and the place of each rank, for the dense layers and for the experts.
 
     dense    rank = tp + cp·TP + dp·TP·CP + pp·TP·CP·DP             attention and everything that is not an expert
     expert   rank = etp + ep·ETP + edp·ETP·EP + pp·ETP·EP·EDP       the expert MLPs, over the same ranks
@@ -56,7 +56,7 @@ class Mesh:
         _check_same_pp(self, self.dense, self.expert)
 
     def _fill(self, name: str, formula: str, size: int) -> None:
-        """Where ``name`` was given (the row of a saved plan), it must be what the other sizes say."""
+        """If ``name`` was given (the row of a saved plan), it must follow from the other sizes."""
         given = getattr(self, name)
         require(given in (0, size), f"{formula} = {size}, {name} = {given}")
         object.__setattr__(self, name, size)
@@ -74,7 +74,9 @@ class Mesh:
         etp: int | None = None,
         order: str = DEFAULT_ORDER,
     ) -> Mesh:
-        """The mesh over ``world_size`` ranks whose dp is what the other axes leave. Raises PlanError when none fits."""
+        """The mesh over ``world_size`` ranks, in which dp takes the ranks that the other axes leave. Raises PlanError
+        when none fits.
+        """
         given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp, "vpp": vpp}
         for axis, size in {"world size": world_size, **given}.items():
             _check_size(axis, size)
@@ -112,7 +114,7 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """The ranks that hold the same dense parameters and run other tokens: "dp", or "dp-cp" where there is a cp."""
+        """The ranks that hold the same dense parameters and run other tokens: "dp", or "dp-cp" if cp > 1."""
         return "dp-cp" if self.cp > 1 else "dp"
 
     def size(self, axis: str) -> int:
@@ -122,14 +124,14 @@ class Mesh:
     def place(self, rank: int) -> dict[str, int]:
         """``rank``'s place on each axis of both generators: {"tp", "cp", "dp", "pp", "etp", "ep", "edp"}.
 
-        Where there is a cp, also among the ranks of "dp-cp".
+        If cp > 1, also its place among the ranks of "dp-cp".
         """
         expert = self.expert_coordinate(rank)
         place = {**self.coordinate(rank), "etp": expert["tp"], "ep": expert["ep"], "edp": expert["dp"]}
         return place | ({"dp-cp": self.dense.index_in("dp-cp", rank)} if self.cp > 1 else {})
 
     def shown_place(self, rank: int) -> dict[str, int]:
-        """What a message tells of a rank: its place on tp, pp and dp, and on cp where there is such."""
+        """A rank's place for a message: on tp, pp and dp, and on cp if cp > 1."""
         coordinate = self.coordinate(rank)
         return {axis: coordinate[axis] for axis in ("tp", "cp", "pp", "dp") if axis != "cp" or self.cp > 1}
 
@@ -209,8 +211,8 @@ def _check_divisible(world_size: int, name: str, sizes: tuple[int, ...]) -> None
 def _check_same_pp(mesh: Mesh, dense: RankGenerator, expert: RankGenerator) -> None:
     """A stage is one set of ranks, so both generators must put pp at the same place.
 
-    An order that ends in pp always does. Any other order does so only if what stands left of pp is equally large in
-    both. Where that holds by chance, with dp unlike edp, it is refused too: another tp or ep would break it.
+    An order that ends in pp always does. Any other order does so only if the axes left of pp have the same product in
+    both. If that holds by chance, with dp unlike edp, it is refused too: another tp or ep would break it.
     """
     if mesh.pp == 1 or mesh.order.endswith("pp"):
         return

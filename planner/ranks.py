@@ -1,4 +1,4 @@
-"""Where the ranks of named axes lie: rank ↔ coordinate, and the rank groups of every axis.
+"""The ranks of named axes: rank ↔ coordinate, and the rank groups of every axis.
 
     rank = Σ coordinate[axis] · stride[axis],   stride[axis] = product of the sizes left of it
 
@@ -23,7 +23,7 @@ EXPERT_TOKENS = ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp", "ep-dp")
 
 
 def masked_groups(sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-    """The groups over the axes where ``mask`` is true; axis 0 has stride 1. Groups and members ascend in rank."""
+    """The groups over the axes with a true ``mask``; axis 0 has stride 1. Groups and members ascend in rank."""
     strides = _strides(sizes)
     members = _offsets((n, s) for n, s, inside in zip(sizes, strides, mask, strict=True) if inside)
     bases = _offsets((n, s) for n, s, inside in zip(sizes, strides, mask, strict=True) if not inside)
@@ -44,7 +44,9 @@ def _offsets(axes: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankGenerator:
-    """One way to lay named axes over the ranks: ``axes[0]`` has stride 1. Raises PlanError when ep and cp meet."""
+    """One way to lay named axes over the ranks: ``axes[0]`` has stride 1. Raises PlanError if ep and cp are both larger
+    than 1.
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Say clearly when a user's own directory stands in front of one of our packages.
+"""Report clearly when a user's own directory shadows one of our packages.
 
-Our packages have plain names. A directory of the same name next to a user's script is found first by Python, and what
-follows is an ImportError that names nothing useful. ``refuse_shadows`` runs when a package of ours is imported.
+Our packages have plain names. A directory of the same name next to a user's script is found first by Python, and the
+import fails with an error that names nothing useful. ``refuse_shadows`` runs when a package of ours is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def refuse_shadows() -> None:
 
 
 def _location(package: str) -> Path | None:
-    """The directory or file that ``import package`` gives now, or None where there is none."""
+    """The directory or file that ``import package`` gives now, or None if there is none."""
     module = sys.modules.get(package)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
     if spec is None:

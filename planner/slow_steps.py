@@ -1,4 +1,4 @@
-"""Say what long work is at: a line on stderr for each step that takes more than some seconds, and one when it ends.
+"""Show the progress of long work: a line on stderr for each step of more than a few seconds, and one when it ends.
 
 capturing the model …
 capturing the model: 8.4 s
@@ -51,7 +51,7 @@ _shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("the printer of
 
 @contextmanager
 def shown_if_slow(what: str, *, after_seconds: float = AFTER_SECONDS) -> Iterator[None]:
-    """Around a step called ``what``; silent where it is quick, and on every rank but the first."""
+    """Around a step with the name ``what``; silent if it is quick, and on every rank but the first."""
     step = _Step(what)
     timer = threading.Timer(after_seconds, step.tell)
     timer.daemon = True
@@ -92,7 +92,7 @@ def say(line: str) -> None:
 
 
 def _show(line: str) -> None:
-    """In place of the line that says what is under way."""
+    """Replaces the line that names the current step."""
     stream, show = sys.__stderr__, _shown_by.get()
     if show is not None:
         show(line)

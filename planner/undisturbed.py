@@ -1,9 +1,9 @@
-"""While a plan is made, nothing looks at the frames of the thread that makes it, and nothing looks for garbage.
+"""While a plan is made, nothing reads the frames of its thread, and the garbage collector is off.
 
-A frame that another thread holds keeps what its function has made, and lets go of it later, in that thread: where this
-happens to a tensor that torch.export follows, the export takes it for a constant (seen on torch 2.13, in one capture
-of fifteen beside a thread that looks every half a millisecond). Looking for garbage among the nodes of graphs takes a
-fifth of the time of a plan.
+A frame that another thread holds keeps its function's objects, and frees them later, in that thread: if this happens to
+a tensor that torch.export follows, the export takes it for a constant (seen on torch 2.13, in one capture of fifteen
+beside a thread that reads frames every half a millisecond). Garbage collection among the nodes of graphs takes a fifth
+of the time of a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _begin(thread: int) -> None:
 
 
 def _end(thread: int) -> None:
-    """The collector is one for all threads: the last plan to end, in whichever of them, leaves it as it was found."""
+    """All threads share one collector: the last plan to end, in any thread, restores its state."""
     with _collector_lock:
         _planning[thread] -= 1
         if not _planning[thread]:
@@ -55,5 +55,5 @@ def is_planning(thread: int) -> bool:
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """Where ``thread`` is in its code; None where it plans, or has ended."""
+    """The frame of ``thread``; None if it is making a plan, or has ended."""
     return None if is_planning(thread) else sys._current_frames().get(thread)

@@ -132,7 +132,7 @@ def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | 
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:
-    """(what the plan says, the module's parameter) of all that this rank holds."""
+    """(planned parameter, the module's parameter) for all parameters that this rank holds."""
     return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
 
 

@@ -105,7 +105,7 @@ class Engine:
             self.groups.before_end.append(self.graphs.release)
         self.saver = Saver(self.groups)
         self.optimizer.before_overwriting = self.saver.staging.hold
-        self._scoring: Scoring | None = None  # lowered when somebody asks
+        self._scoring: Scoring | None = None  # lowered on first use
         announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
         self.executor = executor_of(plan, built, self.groups, self.graphs, **announced)
         waits = self.executor.transport.waits
@@ -160,7 +160,7 @@ class Engine:
 
         The same call on every rank, after a report that says ``skipped``, with that step's batch: forward and backward
         run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
-        The same answer on every rank; None where all is finite. Gradients of ``forward_backward`` are gone.
+        The same answer on every rank; None if all is finite. Gradients of ``forward_backward`` are gone.
         """
         index = max(0, self.step_index - 1) if step is None else step
         self._ready()
@@ -194,7 +194,7 @@ class Engine:
         return self._scoring.score(self._step(batch, local=False))
 
     def capture_graphs(self) -> None:
-        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or anew."""
+        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
         if self.graphs is None:
             raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
         self.graphs.is_wanted = True
@@ -246,7 +246,7 @@ class Engine:
     def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
 
-        The same call on every rank; rank 0 writes, one tensor at a time. A directory that is there is replaced whole,
+        The same call on every rank; rank 0 writes, one tensor at a time. An existing directory is replaced entirely,
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()
@@ -280,7 +280,7 @@ class Engine:
         it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
         says so.
 
-        Where the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
+        If the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
         a warning on rank 0 says so.
         """
         self._need_own_weights("load")
@@ -345,7 +345,7 @@ class Engine:
             self.close()
         elif self.groups.world is not None:
             self.groups.faults.publish(error or kind())
-            self.groups.abort()  # nobody is waited for: the other ranks may have failed elsewhere
+            self.groups.abort()  # waits for no rank: the others may have failed elsewhere
 
     # ---- pieces of a step
 
@@ -369,13 +369,13 @@ class Engine:
             )
 
     def _settle_exchange(self) -> None:
-        """The weights as they were, where an error ended ``averaged_weights``."""
+        """Restore the weights if an error ended ``averaged_weights``."""
         if self._is_exchange_due:
             self._is_exchange_due = False
             self._exchange_average()
 
     def _ready(self) -> None:
-        """The parameters as they are to be read: updated by all ranks, and initialised where nothing was loaded."""
+        """Make the parameters ready to read: updated by all ranks, and initialised if nothing was loaded."""
         self._settle_exchange()
         self.optimizer.wait_parameters()
         self._initialise()

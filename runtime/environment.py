@@ -23,7 +23,7 @@ _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of n
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One heading of the report and its lines, (what, how it is)."""
+    """One heading of the report and its lines, (name, value)."""
 
     title: str
     lines: tuple[tuple[str, str], ...]
@@ -46,7 +46,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def installed_version(package: str) -> str:
-    """As the package's own metadata says, which imports nothing of it."""
+    """As the package's own metadata says, without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -54,7 +54,7 @@ def installed_version(package: str) -> str:
 
 
 def _packages() -> list[tuple[str, str]]:
-    """What we depend on, then the extras."""
+    """The dependencies, then the extras."""
     names = [_name_of(line) for line in _required() if "extra ==" not in line]
     return [(name, installed_version(name)) for name in (*names, *EXTRAS)]
 
@@ -62,7 +62,7 @@ def _packages() -> list[tuple[str, str]]:
 def _required() -> list[str]:
     try:
         return requires(PACKAGE) or []
-    except PackageNotFoundError:  # run from a checkout that nobody installed
+    except PackageNotFoundError:  # run from a checkout that is not installed
         return ["torch"]
 
 
@@ -102,7 +102,7 @@ def _back_ends() -> tuple[tuple[str, str], ...]:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    """Environment variables that change a run, but for those that name a machine, a network or a file."""
+    """Environment variables that change a run, except those that name a machine, a network or a file."""
     found = sorted(name for name in os.environ if name in _SETTINGS or name.startswith(_FAMILIES))
     return tuple((name, "(set)" if name.endswith(_HIDDEN) else os.environ[name]) for name in found) or (
         ("none that affects meshwright", "-"),

@@ -22,7 +22,7 @@ class Intake:
         self._program, self._layout, self._groups, self._store = program, layout, groups, store
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        """Raises PlanError where the batch is not the plan's; the first time on every rank."""
+        """Raises PlanError if the batch is not the plan's; the first time on every rank."""
         store, self._store = self._store, None
         groups = self._groups
         if store is None:

@@ -31,7 +31,9 @@ _DEVICE_INDEX = re.compile(r"device\(type='(\w+)', index=\d+\)")  # of this rank
 
 
 def identity(plan: Plan) -> dict[str, str]:
-    """By name, what the ranks compare in the store. Versions first: where they differ, the rest may follow from it."""
+    """The texts that the ranks compare in the store, by name. Versions come first: other differences may follow from
+    them.
+    """
     return {
         "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "the version of torch": torch.__version__,
@@ -44,7 +46,7 @@ def identity(plan: Plan) -> dict[str, str]:
 
 
 def require_same_code(plan: Plan, program: RankProgram, groups: Groups, *, is_given: bool) -> None:
-    """Raises PlanError on every rank, with the stage and the ranks, where a stage was lowered to other code.
+    """Raises PlanError on every rank, with the stage and the ranks, if a stage was lowered to different code.
 
     The same call on every rank. A program that the caller gave (``is_given``) is not compared.
     """
@@ -62,7 +64,7 @@ def digest(*modules: nn.Module) -> str:
 
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
-    """By what it is a hash of. Where experts are branches of the graph, ranks of ep run other ops."""
+    """Hashes, by a description of their content. With experts as branches, ranks of ep run different ops."""
     has_branches = any(row.expert is not None and row.expert.dim < 0 for row in plan.parameters)
     here = f" for the experts of ep rank {groups.place['ep']}" if has_branches and plan.mesh.ep > 1 else ""
     axes = [axis for axis in ("tp", "cp", "ep", "etp") if plan.mesh.size(axis) > 1]
@@ -82,7 +84,7 @@ def _ops_of(module: nn.Module) -> str:
 
 
 def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
-    """Also what regions, pieces and recomputed blocks hold: they are attributes, and no submodules."""
+    """All graphs, those of regions, pieces and recomputed blocks too: they are attributes, not submodules."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             yield inner

@@ -28,10 +28,10 @@ FIGURES = 3
 class Scores:
     """Of every element of ``batch[key]``, the labels of the global batch; tensors are [global, ..] as it, on the CPU.
 
-    ``log_probabilities`` (float64): natural logarithm of the probability that the model gives the label where it
-    stands; 0 where none is scored. ``is_top``: whether no class is more probable, nor as probable with a lower id.
-    ``is_scored``: whether the loss takes the element as a target; it does not where that is ignored, nor, in models
-    that shift labels inside, at the first token of a sequence.
+    ``log_probabilities`` (float64): natural logarithm of the probability that the model gives the label at its place; 0
+    if it is not scored. ``is_top``: whether no class is more probable, nor as probable with a lower id.
+    ``is_scored``: whether the loss takes the element as a target; it does not for an ignored label, nor, in models that
+    shift labels inside, at the first token of a sequence.
     """
 
     key: str
@@ -41,9 +41,9 @@ class Scores:
 
 
 class Scoring:
-    """Owns the stage of the loss in the form that scores, where this rank runs that, with the weights of training.
+    """Owns the stage of the loss in the form that scores, if this rank runs it, with the weights of training.
 
-    Raises PlanError where the loss gives no label a probability.
+    Raises PlanError if the loss gives no label a probability.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def train(
 ) -> Trained:
     """Run the job. ``num_ranks``: local processes to start; the plan's world size if not given.
 
-    ``max_restarts``: how often ranks that failed are all started again, to go on from the last save. Raises PlanError
+    ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. Raises PlanError
     for bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
@@ -73,7 +73,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
     check_saves(job)
     if job.save is not None:
-        with owned(job.save):  # a run that already goes on is told of now, and not by a rank
+        with owned(job.save):  # a run that already uses the directory is reported here, before ranks start
             pass
     spec = spec_of(job)
     check_backend_here(spec)
@@ -101,7 +101,7 @@ def _newest(job: Job) -> tuple[Path, int] | None:
 
 
 def _tell_how_to_go_on(job: Job, before: tuple[Path, int] | None) -> None:
-    """``before``: the newest save when the run began; where that is still so, it is of this run only by ``auto``."""
+    """``before``: the newest save when the run began; if it still is, it belongs to this run only with ``auto``."""
     newest = _newest(job)
     if newest is not None and (newest != before or job.resume == AUTO):
         print(f"the newest save is {newest[0]}: --resume auto resumes from it", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from runtime.report.step_report import StepClock, StepReport
 
 
 class Update:
-    """Updates of one rank. Owns: the loss scale, and what this rank notes for the others."""
+    """Updates of one rank. Owns: the loss scale, and the notes of this rank for the others."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Update:
         self._notes.take(batch, is_local=is_local)
 
     def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
-        """``loss``: this rank's addend. Raises PlanError on every rank where their batches differ; on a GPU, which is
+        """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
         not waited for, reading the report raises it. Nothing is updated then."""
         rate, scale = self._learning_rate(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
@@ -91,14 +91,14 @@ class Update:
         return [load.figures if self._groups.tp_rank == 0 else torch.zeros_like(load.figures)]
 
     def _asked_here(self) -> list[Tensor]:
-        """What this rank's tokens asked of experts that may rest."""
+        """The counts of this rank's tokens for experts that may rest."""
         load = self._load
         if load is None or load.asked is None or not load.num_asked:
             return []
         return [load.asked]
 
     def _asked(self, sums: Tensor) -> Tensor:
-        """Of the extra sums, loss first: what all tokens asked for."""
+        """Of the extra sums, loss first: the counts of all tokens for experts that may rest."""
         start = 1 + sum(len(figures) for figures in self._load_here())
         return sums[start : start + (self._load.num_asked if self._load is not None else 0)]
 

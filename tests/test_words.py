@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.product_strings import docstrings, messages
-from tests.tools.words import HOUSES, banned_in, broken_rates, checked_house, counted
+from tests.tools.product_strings import comments, docstrings, messages
+from tests.tools.words import HOUSES, banned_in, broken_rates, checked_folder, checked_house, counted, folders, prose
 
 SOURCE = '''"""What a module is told."""
 
@@ -39,3 +39,23 @@ def test_messages_need_no_you_and_pages_do():
 @pytest.mark.parametrize("house", HOUSES)
 def test_messages_of_every_house_keep_the_rules(house: str, capsys: pytest.CaptureFixture[str]):
     assert checked_house(house), capsys.readouterr().out
+
+
+def test_comments_on_adjacent_lines_are_one():
+    source = "a = 1  # what is let\nb = 2  # go\n\n# another\n"
+    assert comments(source) == [(1, "what is let\ngo"), (4, "another")]
+    assert banned_in(comments(source)[0][1]) == [(1, "let go")]
+
+
+def test_a_later_paragraph_of_a_docstring_is_no_code_block():
+    source = (
+        'def f():\n    """The size.\n\n    The rank is told it; ``what`` is code.\n\n        what = table\n    """\n'
+    )
+    ((_, text),) = docstrings(source)
+    assert banned_in(prose(text)) == [(3, "told")]
+    assert counted(prose(text))[1]["what"] == 0
+
+
+@pytest.mark.parametrize("name", folders())
+def test_docstrings_and_comments_of_every_folder_keep_the_rules(name: str, capsys: pytest.CaptureFixture[str]):
+    assert checked_folder(name, folders()[name]), capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Dropout on the device: its factor, its share of zeros, and masks that do not depend on the layout.
 
-factor     sum of what is kept after / before = 1/(1 − p), to float32's rounding, in bfloat16 and float16 too
+factor     sum of kept elements after / before = 1/(1 − p), to float32's rounding, in bfloat16 and float16 too
 zeros      p, within five standard deviations
 masks      the same for all tp ranks outside the parallel regions, each its own inside; the same whatever was
            drawn before, so whatever else the pp rank runs; others for each op, microbatch and step
@@ -42,7 +42,7 @@ def factor_and_zeros(device: torch.device, dtype: torch.dtype, size: int) -> tup
 
 
 def wrong_masks(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What of the masks is not as it should be."""
+    """The properties of the masks that are violated."""
     x = torch.ones(4096, device=device, dtype=dtype)
 
     def mask(state: RandomState, op: int = 17, sharded: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ PARAMETER_LIMIT = 1e-2  # AdamW divides by the root of a moment: of a gradient n
 
 @dataclass(frozen=True)
 class Run:
-    """What three steps gave."""
+    """The results of three steps."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -42,7 +42,7 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
 
 
 def compare(table: Table, name: str, found: Run, truth: Run) -> None:
-    """A row, and what is out of reach."""
+    """Add a row, and note figures that are out of reach."""
     loss = abs(found.loss - truth.loss) / abs(truth.loss)
     gradient, parameter = worst(found.gradients, truth.gradients), worst(found.parameters, truth.parameters)
     table.add(name, loss, gradient[0], gradient[1], parameter[0], parameter[1])

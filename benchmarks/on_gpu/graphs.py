@@ -26,7 +26,7 @@ SCOPES: dict[str, list[str] | None] = {"eager": None, "layers": [], "attention":
 
 @dataclass(frozen=True)
 class Speed:
-    """``gaps`` in percent, None where no kernel was seen; bytes are static ones."""
+    """``gaps`` in percent, None if no kernel was seen; bytes are static ones."""
 
     seconds: float
     gaps: float | None
@@ -60,7 +60,7 @@ def graphs(scope: list[str] | None, device: torch.device) -> dict[str, Any]:
 
 
 def compare(table: Table, name: str, device: torch.device) -> None:
-    """What is out of reach of a model with dropout; nothing is added to the table."""
+    """Note figures of a model with dropout that are out of reach; adds no row."""
     eager, *graphed = (_steps(name, scope, device) for scope in SCOPES.values())
     for run, found in zip(list(SCOPES)[1:], graphed, strict=True):
         for step, ((loss, gradients), (truth, wanted)) in enumerate(zip(found, eager, strict=True)):

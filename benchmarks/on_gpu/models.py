@@ -41,7 +41,7 @@ def llama(*, tiny: bool, attention_dropout: float) -> tuple[nn.Module, dict[str,
 
 
 def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:
-    """A GPT-2 of 12 layers, width 768, whose kernels are short at one sequence; its length and its vocabulary."""
+    """A GPT-2 of 12 layers, width 768, with short kernels at one sequence; its length and its vocabulary."""
     length, vocabulary = (16, 257) if tiny else (128, 50257)
     config = {
         "architectures": ["GPT2LMHeadModel"],

@@ -1,9 +1,9 @@
 """A Llama of 1.1 billion parameters in bfloat16 on one GPU: speed, gaps between kernels, attention's kernels, memory.
 
 MFU          (6 · parameters + 6 · layers · length · width) · tokens/s / the GPU's dense bfloat16 peak
-             (a causal product of keys and queries is half of a whole one; the head counts, the embedding does not)
+             (a causal product of keys and queries is half of a full one; the head counts, the embedding does not)
 gaps         1 − time in which some kernel runs / time from the first kernel's start to the last one's end
-memory       torch.cuda.max_memory_allocated beside the plan's sum, whose activations are an estimate
+memory       torch.cuda.max_memory_allocated beside the plan's sum, with estimated activations
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def idle_percent(intervals: Iterable[tuple[float, float]]) -> float | None:
 
 
 def attention_kernels(names: Iterable[str]) -> str | None:
-    """The families of attention's own kernels among ``names``; None where scores were computed by plain products."""
+    """The families of attention's own kernels among ``names``; None if scores were computed by plain products."""
     signs = {"flash": "flash", "cudnn": "sdpa", "memory-efficient": "fmha_cutlass"}
     lowered = {name.lower() for name in names}
     return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None
@@ -133,7 +133,7 @@ def seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int)
 
 
 def kernels_of(engine: Engine, given: dict[str, Any], device: torch.device) -> list[tuple[str, float, float]]:
-    """(name, start, end) in microseconds of what ran on the GPU; nothing on a CPU."""
+    """(name, start, end) in microseconds of the kernels on the GPU; nothing on a CPU."""
     if device.type != "cuda":
         return []
     from torch.profiler import ProfilerActivity, profile

@@ -29,6 +29,6 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
 
 
 def rank_steps(name: str, mesh: dict[str, int], device: str) -> Run:
-    """What each rank does; the tensors are rank 0's."""
+    """The steps of each rank; the tensors are rank 0's."""
     exact_products()
     return steps(planned(small(name), mesh), device)

@@ -1,7 +1,7 @@
 """No host stop from the first forward of a step to the end of its update, by CUDA's own word.
 
-``torch.cuda.set_sync_debug_mode("error")`` raises where the host would wait for the device. What places the batch comes
-before; the whole step is tried as well, and its first stop is told.
+``torch.cuda.set_sync_debug_mode("error")`` raises if the host would wait for the device. The batch is placed before;
+the full step is tried as well, and its first stop is reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a part gives: a table of figures, and whether each is within its reach."""
+"""The result of a part: a table of figures, and whether each is within its reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 
 @dataclass
 class Table:
-    """Rows of one part. ``failed``: what is out of reach, in words."""
+    """Rows of one part. ``failed``: the figures out of reach, in words."""
 
     part: str
     columns: tuple[str, ...]
@@ -26,7 +26,7 @@ class Table:
         self.rows.append(tuple(shown(value) for value in values))
 
     def hold(self, what: str, value: float, limit: float) -> None:
-        """Note a failure where ``value`` is above ``limit``, or no number."""
+        """Note a failure if ``value`` is above ``limit``, or NaN."""
         if not value <= limit:
             self.failed.append(f"{what}: {shown(value)}, at most {shown(limit)}")
 
@@ -64,6 +64,6 @@ def versions() -> str:
 
 
 def section(table: Table, device: torch.device, seconds: float) -> str:
-    """A part as it stands in RESULTS.md."""
+    """A part in the form of RESULTS.md."""
     about = f"{date.today().isoformat()}, {hardware(device)}; {versions()}; {seconds:.0f} s"
     return f"\n## On a GPU: {table.part}\n\n`python benchmarks/gpu.py {table.part}`: {about}.\n\n{table.markdown()}\n"

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def chosen(names: list[str]) -> list[Listed]:
-    """Those of which a name is a part, in the order of the names."""
+    """Those with one of the names as a part, in the order of the names."""
     found = [listed for name in names or [""] for listed in CATALOGUE if name in listed.name or name in listed.build]
     return list({listed.build: listed for listed in found}.values())
 

@@ -1,6 +1,6 @@
-"""The list: what is verified, where it comes from, and on which layout.
+"""The list: the verified models, their sources, and their layouts.
 
-``source`` is the package's name for pip, or "own" for a model written anew after ``paper``. Sizes are small, so that
+``source`` is the package's name for pip, or "own" for a model rewritten after ``paper``. Sizes are small, so that
 all of them run on a laptop: two or four processes, two layers, some dozen channels.
 """
 
@@ -57,7 +57,7 @@ class Listed:
 
     @property
     def version(self) -> str | None:
-        """Of the package; "" for our own; None where it is not installed."""
+        """Of the package; "" for our own; None if it is not installed."""
         if self.source == "own":
             return ""
         try:

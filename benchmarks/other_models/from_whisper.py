@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 class Speech(nn.Module):
-    """Mel frames in, cross-entropy of the transcript out; -100 where a transcript has ended."""
+    """Mel frames in, cross-entropy of the transcript out; -100 after the end of a transcript."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What users write around a model that returns logits or images: a module that computes the loss.
+"""The code that users write around a model that returns logits or images: a module that computes the loss.
 
 vit = build(Classifier, "vit_pytorch:ViT", dim=64, depth=2)     # vit() is Classifier(ViT(dim=64, depth=2))
 """
@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 
 def build(head: Callable[[nn.Module], nn.Module], where: str, *args: Any, **sizes: Any) -> Callable[[], nn.Module]:
-    """A builder without arguments: ``head`` around what ``where``, package.module:name, makes of the rest. The package
-    is imported when it is called."""
+    """A builder without arguments: ``head`` around the model that ``where``, package.module:name, makes of the rest.
+    The package is imported when it is called.
+    """
 
     def builder() -> nn.Module:
         return head(made(where, *args, **sizes))
@@ -29,7 +30,7 @@ def made(where: str, *args: Any, **sizes: Any) -> Any:
 
 
 class LanguageModel(nn.Module):
-    """Cross-entropy of the next-token logits; ``call`` says how the model is called, where not with the ids alone."""
+    """Cross-entropy of the next-token logits; ``call`` calls the model, unless it takes the ids alone."""
 
     def __init__(self, net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Regression(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    """The network computes the loss itself; ``more`` says how it is asked to."""
+    """The network computes the loss itself; ``more``: the arguments that make it do so."""
 
     def __init__(self, net: nn.Module, **more: Any) -> None:
         super().__init__()

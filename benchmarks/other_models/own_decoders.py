@@ -1,4 +1,4 @@
-"""Decoders written anew, each with the idiom that the code beside its paper is known for."""
+"""Rewritten decoders, each with the idiom that the code beside its paper is known for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CausalAttention(nn.Module):
 
 
 class LambdaBlock(nn.Module):
-    """The MLP's layers stand in a ModuleDict, and a lambda over that dict calls them."""
+    """The MLP's layers are in a ModuleDict, and a lambda over that dict calls them."""
 
     def __init__(self) -> None:
         super().__init__()

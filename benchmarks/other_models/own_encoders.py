@@ -1,4 +1,4 @@
-"""Encoders and encoder-decoders written anew: T5, DeBERTa, Conformer, wav2vec, Perceiver, ELECTRA-like heads."""
+"""Rewritten encoders and encoder-decoders: T5, DeBERTa, Conformer, wav2vec, Perceiver, ELECTRA-like heads."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DebertaLayer(nn.Module):
 
 @dataclass
 class MaskedOutput:
-    """What the model returns: an object, not a tuple."""
+    """The model's result: an object, not a tuple."""
 
     loss: Tensor
     logits: Tensor

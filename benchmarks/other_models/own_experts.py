@@ -1,4 +1,4 @@
-"""Mixtures of experts and adapters written anew: a list of experts, batched experts, soft slots, LoRA by patching."""
+"""Rewritten mixtures of experts and adapters: a list of experts, batched experts, soft slots, LoRA by patching."""
 
 from __future__ import annotations
 

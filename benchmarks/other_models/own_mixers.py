@@ -1,4 +1,4 @@
-"""Models without softmax attention, written anew: retention, state spaces, long convolutions, recurrences, MLPs."""
+"""Rewritten models without softmax attention: retention, state spaces, long convolutions, recurrences, MLPs."""
 
 from __future__ import annotations
 

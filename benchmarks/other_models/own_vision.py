@@ -1,4 +1,4 @@
-"""Image models written anew: DiT with adaLN-Zero, a MAE, shifted windows, an MLP-Mixer, a ViT with a hook."""
+"""Rewritten image models: DiT with adaLN-Zero, a MAE, shifted windows, an MLP-Mixer, a ViT with a hook."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class ViTBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """A class token; a forward hook scales what each MLP returns by a parameter of its block: layer scale."""
+    """A class token; a forward hook scales each MLP's result by a parameter of its block: layer scale."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def _worker(builds: list[str]) -> Iterator[dict[str, Any]]:
         except queue.Empty:
             yield {"result": "no end", "detail": f"ended after {TIMEOUT_SECONDS} s"}
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # it and its ranks: nobody else is in this group
+            os.killpg(process.pid, signal.SIGKILL)  # it and its ranks: no other process is in this group
             process.wait()
 
 

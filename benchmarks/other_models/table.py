@@ -1,4 +1,4 @@
-"""What was seen, as a line on the terminal and as the page docs/other_models.md."""
+"""The results, as a line on the terminal and as the page docs/other_models.md."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def _row(listed: Listed, row: dict[str, Any]) -> str:
 
 
 def _version(listed: Listed, row: dict[str, Any]) -> str:
-    """The one that was verified, from the row; ours knows it even where the package is gone since."""
+    """The one that was verified, from the row; the row has it even if the package is gone since."""
     return (row.get("version") or listed.version or "").partition("+")[0]

@@ -1,4 +1,4 @@
-"""Verify models of the catalogue and print what was seen, a line of JSON each.
+"""Verify models of the catalogue and print the results, a line of JSON each.
 
 One process for all of them, since importing torch takes longer than verifying a small model. It runs until it is done,
 or ends with the model that ends it: the command then starts another for the rest.
@@ -26,7 +26,7 @@ from runtime.distributed.launch import RankError
 from runtime.distributed.local_ranks import PRELOADED
 
 RANKS_SECONDS = 500
-# What ranks would import one by one: their server has it from the start.
+# Modules that each rank would import: their server has them from the start.
 SLOW_IMPORTS = {
     "diffusers": "diffusers.models.transformers.transformer_flux",
     "litgpt": "litgpt.model",
@@ -41,7 +41,7 @@ SLOW_IMPORTS = {
 def main(builds: list[str]) -> None:
     torch.set_num_threads(1)
     rows = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is not a row
+    os.dup2(2, 1)  # output of packages is not a row
     sources = {find(build).source for build in builds}
     PRELOADED.extend(["runtime.verify.run", *(SLOW_IMPORTS[s] for s in sources if s in SLOW_IMPORTS)])
     for build in builds:
@@ -53,7 +53,7 @@ def main(builds: list[str]) -> None:
 
 
 def measure(listed: Listed, spec: str) -> dict[str, Any]:
-    """What `meshwright verify` says, and the figures of the plan that it makes."""
+    """The result of `meshwright verify`, and the figures of the plan that it makes."""
     row: dict[str, Any] = {"version": listed.version}
     planned = runtime.verify.run.plan
 
@@ -85,7 +85,7 @@ def largest(rows: Any, kind: str) -> float:
 
 
 def figures(decided: Any) -> dict[str, Any]:
-    """Share of FLOPs over tp, tp collectives of the block that has most, and what the plan warns of."""
+    """Share of FLOPs over tp, tp collectives of the block that has most, and the warnings of the plan."""
     blocks: Counter[str] = Counter()
     for row in decided.collectives:
         if row.axis == "tp" and row.per == "microbatch" and row.phase in ("forward", "backward"):

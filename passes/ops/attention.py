@@ -1,4 +1,4 @@
-"""Attention where there are fewer key heads than ranks: each rank picks the key heads that its query heads read."""
+"""Attention with fewer key heads than ranks: each rank picks the key heads that its query heads read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def shared_key_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] whole: attention of its query heads (type V over heads)."""
+    """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] replicated: attention of its query heads (type V over
+    heads).
+    """
     k, v = key_heads_of(q, k, v, axis)
     return F.scaled_dot_product_attention(
         q,
@@ -45,7 +47,7 @@ def key_heads_of(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle) -> tuple[Ten
 
 
 def _read_by(heads: list[int], x: Tensor) -> Tensor:
-    """The key heads that ``heads`` are: a part of x where each is read by as many query heads, else one for each."""
+    """The key heads ``heads``: a part of x if equally many query heads read each, else one for each query head."""
     first, count = heads[0], heads[-1] - heads[0] + 1
     if heads == [first + i // (len(heads) // count) for i in range(len(heads))]:
         return x.narrow(1, first, count)

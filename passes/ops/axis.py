@@ -9,15 +9,15 @@ import torch
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in float32 where it is of half precision: sums over ranks are taken in no less."""
+    """``x`` in float32 if it is of half precision: sums over ranks are taken in no less."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class AxisHandle:
     """One mesh axis as a lowered graph sees it: size and rank are known, the runtime binds the process group.
 
-    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan. ``phase``: of all that
-    runs now, where a forward is computed again in the backward.
+    Owns: the count of every collective that ran, by (kind, phase), for checks against the plan. ``phase``: overrides
+    that of all calls while a backward recomputes a forward.
     """
 
     def __init__(self, name: str, size: int, rank: int) -> None:

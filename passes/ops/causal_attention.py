@@ -1,6 +1,6 @@
-"""Causal attention of one cp rank's tokens to all that stand before them, and no mask of s × s.
+"""Causal attention of one cp rank's tokens to all tokens before them, without a mask of s × s.
 
-Where no flash kernel takes the operands, or there is dropout, each of a rank's chunks is plain attention with a mask
+If no flash kernel takes the operands, or with dropout, each of a rank's chunks is plain attention with a mask
 of its rows and the keys that they may see.
 """
 
@@ -39,6 +39,6 @@ def shared_key_causal_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The same where there are fewer key heads than ranks of ``tp``: q of this rank's heads, k and v of all."""
+    """The same with fewer key heads than ranks of ``tp``: q of this rank's heads, k and v of all."""
     k, v = key_heads_of(q, k, v, tp)
     return causal_attention(q, k, v, axis, dropout_p, scale, k.shape[1] != q.shape[1])

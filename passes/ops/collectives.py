@@ -1,4 +1,4 @@
-"""The collectives between types, as autograd functions: each backward is what the pair of types demands.
+"""The collectives between types, as autograd functions: the pair of types decides each backward.
 
     name      types   forward                      backward
     f         I → R   nothing                      all-reduce
@@ -12,8 +12,8 @@
     first     I → P   kept on rank 0, else zeros   nothing
     exchange  V → V   all-to-all                   all-to-all: the cut goes to another dim
 
-Where a dim has padding, a value is cut as if its last element stood there again and again, which is finite wherever the
-model is; a gradient as if zeros stood there. Gathering leaves the padding out.
+If a dim has padding, a value is padded with copies of its last element, which is finite wherever the model is; a
+gradient is padded with zeros. Gathering leaves the padding out.
 
 Every call is counted on the axis handle, so that a run can be held against the plan. Meta tensors have a shape and
 nothing to exchange.
@@ -48,18 +48,18 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
 
 
 def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
-    """Begin to sum a contiguous ``x`` in place; what it returns is waited for before x is read. None: nothing to do."""
+    """Begin to sum a contiguous ``x`` in place; await the returned work before reading x. None: nothing to do."""
     note(axis, "all_reduce", phase, x)
     return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 and not x.is_meta else None
 
 
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
-    """The whole tensor from the ranks' parts, segment by segment."""
+    """The full tensor from the ranks' parts, segment by segment."""
     return start_all_gather(x, axis, cut, phase)()
 
 
 def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, ahead: bool = False) -> Ending:
-    """Begin to gather; what it returns ends it and gives the whole tensor. ``ahead``: other work stands between."""
+    """Begin to gather; the returned function ends it and gives the full tensor. ``ahead``: other work follows."""
     note(axis, "all_gather", phase, x, axis.size)
     own = x.contiguous()
     if cut.in_place(x.shape):
@@ -72,7 +72,7 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
-    """From a part of one dim to a part of another: each rank sends every rank what that one holds of its own part."""
+    """From a part of one dim to a part of another: each rank sends every rank its slice of the own part."""
     note(axis, "all_to_all", phase, x, axis.size)
     sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)]).contiguous()
     received = torch.empty_like(sent)
@@ -82,7 +82,7 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
 
 
 def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
-    """The whole of a dim from every rank's part of it, segment by segment, without padding."""
+    """The full dim from every rank's part of it, segment by segment, without padding."""
     sizes = [stop - start for start, stop in cut.slices(axis.size, 0)]
     pieces = [
         [piece.narrow(cut.dim, 0, n) for piece, n in zip(p.split(sizes, cut.dim), of_data, strict=True)]
@@ -92,14 +92,14 @@ def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False) -> Tensor:
-    """This rank's part of the sum of the ranks' whole tensors, which are a value's or a gradient's."""
+    """This rank's part of the sum of the ranks' full tensors, which are a value's or a gradient's."""
     return start_reduce_scatter(x, axis, cut, phase, of_gradient=of_gradient)()
 
 
 def start_reduce_scatter(
     x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False, ahead: bool = False
 ) -> Ending:
-    """Begin to sum; what it returns ends it and gives this rank's part. ``ahead``: other work stands between."""
+    """Begin to sum; the returned function ends it and gives this rank's part. ``ahead``: other work runs in between."""
     out, beyond = x.new_empty(cut.local_shape(tuple(x.shape), axis.size)), 0 if of_gradient else None
     note(axis, "reduce_scatter", phase, out, axis.size)
     if x.is_meta:
@@ -120,7 +120,7 @@ def _ended(works: Sequence[Any], result: Tensor) -> Tensor:
 
 
 def part(x: Tensor, cut: Placement, size: int, rank: int, beyond: int | None = None) -> Tensor:
-    """What ``rank`` holds of a whole tensor cut as ``cut``. The padding holds ``beyond``; None: the last element."""
+    """The part of ``rank`` of a full tensor, as ``cut`` says. The padding holds ``beyond``; None: the last element."""
     pieces = []
     for (start, stop), num_data in zip(cut.slices(size, rank), cut.data_sizes(size, rank), strict=True):
         if num_data:
@@ -137,7 +137,7 @@ def _own(x: Tensor, cut: Placement, axis: AxisHandle, beyond: int | None = None)
 
 
 def _copy(own: Tensor) -> Tensor:
-    """Of a rank's part, also where a view would do: beside ranks that have padding, all keep as much."""
+    """A copy of a rank's part, even if a view would do: then all ranks save equally much, with padding or without."""
     return own.clone(memory_format=torch.contiguous_format)
 
 
@@ -249,7 +249,7 @@ def f(x: Tensor, axis: AxisHandle) -> Tensor:
 def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
     """P → I: forward all-reduce, backward nothing (after a row-parallel linear, before its bias).
 
-    ``owned``: nobody else reads x, nor does its own backward, so it is summed where it lies.
+    ``owned``: no other op reads x, nor does the backward of its producer, so it is summed in place.
     """
     return _G.apply(x, axis, owned)
 

@@ -3,15 +3,15 @@
     forward     y_i = x W_i + b_i
     backward    gx = Σ g_i W_iᵀ  →  all-reduce starts;  gW_i = xᵀ g_i,  gb_i = Σ g_i;  all-reduce ends
 
-It stands for an ``f`` and the linears behind it, which would sum when all of their backward is done. Where the value is
-gathered first (sequence parallelism; Korthikanti et al. 2022, section 4.2), its part alone may be kept:
+It replaces an ``f`` and the linears after it, which would sum only after their full backward. If the value is gathered
+first (sequence parallelism; Korthikanti et al. 2022, section 4.2), its part alone may be saved:
 
     forward     x = all-gather(part);  y_i = x W_i + b_i
     backward    all-gather(part) starts;  gx = Σ g_i W_iᵀ  →  reduce-scatter starts;  all-gather ends;
                 gW_i = xᵀ g_i,  gb_i = Σ g_i;  reduce-scatter ends
 
-Gradients of weights that are put aside (passes.ops.weight_gradients) gather the part when they are computed. Where no
-weight trains, x is not kept: its own gradient needs none of it.
+Gradients of weights that are put aside (passes.ops.weight_gradients) gather the part when they are computed. If no
+weight trains, x is not saved: its own gradient does not need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def column_linears(
     biases: list[Any],
     handle: Handle | None = None,
 ) -> Any:
-    """x [.., n] of type I: the products with ``weights`` ([m, n], or [n, m] where ``transposed``), a tuple of them.
+    """x [.., n] of type I: the products with ``weights`` ([m, n], or [n, m] if ``transposed``), as a tuple.
 
     ``biases``: [m] or None, one for each weight. ``handle``: as of ``linear``.
     """
@@ -47,7 +47,7 @@ def column_linears(
 
 
 class _ColumnLinears(torch.autograd.Function):
-    """``edges``: weights and biases once more, where autograd is to know of them."""
+    """``edges``: weights and biases once more, if autograd computes their gradients."""
 
     @staticmethod
     def forward(
@@ -90,9 +90,9 @@ def gathered_linears(
     biases: list[Any],
     handle: Handle | None = None,
 ) -> Any:
-    """part [.., n/t or s/t, ..] of type V: the products of the gathered whole, as ``column_linears`` gives them.
+    """part [.., n/t or s/t, ..] of type V: the products of the gathered value, as ``column_linears`` gives them.
 
-    ``again``: the whole is not kept, but gathered a second time where the gradients of weights are computed.
+    ``again``: the full value is not saved, but gathered again for the gradients of weights.
     """
     held = (*weights, *biases)
     places = places_of(handle, held) if part.requires_grad else None
@@ -123,7 +123,7 @@ class _GatheredLinears(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gradient = of_input(ctx.shape, ctx.weights, rows, ctx.transposed)
             summed = start_reduce_scatter(gradient, ctx.axis, ctx.cut, "backward", of_gradient=True, ahead=True)
-            del gradient  # what is summed is held there, as a copy where the parts had to be laid behind each other
+            del gradient  # the running sum holds the data, as a copy if the parts had to be concatenated
         if waits:
             ctx.handle.keep(partial(_add, kept, rows, ctx.places, ctx.transposed), begin)
         else:
@@ -141,12 +141,12 @@ def _any_trains(weights: Any) -> bool:
 
 
 def _kept(ctx: Any) -> Tensor | None:
-    """Without its history: where it waits, that would hold all of the graph that led to it."""
+    """The saved tensor, detached: a deferred one would otherwise hold all of the graph that led to it."""
     return ctx.saved_tensors[0].detach() if ctx.saved_tensors else None
 
 
 def _add(kept: Tensor | None, rows: Any, places: Any, transposed: bool, gathered: Tensor | None) -> None:
-    """What waits: ``gathered``, where the whole was not kept."""
+    """The deferred work; ``gathered``: the full value, if it was not saved."""
     add_held(_as_matrix(kept if gathered is None else gathered), rows, places, transposed)
 
 

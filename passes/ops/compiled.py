@@ -1,4 +1,4 @@
-"""A run of plain ops as one call, so that a compiled function can stand for it."""
+"""A run of plain ops as one call, so that a compiled function can replace it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import fx
 
 
 class CompiledCall:
-    """One piece of a rank: its own graph, and who runs it. The runtime binds ``run``; unbound, it runs op by op.
+    """One piece of a rank: its own graph, and the function that runs it. The runtime binds ``run``; unbound, it runs op
+    by op.
 
     ``module(*inputs)`` gives the outputs as a tuple. ``inputs``: activations, parameters and buffers alike.
-    ``structure``: equal for pieces that compute the same, so that one compiled function may stand for all of them.
-    ``again``: the backward of its block runs it once more.
+    ``structure``: equal for pieces that compute the same, so that they can share one compiled function.
+    ``again``: the backward of its block reruns it.
     """
 
     def __init__(self, index: int, module: fx.GraphModule, structure: str, where: str, *, again: bool = False) -> None:

@@ -3,7 +3,7 @@
     local_rows        whole → this rank's     nothing       backward: the gradient at its places, zeros elsewhere
     gather_sequence   this rank's → whole     all-gather    backward: reduce-scatter
 
-A rank holds two chunks of a sequence (planner.context.zigzag); what is gathered stands in the order of the sequence.
+A rank holds two chunks of a sequence (planner.context.zigzag); gathered tokens have the order of the sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """The whole from all ranks' chunks, without a gradient."""
+    """The full tensor from all ranks' chunks, without a gradient."""
     return gathered_together((x,), dim, axis, phase)[0]
 
 
@@ -53,14 +53,14 @@ def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, pha
 
 
 def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """What ranks hold [cp, ..], as the whole sequence."""
+    """The ranks' parts [cp, ..], as the full sequence."""
     halves = [part.chunk(2, dim) for part in parts.unbind(0)]
     owners = (zigzag.owner(axis.size, chunk) for chunk in range(2 * axis.size))
     return torch.cat([halves[rank][half] for rank, half in owners], dim)
 
 
 def scattered_sum(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """This rank's chunks of the sum of the ranks' whole tensors, without a gradient. Sums are in the dtype of x."""
+    """This rank's chunks of the sum of the ranks' full tensors, without a gradient. Sums are in the dtype of x."""
     return scattered_sums((x,), dim, axis, phase)[0]
 
 

@@ -4,8 +4,8 @@
     mix(z) = z ⊕ z≫30, · M₁, ⊕ ≫27, · M₂, ⊕ ≫31                                      the finalizer of SplitMix64
 
 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", variant 13 of the constants.) ``element``
-counts what one sequence has of the whole value, ``sample`` the sequences of the global batch. int64 wraps around, so
-the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
+counts the elements of one sequence in the full value, ``sample`` the sequences of the global batch. int64 wraps around,
+so the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 class Place(NamedTuple):
-    """Which elements a rank has of a value of ``shape`` (a whole microbatch): of each dim ``ranges``, in its order.
+    """Which elements a rank has of a value of ``shape`` (a full microbatch): of each dim ``ranges``, in its order.
 
     ``batch``: (dim, step, number) of the sequences; ``by_sample``: whether sequences have numbers of their own.
     """
@@ -82,7 +82,7 @@ def numbers(random: RandomState, place: Place, device: torch.device) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """A one-to-one function of 64 bits of which every bit depends on every other."""
+    """A one-to-one function of 64 bits: every output bit depends on every input bit."""
     z = (z ^ _shifted(z, 30)) * FIRST
     z = (z ^ _shifted(z, 27)) * SECOND
     return z ^ _shifted(z, 31)

@@ -1,4 +1,4 @@
-"""Random ops that draw from a stream that is named (passes.ops.random_state); the default generator stays as it was.
+"""Random ops that draw from a stream that is named (passes.ops.random_state); the default generator is unchanged.
 
 dropout    y = x · keep · 1/(1 − p)      keep drawn with probability 1 − p, one byte an element; the factor in float32
 
@@ -52,7 +52,7 @@ def scaled_dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 
 def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
-    """Attention whose dropout draws from the named stream; the default generator is left as it was.
+    """Attention with dropout that draws from the named stream; the default generator is unchanged.
 
     ``target``: aten's op, or the name of one of ``OWN_ATTENTION``: code that is generated cannot hold the function.
     """
@@ -65,7 +65,7 @@ def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, a
 
 
 def stream_random(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Any:
-    """Any other random op, such as the draw of a drop path; the default generator is left as it was."""
+    """Any other random op, such as the draw of a drop path; the default generator is unchanged."""
     given = (*args, *kwargs.values())
     devices = [v.device for v in given if isinstance(v, Tensor)] + [v for v in given if isinstance(v, torch.device)]
     with random.as_default(devices[0] if devices else torch.device("cpu"), op, sharded):

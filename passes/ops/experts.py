@@ -1,11 +1,12 @@
-"""What happens to rows (token, choice), sorted by expert, on their way through experts: each exchange a function.
+"""The exchanges of rows (token, choice), sorted by expert, through experts: each is a function.
 
     dispatch     rows → rows of this rank's experts                                                      all-to-all
     spread_rows  rows of one etp rank → of all of them, each of which has a part of every expert         all-gather
-    gather_in    their parts of the results, summed where the rows came from                             reduce-scatter
+    gather_in    their parts of the results, summed on the rows' own ranks                               reduce-scatter
     give_back    the reverse of dispatch
 
-How many rows a rank sends and receives follows the routing: the host waits for it in ``on_host``, once a layer.
+The numbers of rows that a rank sends and receives depend on the routing: the host waits for it in ``on_host``, once a
+layer.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Splits:
 
 
 def splits_of_both(counts: Tensor, ep: AxisHandle, etp: AxisHandle) -> tuple[Splits, Splits | None]:
-    """What the ranks of ep, then those of etp, tell each other of their routing. The host waits once, for both.
+    """Exchanges the row counts over ep, then over etp. The host waits once, for both.
 
     ``counts`` [E]: of this rank's rows.
     """
@@ -99,7 +100,7 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
 
 
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-    """What became of the rows that this rank sent, in the order in which it sent them."""
+    """The results of the rows that this rank sent, in the order of sending."""
     return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 
@@ -121,7 +122,7 @@ def _by_expert(counts: Tensor, num_rows: int) -> Tensor:
 def owners(counts: Tensor, num_rows: int) -> Tensor:
     """The group of each of ``num_rows`` rows that lie group by group, ``counts`` of each.
 
-    The host knows the sum of counts, and does not wait for it, as in a ``repeat_interleave`` that is not told.
+    The host knows the sum of counts, and does not wait for it, unlike a ``repeat_interleave`` without an output size.
     """
     rows = torch.arange(num_rows, device=counts.device)
     return torch.searchsorted(counts.cumsum(0), rows, right=True)
@@ -163,7 +164,7 @@ def _send(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
 
 
 def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    """Counted is what comes: as much as was sent, whatever came from others."""
+    """Counts the received rows: as many as this rank had sent before."""
     came = _all_to_all(rows, splits.received, splits.sent, axis)
     _count(axis, "all_to_all", phase, came)
     return came

@@ -1,4 +1,4 @@
-"""Flash attention as ATen has it for each device, forward and backward: what ranks merge needs its log-sum-exp.
+"""Flash attention as ATen has it for each device, forward and backward: merging results of ranks needs its log-sum-exp.
 
 CPU     float64, float32, bfloat16, float16; fewer key heads than query heads; masks
 CUDA    bfloat16, float16; heads of a multiple of 8 up to 256 features
@@ -65,7 +65,7 @@ def flash_backward(
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """What is added to scores, of two or four dims: −∞ where a mask of truth values hides a key."""
+    """The addend of scores, of two or four dims: −∞ for a key that a boolean mask hides."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -9,8 +9,8 @@ The backward of each part with the merged y and lse is its addend to the gradien
 al. 2023, ring attention).
 
 ``gathered_attention`` gets this rank's keys and values, gathers both in one exchange, and again in the backward: no
-rank keeps those of the whole sequence. Their gradients are summed over the ranks in one exchange too, in their own
-dtype. Without a kernel that tells log-sum-exps, the backward attends again, too.
+rank saves those of the full sequence. Their gradients are summed over the ranks in one exchange too, in their own
+dtype. Without a kernel that returns log-sum-exps, the backward recomputes attention, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def masked_causal_attention(
 
 
 class _Part(NamedTuple):
-    """Rows ``rows`` of a rank's queries against ``keys`` of the whole sequence."""
+    """Rows ``rows`` of a rank's queries against ``keys`` of the full sequence."""
 
     rows: slice
     keys: slice
@@ -79,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def _parts(size: int, axis: AxisHandle, is_causal: bool) -> Iterator[list[_Part]]:
-    """Of each of a rank's two chunks its parts; where it is not causal, one of all."""
+    """For each of a rank's two chunks its parts; without causal, one part of all."""
     if not is_causal:
         yield [_Part(slice(None), slice(None))]
         return
@@ -124,7 +124,7 @@ class _InParts(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """Attention whose backward gathers and attends a second time."""
+    """Attention with a backward that repeats the gather and the attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:

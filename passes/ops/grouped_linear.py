@@ -1,12 +1,12 @@
-"""The rows of each expert times the matrix of its own, whose gradient is added where the runtime sums it.
+"""The rows of each expert times its own matrix, with the weight gradient added into the runtime's buffer.
 
     forward     y_e = x_e W_e                       rows [n, i] by expert, W [E, i, o] (or [E, o, i], ``transposed``)
     backward    gx_e = g_e W_eᵀ                     goes back to autograd
                 gW_e += x_eᵀ g_e                    expert by expert into its part of the buffer
 
-By autograd the gradient of a stack is a stack: one matrix for each expert, joined, and then added to the buffer. Where
-one call multiplies all experts (passes.ops.meeting), one call makes that gradient too, and it is added whole: that
-kernel writes in the dtype of the rows, and cannot add. Nothing of it waits for a W of the schedule.
+By autograd the gradient of a stack is a stack: one matrix for each expert, joined, and then added to the buffer. If one
+call multiplies all experts (passes.ops.meeting), one call makes that gradient too, which is then added as one tensor:
+that kernel writes in the dtype of the rows, and cannot add. It does not wait for a W of the schedule.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _matrices(weights: Tensor, transposed: bool) -> Tensor:
 
 
 def _add(place: Place, rows: Any, grad: Tensor | None, weights: Tensor, transposed: bool, here: Meeting) -> None:
-    """The gradient of the stack, to where it is summed."""
+    """Add the gradient of the stack to its buffer."""
     if grad is None:
         place.add_nothing()
         return

@@ -1,13 +1,14 @@
-"""A product with a weight, whose gradients are two pieces of work: the input's at once, the weight's where it belongs.
+"""A product with a weight, with two separate gradients: the input's goes to autograd, the weight's to its buffer.
 
     forward     y = x W + b
     backward    gx = g Wᵀ              goes back to autograd
-                gW += gᵀ x             added where the runtime sums it, or put aside (passes.ops.weight_gradients)
+                gW += gᵀ x             added into the runtime's buffer, or deferred (passes.ops.weight_gradients)
                 gb += Σ g
 
-Autograd knows nothing of such a weight: the op has it beside its inputs, so no gradient of it is made, kept or handed
-on. Where a weight has no place, or x carries no gradient that would bring the backward here, all is autograd's. What
-follows below is shared with the products that exchange (passes.ops.column_linear): those of several weights read one x.
+Autograd knows nothing of such a weight: the op has it beside its inputs, so no gradient of it is made, saved or passed
+on. If a weight has no place, or x carries no gradient that would bring the backward here, autograd does everything. The
+functions below are shared with the products that exchange (passes.ops.column_linear): those of several weights read one
+x.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Places = Sequence[Place | None]  # of weights, then of biases; None: frozen
 
 
 def linear(x: Tensor, weight: Any, bias: Any, transposed: bool, handle: Handle | None = None) -> Tensor:
-    """x [.., n] times ``weight`` ([m, n], or [n, m] where ``transposed``), plus ``bias`` [m] or None: [.., m].
+    """x [.., n] times ``weight`` ([m, n], or [n, m] if ``transposed``), plus ``bias`` [m] or None: [.., m].
 
-    ``handle``: knows where gradients of weights belong; None: to autograd.
+    ``handle``: knows the places of weight gradients; None: autograd has them.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         places = places_of(handle, (weight, bias))
@@ -53,8 +54,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, gradient, handle, places = grads[0], None, ctx.handle, ctx.places
-        # first of all, as it may have to be computed again, beside nothing that is made here; and without its history:
-        # where it waits, that would hold all of the graph that led to it
+        # first of all, since a recomputation should not overlap tensors made below; and detached: a deferred tensor
+        # would otherwise hold all of the graph that led to it
         x = ctx.saved_tensors[0].detach() if places[0] is not None else None
         if grad is not None:
             grad = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
@@ -71,7 +72,7 @@ def _work(x: Tensor | None, grad: Tensor | None, places: Places, transposed: boo
     add_held(x, (grad,), places, transposed)
 
 
-# ---- what products share
+# ---- shared by all products
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -81,7 +82,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 
 
 def places_of(handle: Handle | None, held: Sequence[Any]) -> tuple[Place | None, ...] | None:
-    """Of each weight and bias where its gradient is summed, None for one without; None where one is autograd's."""
+    """For each weight and bias the place of its gradient, None for one without; None if one is autograd's."""
     if handle is None or not handle.is_bound:
         return None
     found = tuple(handle.place_of(t) if t is not None and t.requires_grad else None for t in held)
@@ -92,9 +93,9 @@ def places_of(handle: Handle | None, held: Sequence[Any]) -> tuple[Place | None,
 
 
 def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, transposed: bool) -> None:
-    """Add the gradients of weights and biases where they belong.
+    """Add the gradients of weights and biases to their places.
 
-    x [r, n]. ``rows``: of each product its gradient [r, m], None where nothing came back.
+    x [r, n]. ``rows``: of each product its gradient [r, m], None if nothing came back.
     """
     count = len(rows)
     for number, place in enumerate(places):
@@ -114,9 +115,9 @@ def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, tr
 def of_held(
     x: Tensor | None, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool
 ) -> list[Tensor | None]:
-    """Gradients of the weights, then of the biases, for autograd; None where nobody asks.
+    """Gradients of the weights, then of the biases, for autograd; None if none is needed.
 
-    ``x``: None where no weight is asked for.
+    ``x``: None if no weight gradient is needed.
     """
     count, found = len(rows), list[Tensor | None]()
     for number, asked in enumerate(needed):

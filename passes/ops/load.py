@@ -1,5 +1,5 @@
-"""How many tokens chose each expert in a step, and how many of them were dropped: noted where ranks meet or slots are
-sent, summed with the figures of the step. Beside it, whether anyone asked for an expert: noted where it is chosen.
+"""The number of tokens that chose each expert in a step, and of dropped ones: counted at the exchange of counts or the
+sending of slots, summed with the figures of the step. Also whether any token chose an expert: counted at the choice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 class ExpertLoad:
     """Owns ``figures`` of one rank's microbatches, on its device: how many tokens chose each expert of each layer
     (``sizes``: experts of each), then how many were dropped, of each layer that has a limit (``limits``: slots of each
-    expert; 0: none are dropped, or it is not known how many). And of ``asked``: choices of the ``num_asked`` experts
-    that rest where there are none; which rank counts what is of no matter there.
+    expert; 0: none are dropped, or the number is unknown). And of ``asked``: choices of the ``num_asked`` experts that
+    rest without any; it does not matter which rank counts them.
 
-    Nothing counts but what is noted in a step: ``begin`` to ``end``. A CUDA graph notes in the memory that was there at
-    its capture, so that stays.
+    Only notes within a step count: ``begin`` to ``end``. A CUDA graph writes to the memory of its capture, so that
+    memory stays.
     """
 
     def __init__(self, sizes: Sequence[int], limits: Sequence[int] = (), num_asked: int = 0) -> None:

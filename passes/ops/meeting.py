@@ -1,6 +1,6 @@
-"""What a layer's ranks know of each other's routing, and the two ways of rows that follow from it.
+"""The exchanged routing counts of a layer, and the two exchanges of rows that use them.
 
-    all rows by expert → this tp rank's share → ep: to the ranks of their experts → etp: to all who hold a part
+    all rows by expert → this tp rank's share → ep: to the ranks of their experts → etp: to all holders of a part
 
 and back. A share is the rows [r · n // tp, (r + 1) · n // tp): all tp ranks have the same rows, and each sends its own.
 """
@@ -59,7 +59,7 @@ def dispatch(rows: Tensor, here: Meeting) -> Tensor:
 
 
 def give_back(rows: Tensor, here: Meeting) -> Tensor:
-    """What became of them → [n, …]: this rank's share at its place, zeros at the others'."""
+    """The results of rows → [n, …]: this rank's share at its place, zeros at the others'."""
     whole = rows if here.to_parts is None else experts.gather_in(rows, here.to_parts, here.etp)
     own = experts.give_back(whole, here.to_experts, here.ep)
     start, stop = here.share
@@ -77,7 +77,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
 
 
 def of_groups(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
-    """The same in one call, which learns on the device where the rows of each expert end."""
+    """The same in one call, which reads the ends of each expert's rows on the device."""
     return F.grouped_mm(rows.contiguous(), weights, offs=ends_of(here, torch.int32))
 
 
@@ -101,7 +101,7 @@ def join(*parts: Tensor, dim: int = 0) -> Tensor:
 
 
 def ends_of(here: Meeting, dtype: torch.dtype) -> Tensor:
-    """Where the rows of each expert of this rank end."""
+    """The ends of the rows of each expert of this rank."""
     return here.counts.cumsum(0).to(dtype)
 
 

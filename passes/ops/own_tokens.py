@@ -1,8 +1,8 @@
-"""A product that reads what is gathered along the sequence, and keeps this rank's part of it for the backward.
+"""A product that gathers an operand along the sequence, and saves only this rank's part of it for the backward.
 
-y = a @ b          b: gathered along the sequence, then laid out otherwise        kept: a, and what b is gathered of
-ga = g @ bᵀ        b is gathered once more
-gb = aᵀ @ g        laid out as what was gathered, and reduce-scattered
+y = a @ b          b: gathered along the sequence, then rearranged        saved: a, and this rank's part of b
+ga = g @ bᵀ        b is gathered again
+gb = aᵀ @ g        rearranged back, and reduce-scattered
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def of_gathered(
     args: Sequence[Any],
 ) -> Tensor:
     """``target``, a product of two operands [.., n, k] [.., k, m] of equal outer dims, of ``args``, in which
-    ``("gathered", i)`` stands for ``owns[i]`` gathered along ``dims[i]`` and led through ``ways[i]``: other calls, each
-    with what it is given behind its operand."""
+    ``("gathered", i)`` is ``owns[i]`` gathered along ``dims[i]`` and passed through ``ways[i]``: further calls, each
+    with its arguments after the operand."""
     numbers = [a[1] if isinstance(a, tuple) else None for a in args]
     operands = [a if i is None else owns[i] for a, i in zip(args, numbers, strict=True)]
     led = [None if i is None else (dims[i], ways[i]) for i in numbers]

@@ -1,4 +1,4 @@
-"""Where a graph waits for parameters that other ranks have updated, and are still sending."""
+"""The handle through which a graph waits for parameters that other ranks have updated and are still sending."""
 
 from __future__ import annotations
 

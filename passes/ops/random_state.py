@@ -1,13 +1,14 @@
 """Which random stream the ops of a lowered graph draw from.
 
-    CPU     seed = hash(seed, step, global microbatch, which op, and where each rank draws its own: the tp rank)
+    CPU     seed = hash(seed, step, global microbatch, which op, and for draws of each rank's own: the tp rank)
     CUDA    seed = hash of the same without the op, set once a forward; the op is a place in the generator's sequence
 
 A CUDA generator counts (Philox): any place in its sequence costs the host two numbers, and no op waits for the device.
 
-A graph that is captured draws from generators of its own, one for each draw, which are registered with it. They are put
-where the eager ops would draw before each replay: the same numbers, and no op of the graph sets a place itself. Step
-and microbatch on the device are written before each replay, too: a graph of a part of a step writes neither.
+A graph that is captured draws from generators of its own, one for each draw, which are registered with it. Before each
+replay they are set to the places from which the eager ops would draw: the same numbers, and no op of the graph sets a
+place itself. Step and microbatch on the device are written before each replay, too: a graph of a part of a step writes
+neither.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class RandomState:
     """Which random stream the next forward draws from: set by the executor before each forward (and recompute).
 
     Dropout acts while ``training``; in an evaluation it is the identity.
-    Owns: for each device a generator of what all tp ranks draw alike and one of what is this rank's own.
-    ``drawn``: collects the draws while somebody looks. ``registered``: who draws in the graph that is captured.
-    ``default``: the one of them that ops without a generator draw from.
+    Owns: for each device a generator of draws that all tp ranks share, and one of this rank's own draws. ``drawn``:
+    collects the draws while they are watched. ``registered``: the generators of the graph under capture. ``default``:
+    the one of them from which ops without a generator draw.
     """
 
     seed: int
@@ -54,7 +55,7 @@ class RandomState:
     registered: Mapping[Draw, torch.Generator] | None = None
     default: torch.Generator | None = None
     is_again: bool = False
-    _is_part: bool = False  # of a step: what is captured
+    _is_part: bool = False  # the capture covers only a part of a step
     _generators: dict[tuple[torch.device, bool], torch.Generator] = field(default_factory=dict, repr=False)
     _counters: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -65,7 +66,7 @@ class RandomState:
             self._count(counter, with_step=changed)
 
     def counter(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step and microbatch as numbers on the device: a graph that was captured reads what they are at its replay."""
+        """Step and microbatch as numbers on the device: a captured graph reads their values at its replay."""
         found = self._counters.get(device)
         if found is None:
             found = self._counters[device] = torch.zeros(2, dtype=torch.int64, device=device)
@@ -73,7 +74,7 @@ class RandomState:
         return found[0], found[1]
 
     def _count(self, counter: torch.Tensor, *, with_step: bool = True) -> None:
-        """The step is written where it changes alone: a graph of several microbatches holds what is written between.
+        """The step is written only when it changes: a graph of several microbatches contains the writes between them.
 
         A graph of a part of a step would write the numbers of its capture with each replay: it writes none.
         """
@@ -85,7 +86,7 @@ class RandomState:
 
     @contextmanager
     def again(self, step: int, microbatch: int) -> Iterator[None]:
-        """What a forward of before drew is drawn again meanwhile."""
+        """Inside, the draws of an earlier forward are repeated."""
         before, self.is_again = (self.step, self.microbatch, self.is_again), True
         self.begin(step, microbatch)
         try:
@@ -107,7 +108,7 @@ class RandomState:
         return self.put(found, draw)
 
     def put(self, generator: torch.Generator, draw: Draw) -> torch.Generator:
-        """``generator``, where ``draw`` of this step begins."""
+        """``generator``, set to the begin of ``draw`` in this step."""
         if generator.device.type != "cuda":
             return generator.manual_seed(self.stream_seed(draw))
         seed = self.stream_seed(draw, of_op=False)
@@ -117,7 +118,7 @@ class RandomState:
 
     @contextmanager
     def watched(self) -> Iterator[dict[Draw, None]]:
-        """What is drawn meanwhile."""
+        """Yields the draws made inside."""
         self.drawn = {}
         try:
             yield self.drawn
@@ -137,7 +138,7 @@ class RandomState:
             self.registered, self._is_part = None, False
 
     def put_all(self, generators: Mapping[Draw, torch.Generator]) -> None:
-        """Each where its draw begins in the microbatch that runs."""
+        """Set each generator to the begin of its draw in the current microbatch."""
         for draw, generator in generators.items():
             self.put(generator, draw._replace(microbatch=self.microbatch))
 
@@ -161,7 +162,9 @@ class RandomState:
 
 @contextmanager
 def drawing_from(own: torch.Generator) -> Iterator[None]:
-    """The default generator of a device goes on from ``own``, which ends where it ended, and has its state back."""
+    """Inside, the default generator of a device continues from ``own``; afterwards ``own`` has the new state, and the
+    default its old one.
+    """
     if own.device.type == "cuda":
         default = torch.cuda.default_generators[own.device.index or 0]
         before = default.graphsafe_get_state()

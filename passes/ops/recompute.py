@@ -1,11 +1,12 @@
-"""Values of a block that are let go after its forward, and computed again where its backward reads the first of them.
+"""Values of a block that are freed after its forward, and recomputed when its backward reads the first of them.
 
     begin_block(c); …; watch_inside(c, k, [x]); y = op(x); unwatch_inside(c); …; end_block(c, [dropped], [sources])
 
-What autograd saves in between is handed to it in a holder. At the end a holder whose memory is that of a dropped value
-lets it go and remembers where it lay; so does one of what op ``k`` saved of its own insides. The rerun is a graph: from
-sources (inputs, weights, what is kept) to the dropped values, with the random streams of that microbatch; of an
-op with insides it takes what the same op saves again. Autograd's own graph is untouched: gradients are the same bits.
+Autograd saves each tensor in between in a holder. At the end a holder of a dropped value's memory frees it and
+remembers its place; so does a holder of an internal tensor that op ``k`` saved. The rerun is a graph: from sources
+(inputs, weights, kept values) to the dropped values, with the random streams of that microbatch; for an op with
+internal tensors it takes those that the same op saves again. Autograd's own graph is untouched: gradients are the same
+bits.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _HANDLES = (WeightGradients, AtOnce)
 
 
 class BlockCall:
-    """One block of a stage: ``module(rerun, *sources)`` gives the dropped values again, and tells ``rerun`` of insides.
+    """One block of a stage: ``module(rerun, *sources)`` recomputes the dropped values, and reports internal tensors to
+    ``rerun``.
 
-    ``axes``: of the exchanges in it, which count as the backward's.
+    ``axes``: of its collectives, which count as the backward's.
     """
 
     def __init__(self, name: str, module: fx.GraphModule, random: RandomState, axes: Sequence[AxisHandle]) -> None:
@@ -73,7 +75,7 @@ _OPEN = _Open()
 
 
 def abandon() -> None:
-    """A forward has failed: what is saved from now on is saved as ever."""
+    """A forward has failed: from now on tensors are saved as usual."""
     _OPEN.clear()
 
 
@@ -81,13 +83,13 @@ def abandon() -> None:
 
 
 def begin_block(call: BlockCall) -> None:
-    """What autograd saves from here on may be of the block; nothing without gradients."""
+    """Tensors that autograd saves from here on may be of the block; does nothing without gradients."""
     if torch.is_grad_enabled():
         _OPEN.begin(_Forward(call))
 
 
 def watch_inside(call: BlockCall, number: int, inputs: Sequence[Any]) -> None:
-    """What is saved from here on and is no value of the graph is inside op ``number``, called with ``inputs``."""
+    """From here on, saved tensors that are no values of the graph belong to op ``number``, called with ``inputs``."""
     forward = _OPEN.of(call)
     if forward is not None:
         forward.watch(number, inputs)
@@ -100,7 +102,7 @@ def unwatch_inside(call: BlockCall) -> None:
 
 
 def end_block(call: BlockCall, dropped: Sequence[Tensor], sources: Sequence[Any]) -> None:
-    """Let go of ``dropped``; what the rerun needs for it is ``sources``, tensors and handles."""
+    """Free ``dropped``; the rerun recomputes it from ``sources``, tensors and handles."""
     forward = _OPEN.of(call)
     if forward is not None:
         _OPEN.end(forward)
@@ -108,9 +110,9 @@ def end_block(call: BlockCall, dropped: Sequence[Tensor], sources: Sequence[Any]
 
 
 class _Holder:
-    """What autograd holds in the place of a tensor. ``tensor``: None while it is let go.
+    """The object that autograd holds instead of a tensor. ``tensor``: None while it is freed.
 
-    ``inside``: of the ops whose insides are watched, in each open block: (number, how many it had saved before).
+    ``inside``: for ops with watched internal tensors, in each open block: (number, count that it had saved before).
     """
 
     __slots__ = ("__weakref__", "forward", "inside", "tensor")
@@ -137,7 +139,7 @@ def _unpack(holder: _Holder) -> Tensor:
 
 
 class _Forward:
-    """One forward of a block. Owns: until its rerun, the sources; where each tensor lay that was let go."""
+    """One forward of a block. Owns: until its rerun, the sources; the place of each freed tensor."""
 
     def __init__(self, call: BlockCall) -> None:
         self.call = call
@@ -265,10 +267,10 @@ def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 class Rerun:
-    """A rerun that goes on. Owns: what ops save while they are watched, by their number.
+    """A rerun in progress. Owns: the tensors that ops save while they are watched, by their number.
 
-    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: how they lay in memory;
-    ``handles``: of those that are handles of weight gradients, one that is bound as they were.
+    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: their layouts in memory;
+    ``handles``: for handles of weight gradients, one with the same binding.
     """
 
     def __init__(
@@ -299,10 +301,9 @@ def _never(_: Any) -> Tensor:
 
 
 def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of op ``number`` as its forward had them: what it saves is noted until ``leave_inside``.
+    """The inputs of op ``number`` as its forward had them: tensors that it saves are noted until ``leave_inside``.
 
-    A weight is the same object: its op looks up by it where its gradient belongs, and saves other tensors if it finds
-    no place.
+    A weight is the same object: its op looks up the gradient's place by it, and saves other tensors if it finds none.
     """
     none = (None,) * len(inputs)
     flags, handles = rerun.flags.get(number, none), rerun.handles.get(number, none)
@@ -315,7 +316,7 @@ def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
 
 
 def blank_inputs(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """The same for an op whose insides do not depend on the values that it reads: tensors (None here) hold anything."""
+    """The same for an op with internal tensors that do not depend on values: tensors (None here) hold anything."""
     leaves = []
     for given, flag, like in zip(inputs, rerun.flags[number], rerun.likes[number], strict=True):
         leaves.append(given if like is None else torch.empty_strided(**like).requires_grad_(flag))

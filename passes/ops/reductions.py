@@ -1,4 +1,4 @@
-"""Reductions over a dim that is cut, of which every rank reads the whole result: type V → I.
+"""Reductions over a sharded dim, with the full result on every rank: type V → I.
 
 vector_norm   sqrt Σ x²: ranks exchange the sum of squares
 amax, amin    ranks exchange theirs; for values without a gradient
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def cut_vector_norm(x: Tensor, dims: list[int] | None, keepdim: bool, axis: AxisHandle) -> Tensor:
-    """The Euclidean norm of all ranks' ``x`` together over ``dims``, of which one is cut."""
+    """The Euclidean norm of all ranks' ``x`` together over ``dims``; one of them is sharded."""
     reduced = sorted({d % x.dim() for d in dims or range(x.dim())})
     result = _VectorNorm.apply(x, reduced, axis)
     return result if keepdim else result.squeeze(reduced)
@@ -33,7 +33,7 @@ def cut_amin(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle) -> Ten
 
 
 class _VectorNorm(torch.autograd.Function):
-    """The gradient of this rank's part is x / norm, and 0 where the norm is 0."""
+    """The gradient of this rank's part is x / norm, and 0 if the norm is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], axis: AxisHandle) -> Tensor:

@@ -1,4 +1,4 @@
-"""A part of a stage that runs as one call, so that a CUDA graph can stand for it."""
+"""A part of a stage that runs as one call, so that a CUDA graph can replace it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from planner.sharding.boundaries import BoundaryPlan
 
 
 class RegionCall:
-    """One region of a rank: its own graph, and who runs it. The runtime binds ``run``; unbound, it runs as it stands.
+    """One region of a rank: its own graph, and the function that runs it. The runtime binds ``run``; unbound, the graph
+    runs directly.
 
-    ``module(*inputs, *held)`` gives the outputs as a tuple. ``held``: parameters, buffers and handles, which stay where
-    they are. ``through``: places of the inputs that those who come after it read from it.
+    ``module(*inputs, *held)`` gives the outputs as a tuple. ``held``: parameters, buffers and handles, which are not
+    copied. ``through``: places of the inputs that later readers get as outputs.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""All-gathers and reduce-scatters of contiguous tensors, straight from and to where their parts lie.
+"""All-gathers and reduce-scatters of contiguous tensors, straight from and to the memory of their parts.
 
     cut along the first dim, or behind dims of size 1      one run of memory      one call
     behind dims of b elements                              b runs                 b calls, which NCCL takes as one
 
-A run of the whole holds the ranks' runs behind each other, so nothing is copied on either side.
+A run of the full tensor holds the ranks' runs behind each other, so nothing is copied on either side.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def scatter_runs(out: Tensor, whole: Tensor, num_runs: int, *, group: Any, async
 
 
 def _each_run(call: Any, to: Tensor, given: Tensor, num_runs: int, group: Any, async_op: bool) -> list[Any]:
-    """What is to be waited for."""
+    """Call the collective for each run; returns the works to wait for."""
     pairs = list(zip(to.view(num_runs, -1).unbind(0), given.view(num_runs, -1).unbind(0), strict=True))
     if num_runs == 1:
         return [call(*pairs[0], group=group, async_op=async_op)]
@@ -51,7 +51,7 @@ def _each_run(call: Any, to: Tensor, given: Tensor, num_runs: int, group: Any, a
 
 
 def _as_one(group: Any, x: Tensor, async_op: bool) -> AbstractContextManager[Any]:
-    """One launch for all calls inside, where the backend of ``x``'s device has such (NCCL)."""
+    """One launch for all calls inside, if the backend of ``x``'s device supports it (NCCL)."""
     group = group if group is not None else dist.group.WORLD
     if not x.is_cuda or not group._get_backend(x.device).supports_coalescing:
         return nullcontext()

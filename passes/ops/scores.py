@@ -16,7 +16,7 @@ from passes.ops.collectives import all_reduce, part
 from planner.placement.types import Placement
 
 Tensor = torch.Tensor
-LOG_PROBABILITY, IS_TOP, COUNT = range(3)  # rows of what ``scores_of_targets`` returns
+LOG_PROBABILITY, IS_TOP, COUNT = range(3)  # rows of the result of ``scores_of_targets``
 
 
 def own_places(labels: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def own_places(labels: Tensor) -> Tensor:
 
 
 def part_of_places(places: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """This rank's part; padding stands for no label."""
+    """This rank's part; padding belongs to no label."""
     return part(places, cut, axis.size, axis.rank, -1)
 
 
@@ -42,8 +42,9 @@ def scores_of_targets(
 ) -> Tensor:
     """[3, *labels] (float64) at the label that each target is: log P, whether it is the top, how often it was scored.
 
-    logits [.., v/tp, ..] of this rank, or whole where there is no ``axis``; target, places [..] or with a class dim of
-    one. Zeros where a label is no target, or ignored; all zeros unless ``is_counted_here``, as other ranks add theirs.
+    logits [.., v/tp, ..] of this rank, or complete without an ``axis``; target, places [..] or with a class dim of
+    one. Zeros for a label that is no target, or ignored; all zeros unless ``is_counted_here``, as other ranks add
+    theirs.
     """
     rows = logits.movedim(class_dim, -1)
     rows = rows.reshape(-1, rows.shape[-1])

@@ -1,9 +1,9 @@
-"""Slots on their way to experts and back: as many from every rank, whatever the routing, so the host waits for nothing.
+"""Slots on their way to experts and back: equally many from every rank for any routing, so the host waits for nothing.
 
     all slots [E, C, h] → this tp rank's share [E, c, h] → ep: all-to-all [E / ep, ep · c, h] → etp: all-gather
 
-and back: reduce-scatter, all-to-all, the share at its place. c = ceil(C / tp): where tp does not divide C, the last
-slot is sent again to fill up, and what becomes of it is left away, so its gradient is zero.
+and back: reduce-scatter, all-to-all, the share at its place. c = ceil(C / tp): if tp does not divide C, copies of the
+last slot fill up, and their results are dropped, so their gradient is zero.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def send_slots(
     load: ExpertLoad,
     layer: int,
 ) -> Tensor:
-    """``experts``, ``slots``: dims of x, whole on all ranks of tp → the slots of all ranks for this rank's experts.
+    """``experts``, ``slots``: dims of x, replicated on all ranks of tp → the slots of all ranks for this rank's
+    experts.
 
-    ``counts`` [groups, E], told once a ``layer``: how many tokens of each group that has slots chose each expert.
+    ``counts`` [groups, E], given once a ``layer``: the number of tokens of each group with slots that chose each
+    expert.
     """
     if counts is not None and not counts.is_meta:
         load.note(layer, counts)
@@ -44,7 +46,7 @@ def send_slots(
 def return_slots(
     x: Tensor, experts: int, slots: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, size: int
 ) -> Tensor:
-    """What became of them; of ``size`` slots those that this rank sent, zeros at the others' places."""
+    """The results of the slots; of ``size`` slots those that this rank sent, zeros at the others' places."""
     own = scatter(x, etp, V(slots, x.shape[slots])) if etp.size > 1 else x
     return placed(_trade(own, ep, slots, experts), slots, tp, size)
 
@@ -55,7 +57,7 @@ def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
 
 
 def share_of(x: Tensor, dim: int, tp: AxisHandle) -> Tensor:
-    """What this tp rank sends of slots that all of them have."""
+    """This tp rank's share of slots that all tp ranks have."""
     size = x.shape[dim]
     each = -(-size // tp.size)
     start = min(tp.rank * each, size)
@@ -82,7 +84,7 @@ def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
 
 
 def _trade(x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
-    """Each rank sends every rank its part of one dim; what comes lies behind each other in another."""
+    """Each rank sends every rank its part of one dim; the received parts are concatenated along another."""
     return _Trade.apply(x, axis, split, joined) if axis.size > 1 else x
 
 

@@ -1,9 +1,9 @@
-"""Softmax and its kin over a dim that is cut: what a loss of one's own does to logits, without gathering them.
+"""Softmax and its kin over a sharded dim: a user's own loss on logits, without gathering them.
 
 logsumexp     top + log Σ exp(x − top): ranks exchange the maximum, then the sum; type V → I
 log_softmax   x − f(logsumexp x): the gradient of the subtrahend is summed over ranks; type V → V
 softmax       exp of that
-gather        each rank gives what it holds of the picked elements and zeros; the sum over ranks is the pick: V → P
+gather        each rank gives its own picked elements and zeros; the sum over ranks is the pick: V → P
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def cut_logsumexp(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle, size: int) -> Tensor:
-    """x of this rank, cut on the one dim in ``dims``, of ``size`` true elements (what lies beyond is padding)."""
+    """x of this rank, sharded on the one dim in ``dims``, of ``size`` true elements (the rest is padding)."""
     result = _LogSumExp.apply(x, dims[0] % x.dim(), axis, size)
     return result if keepdim else result.squeeze(dims[0])
 

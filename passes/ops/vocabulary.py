@@ -67,9 +67,9 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """logits [n, v/tp] of this rank, target [n] global ids: the loss of ``torch.nn.functional.cross_entropy``.
 
-    ``weight`` [v] of each class is whole on every rank. ``axis``: None where this rank has all classes.
+    ``weight`` [v] of each class is replicated on every rank. ``axis``: None if this rank has all classes.
     ``vocabulary`` is the number of true classes: columns beyond it are padding. reduction: 0 none, 1 mean, 2 sum.
-    ``in_place``: the logits, in float32 or more, may be overwritten: nobody reads them again.
+    ``in_place``: the logits, in float32 or more, may be overwritten: they are not read again.
     Raises RuntimeError for a target that is no class. Of half precision, losses are summed in float32.
     """
     known = (target == ignore_index) | ((target >= 0) & (target < vocabulary))
@@ -100,7 +100,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         columns = logits.shape[1]
         start = 0 if axis is None else axis.rank * columns
         true_columns = max(0, min(columns, vocabulary - start))
-        # the one float32 copy of the logits, or they themselves; what it becomes, step by step, is in place
+        # the one float32 copy of the logits, or the logits themselves; all steps run in place
         parts = logits.detach() if in_place else logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
         z = logits.detach()[:, :true_columns]
         top = widened(z.amax(1) if true_columns else torch.full_like(logits[:, 0], -torch.inf))
@@ -137,7 +137,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         gradient, total, mine, local, valid = ctx.saved_tensors
         dtype, vocabulary, true_columns, smoothing = ctx.facts
         of_target, of_all, of_column = ctx.weights
-        # where, and no product: with every label ignored a mean has the gradient 1/0, and an ignored row still has none
+        # torch.where instead of a product: with every label ignored a mean has the gradient 1/0, and an ignored row
+        # still has none
         pulled = torch.where(valid, grads[0].to(gradient.dtype), 0.0)
         of_row = (1 - smoothing) * of_target + smoothing / vocabulary * of_all
         gradient.mul_((pulled * of_row / total).unsqueeze(1))  # in place: a stage's backward runs once
@@ -149,5 +150,5 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def _over_ranks(x: Tensor, axis: AxisHandle | None, op: Any = None) -> Tensor:
-    """The sum (or ``op``) of what all ranks have; x is used up."""
+    """The sum (or ``op``) over all ranks; x is overwritten."""
     return x if axis is None else all_reduce(x, axis, "forward", op, owned=True)

@@ -1,11 +1,11 @@
-"""Gradients of weights as pieces of work of their own: done where they arise, or put aside until a W of the schedule.
+"""Weight gradients as work of their own: done at once in the backward, or deferred until a W of the schedule.
 
     B of (chunk, microbatch)    products give the gradients of their inputs; each keeps x and g
     W of (chunk, microbatch)    gW += gᵀ x,  gb += Σ g, product by product, in the order in which they were kept
 
-So a stage can send the gradient of its input before it has those of its weights (Qi et al. 2023, section 2). What comes
-out is added where the runtime sums the gradients of that parameter; a handle that is bound to no such places leaves
-them to autograd, as ever.
+So a stage can send the gradient of its input before it has those of its weights (Qi et al. 2023, section 2). The
+results are added to the runtime's gradient buffer of the parameter; a handle without bound places leaves them to
+autograd.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, int]  # (chunk, microbatch)
-Work = Callable[[Any], None]  # takes what its ``begin`` gave to end
+Work = Callable[[Any], None]  # takes the result of its ``begin``
 Begin = Callable[[], Callable[[], Any]]
 
 
 class Place(Protocol):
-    """Where the gradient of one parameter is summed over products and microbatches."""
+    """The place at which the gradient of one parameter is summed over products and microbatches."""
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right, of the parameter's shape; it ends one contribution."""
@@ -48,17 +48,17 @@ class Place(Protocol):
 
 
 class Places(Protocol):
-    """Who sums the gradients of parameters."""
+    """The owner of the gradient sums of parameters."""
 
     def place_of(self, parameter: Tensor) -> Place | None:
-        """None for a tensor whose gradient is autograd's."""
+        """None for a tensor with a gradient that autograd computes."""
         ...
 
 
 class WeightGradients:
-    """One rank's weight gradients as its graphs see them; the runtime binds the places where they are summed.
+    """One rank's weight gradients as its graphs see them; the runtime binds the places of their sums.
 
-    Owns: the work that was put aside and not run.
+    Owns: the deferred work that has not run.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class WeightGradients:
         return self._places is not None
 
     def place_of(self, parameter: Tensor) -> Place | None:
-        """Where the gradient of ``parameter`` belongs; None: it goes to autograd."""
+        """The place of the gradient of ``parameter``; None: it goes to autograd."""
         return None if self._places is None else self._places.place_of(parameter)
 
     def as_bound_now(self) -> WeightGradients:
@@ -96,7 +96,7 @@ class WeightGradients:
 
     @contextmanager
     def put_aside(self, key: Key | None) -> Iterator[None]:
-        """Around the backward of ``key``: what weights need is kept for ``run(key)``. None: it is done at once."""
+        """Around the backward of ``key``: defers the work for weights to ``run(key)``. None: it is done at once."""
         assert key not in self._kept, f"the work of (chunk, microbatch) {key} was deferred and has not run"
         if key is not None:
             self._aside = self._kept[key] = deque()
@@ -119,7 +119,7 @@ class WeightGradients:
 
     @torch.no_grad()
     def run(self, key: Key) -> None:
-        """Do what the backward of ``key`` put aside, in its order, and let go of it. It runs once."""
+        """Run the work that the backward of ``key`` deferred, in its order, and free it. It runs once."""
         assert key in self._kept, f"no backward has deferred work for (chunk, microbatch) {key}, or it has run"
         kept = self._kept.pop(key)
         ending = _begun(kept)
@@ -130,12 +130,12 @@ class WeightGradients:
             work(given)
 
     def forget(self) -> None:
-        """A step has failed: nothing of it will run."""
+        """A step has failed: drop its deferred work."""
         self._aside, self._kept = None, {}
 
     @contextmanager
     def by_autograd(self) -> Iterator[None]:
-        """Forwards of meanwhile leave their weights to autograd: for who looks at its gradients."""
+        """Inside, forwards leave their weights to autograd, for callers that read its gradients."""
         places, self._places = self._places, None
         try:
             yield
@@ -144,12 +144,12 @@ class WeightGradients:
 
 
 class AtOnce:
-    """The handle of products in a captured region, or that read its memory: nothing of them waits for a W.
+    """The handle of products in a captured region, or that read its memory: none of their work waits for a W.
 
-    A graph replays what was captured, and its memory serves the next microbatch after the backward.
+    A graph replays its capture, and its memory serves the next microbatch after the backward.
 
-    While the region is captured its leaves are others than the parameters: whoever captures it says where their
-    gradients are added.
+    While the region is captured, its leaves are not the parameters themselves: the capturing code gives the places of
+    their gradients.
     """
 
     waits = False

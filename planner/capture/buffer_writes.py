@@ -1,4 +1,4 @@
-"""A forward that writes into its buffers: told where nothing of it reaches the loss, refused where it would.
+"""A forward that writes into its buffers: reported if no write reaches the loss, refused if one would.
 
 running_mean, num_batches_tracked     written for later evaluation: the plan does not carry it out, and says so
 codebook.mul_(d).add_(…); x @ codebook      read again by the next step: a plan would train with the first values
@@ -21,12 +21,12 @@ FIX = "update it outside the forward, or pass changing values as an input"
 def notes_of_writes(
     graph: fx.Graph, written: Mapping[str, str], names: Mapping[str, str], fixed: set[str], outputs: list[str]
 ) -> Iterator[str]:
-    """A note for each write of what is not the same at each step.
+    """A note for each write of a value that changes from step to step.
 
-    Raises PlanError where the loss reads what this call and later ones write.
+    Raises PlanError if the loss reads a buffer that this call and later ones write.
 
     ``written``: placeholder → the node of its last value; ``names``: placeholder → dotted name; ``fixed``: placeholders
-    that are the same at each step, if nothing writes them; ``outputs``: what the forward returns.
+    that are the same at each step, if nothing writes them; ``outputs``: the results of the forward.
     """
     nodes = {node.name: node for node in graph.nodes}
     reaching = ancestors([nodes[name] for name in outputs])

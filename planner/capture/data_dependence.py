@@ -1,4 +1,5 @@
-"""Refuse what depends on the values of tensors: a plan holds for every batch, so shapes and paths must be known now.
+"""Refuse code that depends on the values of tensors: a plan holds for every batch, so shapes and paths must be known
+now.
 
 ``x.item()`` of a tensor is carried as the tensor itself, so a loss may divide by it; everything that computes with the
 number in Python, or cuts by it, is refused with the user's line.
@@ -25,19 +26,19 @@ NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values 
 
 
 def depends_on_data(error: PlanError) -> bool:
-    """Whether a refusal is of a branch, a shape or a number that only the values of tensors tell."""
+    """Whether a refusal is of a branch, a shape or a number that depends on the values of tensors."""
     return error.fix == FIX or "data-dependent" in error.what or "read from a tensor" in error.what
 
 
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
-    """Raise PlanError at the first tensor whose size is known only at run time (as of x[mask])."""
+    """Raise PlanError at the first tensor with a size that is known only at run time (as of x[mask])."""
     for node in _calls(module):
         if any(not isinstance(size, int) for value in _tensors(node.meta.get("val")) for size in value.shape):
             raise shape_of_data(node)
 
 
 def shape_of_data(node: fx.Node) -> PlanError:
-    """The refusal of a call that makes a shape which only data tells."""
+    """The refusal of a call with a shape that depends on data."""
     return PlanError(
         f"the model cannot be captured: the output shape of {_name(node)} depends on data",
         where=where_of(node),
@@ -46,7 +47,7 @@ def shape_of_data(node: fx.Node) -> PlanError:
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
-    """Raise PlanError where Python computes with a number that was read out of a tensor."""
+    """Raise PlanError if Python computes with a number that was read out of a tensor."""
     for node in _calls(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise PlanError(

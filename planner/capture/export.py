@@ -1,8 +1,8 @@
 """Capture: an unmodified nn.Module becomes one flat ATen graph at microbatch shape, by torch.export.
 
-What is exported is the caller's module itself, never a copy: its parameters and buffers are exchanged for fake ones
-(shapes without memory, capture.model.exchange) while its forward is traced, and put back. So capture costs no memory
-whatever the size of the model, and what only the original knows (closures, patched forwards, hooks) is captured too.
+Exports the caller's module itself, never a copy: its parameters and buffers are exchanged for fake ones (shapes without
+memory, capture.model.exchange) while its forward is traced, and restored. So capture costs no memory for a model of any
+size, and closures, patched forwards and hooks of the original are captured too.
 
 Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters, buffers, constants and batch tensors as
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
@@ -84,11 +84,11 @@ def capture(
 ) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
-    ``has_rule``: of which ops it is known how to cut them; others are written out where that helps. ``dtype`` casts
-    floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: of a model that was captured at
-    another batch size before, whose Python side was settled then: exported once, for its graph alone.
+    ``has_rule``: whether an op has a rule; others are written out if that helps. ``dtype`` casts
+    floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: for a model that was captured at
+    another batch size before, when its Python side was checked: exported once, for its graph alone.
 
-    Raises PlanError where the model cannot be traced or would not train as traced, naming the user's line, and where no
+    Raises PlanError if the model cannot be traced or would not train as traced, naming the user's line, and if no
     output is a loss.
     """
     refuse_gradient_hooks(model)
@@ -140,7 +140,7 @@ def _captured(
         exported, written = _functional(exported, held)
         others = [(asked, _functional(other, held)[0].graph_module) for asked, other in traced.others]
         refuse_other_constants(exported, [other for _, other in traced.others])
-        skipped = skipped_parameters(exported.graph_module, others[:1])  # of which the first is told that none selects
+        skipped = skipped_parameters(exported.graph_module, others[:1])  # the first assumes that no mask selects
         traced.told.extend(compute_all_rows(exported.graph_module, traced.asked, others))
     program = _program(model, exported, constants, held, loss, traced.notes, written, has_rule)
     program.rewrites.extend(traced.told)
@@ -151,7 +151,7 @@ def _captured(
 
 @dataclass
 class _Traced:
-    """An export, what the user should know, what was rewritten; exports in which other answers were ``asked``."""
+    """An export, notes for the user, the rewrites; and exports with other answers to the questions ``asked``."""
 
     exported: torch.export.ExportedProgram
     notes: list[str]
@@ -185,9 +185,8 @@ def _attempted(
     assumed: Assumptions,
     is_known: bool,
 ) -> _Traced:
-    """The export; made twice where the forward left behind what a next one may read, or asked what only data tells.
-
-    Where the model ``is_known``, made once.
+    """The export; made twice if the forward left state that a next one may read, or asked a question that only data
+    answers. If the model ``is_known``, made once.
     """
     sites = CallSites(model)
     watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(sites, assumed)
@@ -232,7 +231,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def _constant(value: Any, exchange: Exchange) -> Any:
-    """The value of a lifted constant; one of the model's that stands on meta has none."""
+    """The value of a lifted constant; one of the model's on meta has none."""
     owner = exchange.original(value) if isinstance(value, torch.Tensor) else None
     if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -240,7 +239,7 @@ def _constant(value: Any, exchange: Exchange) -> Any:
 
 
 def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
-    """Where the forward reads a lifted constant."""
+    """The line at which the forward reads a lifted constant."""
     for spec in exported.graph_signature.input_specs:
         if spec.target == constant:
             holder = next(n for n in exported.graph.nodes if n.name == spec.arg.name)
@@ -316,7 +315,7 @@ def _export(
 
 
 def _quietly(run: Any) -> Any:
-    """torch.export warns, logs and prints half graphs, transformers advises: no concern of a user who only plans."""
+    """torch.export warns, logs and prints half graphs, transformers gives advice: none of it concerns a plan."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, ("torch", "transformers"))]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)
@@ -336,7 +335,7 @@ def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) 
 
 
 def _is_of_vmap(call: fx.Node) -> bool:
-    """Where torch.vmap begins and ends; between, the export recorded ops on single rows."""
+    """Whether the call begins or ends torch.vmap; in between, the export recorded ops on single rows."""
     return "vmap" in getattr(call.target, "__name__", "")
 
 
@@ -401,7 +400,7 @@ def _merge_tied(program: Program) -> None:
 
 
 def _keep_only_the_loss(program: Program) -> None:
-    """Training reads no other output: what only feeds logits or hidden states for the caller is dropped."""
+    """Training reads no other output: calls that only feed logits or hidden states for the caller are dropped."""
     output = program.graph.graph.output_node()
     name = next(n for n, position in program.outputs.items() if output.args[0][position].name == program.loss)  # pyright: ignore
     output.args = ((program.node(program.loss),),)

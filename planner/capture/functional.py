@@ -1,11 +1,10 @@
-"""Ops that write into their arguments become ops that make new values; readers of what was written read those.
+"""Ops that write into their arguments become ops that make new values; later readers read those.
 
     y = x[:, 0]; y.add_(1); use(x)      →      y' = y + 1;  x' = select_scatter(x, y', 1, 0);  use(x')
 
 Every value is seen as a row of views of one root. A write to a view is carried back into the root by the inverse of
-each view, and whoever reads another view of that root afterwards sees it made anew from the new root. Regions without
-gradients come in line. torch.export can do the same by tracing everything a second time (``run_decompositions``), for
-what is not known here.
+each view, and later reads of another view of that root use the new root. Regions without gradients are inlined. For
+unknown writes, torch.export can do the same by tracing everything a second time (``run_decompositions``).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ VIEWS = {*RESHAPES, *PERMUTES, *SAME, aten.slice.Tensor, aten.select.int, aten.e
 
 
 class UnknownWrite(Exception):
-    """A write that is not known here: the whole graph is left to PyTorch."""
+    """A write of unknown kind: the full graph is left to PyTorch."""
 
 
 def is_write(node: fx.Node) -> bool:
@@ -53,7 +52,7 @@ def is_write(node: fx.Node) -> bool:
 def make_functional(module: fx.GraphModule) -> dict[str, str]:
     """Rewrite ``module`` in place; returns its written placeholders and the nodes of their last values, by name.
 
-    Raises UnknownWrite, with ``module`` as it was, where a write is not known.
+    Raises UnknownWrite, with ``module`` unchanged, if a write is not known.
     """
     module.graph, written = functional_graph(module)
     module.recompile()
@@ -61,7 +60,7 @@ def make_functional(module: fx.GraphModule) -> dict[str, str]:
 
 
 def functional_graph(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, str]]:
-    """What ``make_functional`` gives, in a graph of its own."""
+    """The result of ``make_functional``, in a graph of its own."""
     rewriter = _Rewriter()
     written = rewriter.run(module)
     return rewriter.graph, written
@@ -75,7 +74,7 @@ class _Root:
 
 
 class _View:
-    """A value of the old graph: where it lies and how it is made of its root (the old calls, outermost last)."""
+    """A value of the old graph: its root, and the calls that make it from the root (outermost last)."""
 
     def __init__(self, root: _Root, calls: tuple[fx.Node, ...], node: fx.Node) -> None:
         self.root, self.calls, self.node, self.version = root, calls, node, root.version
@@ -88,7 +87,7 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.views: dict[fx.Node, _View] = {}
         self.plain: dict[fx.Node, Any] = {}
-        self.regions: dict[fx.Node, Any] = {}  # call of a region → what its body returns
+        self.regions: dict[fx.Node, Any] = {}  # call of a region → the results of its body
         self.written: dict[str, _Root] = {}
 
     def run(self, module: fx.GraphModule) -> dict[str, str]:
@@ -109,7 +108,7 @@ class _Rewriter:
                 self._keep(node)
 
     def _region(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """The body of a region without gradients, in line; it sees what it reads through ``detach``."""
+        """The body of a region without gradients, in line, with its inputs through ``detach``."""
         enabled, body, *operands = node.args
         name = node.target.name()  # pyright: ignore
         if name != "wrap_with_set_grad_enabled" or enabled or not isinstance(body, fx.Node):
@@ -146,7 +145,7 @@ class _Rewriter:
         return view.node
 
     def _replay(self, root: fx.Node, calls: tuple[fx.Node, ...]) -> list[fx.Node]:
-        """The root, and what each call makes of the one before."""
+        """The root, and each call's result from the one before."""
         made = [root]
         for call in calls:
             target, args, kwargs = _as_one_call(call)
@@ -176,7 +175,7 @@ class _Rewriter:
             self.written[view.root.value.name] = view.root
 
     def _fitting(self, node: fx.Node, value: fx.Node, old: Tensor) -> fx.Node:
-        """A write keeps the dtype and the shape of what it writes into."""
+        """A write keeps the dtype and the shape of its target."""
         made = value.meta["val"]
         if made.dtype != old.dtype:
             value = self._emit(node, aten.to.dtype, (value, old.dtype), {}, made.to(old.dtype))
@@ -207,7 +206,7 @@ class _Rewriter:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node whose memory ``node`` sees."""
+    """The node that owns the memory of ``node``."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None

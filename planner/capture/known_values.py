@@ -1,11 +1,12 @@
-"""Values that a forward computes from constants alone: of them a branch may ask, for every batch gives the same answer.
+"""Values that a forward computes from constants alone: a branch may depend on them, since every batch gives the same
+answer.
 
     mask = torch.full((t, t), -inf).triu(1)
     if (mask == other_mask).all(): …           known: no batch tensor, parameter or random number is in it
 
-Export knows shapes and no values. But what it has recorded so far is a graph: where a tensor is made of factory calls
-and constants, the calls are run once more on real tensors, with all that was written into them since (``mask[0] = 1``),
-and the answer is that of every forward.
+Export knows shapes and no values. But its record so far is a graph: if a tensor is made of factory calls and constants,
+the calls are run again on real tensors, with all writes into them since (``mask[0] = 1``), and the answer is that of
+every forward.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def node_of(tensor: Tensor, tracer: Any) -> Any:
 
 
 def known_answer(tensor: Tensor, question: str) -> Any:
-    """What a method without arguments (``item``, ``__bool__``, ``tolist``) gives of a tensor that export is tracing.
+    """The result of a method without arguments (``item``, ``__bool__``, ``tolist``) on a tensor that export is tracing.
 
-    None where it depends on anything but constants.
+    None if it depends on anything but constants.
     """
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(tensor, mode.tracer) if mode is not None and isinstance(tensor, FakeTensor) else None
@@ -44,7 +45,7 @@ def known_answer(tensor: Tensor, question: str) -> Any:
 
 
 def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """What ``node`` computes from constants, attributes of ``root``, and ``given`` values; None where it reads more.
+    """The value of ``node`` from constants, attributes of ``root``, and ``given`` values; None if it reads more.
 
     Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """
@@ -58,7 +59,7 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
 
 
 def _with_writes(node: fx.Node) -> Iterator[fx.Node]:
-    """What a value is made of, what sees its memory, and what writes into that."""
+    """The inputs of a value, the views of its memory, and the writes into that."""
     yield from operands(node)
     yield from (user for user in node.users if is_mutable(user.target) or shares_memory(user))
 

@@ -1,4 +1,5 @@
-"""What a forward returns: any structure of tensors becomes one that export knows, its leaves get names, one is a loss.
+"""The results of a forward: any structure of tensors becomes one that export knows, its leaves get names, one is a
+loss.
 
 Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
 {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
@@ -22,7 +23,7 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
 def plain_structure(output: Any) -> Any:
-    """What a forward returns, as tuples, lists and dicts alone. Raises PlanError where no tensor is found in it."""
+    """The results of a forward, as tuples, lists and dicts alone. Raises PlanError if no tensor is found in it."""
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(
@@ -34,7 +35,7 @@ def plain_structure(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Unknown objects, such as a cache, become None: nothing of them is a loss."""
+    """Unknown objects, such as a cache, become None: they contain no loss."""
     if isinstance(value, _PLAIN):
         return value
     if not pytree.tree_is_leaf(value):

@@ -1,10 +1,11 @@
-"""Is the captured forward the one that runs? A small model with weights is run once as it is, and once as captured.
+"""Is the captured forward the one that runs? A small model with weights is run once unchanged, and once as captured.
 
     eager loss        model(**batch), nothing replaced
     captured loss     the canonical graph on the same weights and the same batch
 
 A forward can find out that it is traced in ways that no list knows (planner.capture.python.eager_answers holds those
-known), and then compute something else. Compared is where that is cheap, and the loss is no matter of random numbers.
+known), and then compute something else. The two are compared if that is cheap, and the loss does not depend on random
+numbers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from planner.errors import PlanError, Where
 from planner.graph.program import Program
 
 CHEAP = 10**8  # elements of weights times elements of inputs
-DEAR = 2 * 10**10  # where the capture had to take another path than eager mode would
+DEAR = 2 * 10**10  # if the capture had to take another path than eager mode
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _FIX = "compute the same with and without tracing: do not test for tracing or for classes of tensors"
 
 
 def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> None:
-    """Raise PlanError where the captured loss differs."""
+    """Raise PlanError if the captured loss differs."""
     if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
         return
     for fill in (_ones, _mixed) if program.traced else (_mixed,):
@@ -75,7 +76,7 @@ def _mixed(tensor: Tensor) -> Tensor:
 
 
 def _scalars(run: Callable[[], Any]) -> list[Tensor]:
-    """The numbers among the outputs; none where it fails, as it may on values that no data has."""
+    """The numbers among the outputs; none if it fails, as it may on unusual values."""
     try:
         leaves = pytree.tree_leaves(plain_structure(run()))
     except Exception:

@@ -1,10 +1,11 @@
-"""Do two captures compute the same? By their calls, and where a model keeps what it computed, by values.
+"""Do two captures compute the same? Compares calls, and values if a model keeps results.
 
     first call     freqs = outer(positions, inverse); self.cache[:n] = freqs; use(freqs)
     next call      use(self.cache[:n])                                            other calls, the same numbers
 
-What no batch tensor and no parameter enters is computed, with buffers as the call before left them; the rest is equal
-if the same ops are applied to the same operands, down to those values. Two graphs are equal if what they return is.
+Values without a batch tensor or parameter as input are computed, with buffers as the previous call left them; the rest
+is equal if the same ops are applied to the same operands, down to those values. Two graphs are equal if their results
+are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_ELEMENTS = 1 << 24
 
 
 def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: Mapping[str, Tensor]) -> fx.Node | None:
-    """The call of ``first`` with which ``second`` differs; None where both compute the same.
+    """The call of ``first`` with which ``second`` differs; None if both compute the same.
 
     ``buffers``: by dotted name, their values before the first call, and those of frozen parameters.
     """
@@ -45,7 +46,7 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
 
 
 def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProgram]) -> None:
-    """Raise PlanError where another export of a forward reads another constant: Python computed it."""
+    """Raise PlanError if another export of a forward reads another constant: Python computed it."""
     for other in others:
         reader = _reader_of_another_constant(first, other)
         if reader is not None:
@@ -79,7 +80,7 @@ def _words(node: fx.Node) -> tuple[str, ...]:
 
 
 class _Keys:
-    """For each value of one capture a key, equal where the values are. ``left``: buffers after the call, if known."""
+    """For each value of one capture a key, equal if the values are. ``left``: buffers after the call, if known."""
 
     def __init__(self, exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> None:
         graph, written = functional_graph(exported.graph_module)
@@ -118,7 +119,7 @@ class _Keys:
         return _Key(self.keys[node])
 
     def _value(self, node: fx.Node) -> Any:
-        """What is known of a value: constants, buffers, and what is made of them alone."""
+        """The value, if known: constants, buffers, and values made of them alone."""
         if node.op == "placeholder":
             return self._held.get(node.name)
         if not follows(node) or any(n not in self.values for n in node.all_input_nodes):
@@ -127,13 +128,13 @@ class _Keys:
         too_large = isinstance(expected, Tensor) and expected.numel() > MOST_ELEMENTS
         if too_large:
             return None
-        with suppress(RuntimeError):  # a buffer whose dtype the capture has cast: unknown, and named by how it is made
+        with suppress(RuntimeError):  # a buffer that the capture has cast: unknown, and named by its computation
             return computed(node, self.values.__getitem__)
         return None
 
 
 class _Key(str):
-    """Stands in a call for an operand; its text is the operand's key."""
+    """Replaces an operand in a call; its text is the operand's key."""
 
     def __repr__(self) -> str:
         return f"<{self}>"

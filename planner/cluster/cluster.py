@@ -1,4 +1,4 @@
-"""What a cluster file says of the machines: one kind of device, and links from the inside outwards.
+"""The machines of a cluster file: one kind of device, and links from the inside outwards.
 
     links:
       - {name: NVSwitch, devices: 8, bandwidth: 450.0e9, latency: 3.0e-6}        8 devices in a node
@@ -73,7 +73,7 @@ class Link(Section):
 
 
 def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """Each link joins whole groups of the one before it."""
+    """Each link joins complete groups of the one before it."""
     if not links:
         raise SpecError("is empty", fix="give at least one link, which joins all devices")
     errors = []
@@ -93,7 +93,7 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
 
 
 class Cluster(Section):
-    """The whole file. Frozen; equal clusters compare equal wherever they were read from."""
+    """The full file. Frozen; clusters with equal values are equal, from any file."""
 
     name: Name = required("name of the cluster", "dgx-h100")
     device: Device = required(
@@ -119,7 +119,7 @@ class Cluster(Section):
         return self
 
     def location(self, path: str) -> Where:
-        """Where the key with this dotted path stands, or the nearest key around it: "dgx-h100.yaml:7"."""
+        """The place of the key with this dotted path, or of the nearest key around it: "dgx-h100.yaml:7"."""
         return locate(self._locations, path)
 
     def error(self, path: str, what: str, fix: str = "") -> SpecError:
@@ -127,7 +127,7 @@ class Cluster(Section):
         return SpecError(what, where=self.location(path), fix=fix)
 
     def warnings(self) -> Iterator[SpecError]:
-        """What may be so, and is more often a slip."""
+        """Values that are possible, but more often a mistake."""
         for index, (inner, outer) in enumerate(pairwise(self.links), start=1):
             if outer.bandwidth > inner.bandwidth:
                 what = (

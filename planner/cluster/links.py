@@ -1,7 +1,7 @@
 """Which links a group of ranks uses, and how long a collective over it takes.
 
-A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ stand in one node, n₁ nodes in
-one rack, and so on (n = n₀·n₁·…). B: bytes of the whole tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
+A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ are in one node, n₁ nodes in
+one rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
 it, since all members inside share the work. w: bandwidth · fraction of a device; t: latency of a message.
 
     reduce-scatter, all-gather      Σ_l  (n_l − 1)·t_l + (n_l − 1)/n_l · B_l / w_l                 ring
@@ -60,7 +60,9 @@ class Wire:
 
 
 def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
-    """The levels, from the inside outwards. ``slower``: as devices that share what computes send and copy by it."""
+    """The levels, from the inside outwards. ``slower``: the factor for devices that share their processor, which also
+    sends and copies.
+    """
     return tuple(
         Wire(link.latency * slower, link.bandwidth * link.fraction / slower, link.reduce_scatter)
         for link in cluster.links
@@ -97,7 +99,7 @@ def _group(ranks: RankGenerator, token: str, devices: tuple[int, ...]) -> Group:
 
 
 def _firsts(ranks: RankGenerator, devices: tuple[int, ...]) -> range:
-    """Ranks whose groups show every way to lie in nodes: one, where nodes and axes fit into each other."""
+    """Ranks with groups that cover every position within nodes: one rank, if nodes and axes divide each other."""
     blocks = accumulate(ranks.sizes, mul)
     if all(block % node == 0 or node % block == 0 for block in blocks for node in devices):
         return range(1)
@@ -113,7 +115,7 @@ def level_between(first: int, second: int, cluster: Cluster) -> int:
 
 
 def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
-    """The level over which ``stage`` sends to the next one; None where one rank runs both."""
+    """The level over which ``stage`` sends to the next one; None if one rank runs both."""
     rank, after = mesh.pp_rank_of(stage), mesh.pp_rank_of(stage + 1)
     return None if rank == after else level_between(mesh.rank_of(pp=rank), mesh.rank_of(pp=after), cluster)
 
@@ -122,7 +124,7 @@ def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
 
 
 def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
-    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the whole tensor."""
+    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the full tensor."""
     if group.size == 1:
         return 0.0
     if kind == "all_to_all":

@@ -1,4 +1,4 @@
-"""Numbers of machines, within what machines have: gigabytes given for bytes, or microseconds for seconds, are errors.
+"""Numbers of machines, within plausible limits: gigabytes given for bytes, or microseconds for seconds, are errors.
 
 The limits are wide (a phone, and ten times the largest machine), since they find slips of units and nothing else.
 """

@@ -1,4 +1,4 @@
-"""Read a cluster file: YAML, checked whole, all errors at once and each with its line."""
+"""Read a cluster file: YAML; reports all errors at once, each with a line number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.spec.schema import json_schema
 def read_cluster(path: str) -> Cluster:
     """The cluster of a YAML file: at ``path``, or one that is shipped and has this name.
 
-    Raises SpecError: everything that is wrong with the file, each with its line and a fix.
+    Raises SpecError: all errors of the file, each with a line number and a fix.
     """
     found = cluster_path(path)
     if found is None:

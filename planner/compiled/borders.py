@@ -1,10 +1,10 @@
-"""Where a run of ops that are compiled together ends: the ops that stay as they are, each with its reason.
+"""The ends of a run of ops that are compiled together: the ops that are not compiled, each with its reason.
 
 products             one kernel already, and their backward is ours
 attention, lookups   likewise; a loss that overwrites its logits
-forms of their own   ops in which ranks meet, once they are cut
-random draws         so that masks are what they are without compiling
-experts' domain      the number of rows follows the routing
+forms of their own   ops that communicate once they are sharded
+random draws         so that masks are the same as without compiling
+experts' domain      the number of rows depends on the routing
 complex numbers, sizes that follow values, Python of the user
 """
 
@@ -41,7 +41,7 @@ class Borders:
         self._decisions = decisions
 
     def reason(self, node: fx.Node) -> str:
-        """Why a call is no part of a piece; empty where it is plain."""
+        """Why a call is no part of a piece; empty if it is plain."""
         target: Any = node.target
         if node.target is operator.getitem:
             return self.reason(node.all_input_nodes[0])
@@ -72,5 +72,5 @@ class Borders:
 
 
 def is_worth_telling(reason: str) -> bool:
-    """Whether a user may wonder: not of products and of what ranks exchange, between which pieces stand by design."""
+    """Whether the reason is news to a user: not for products and collectives, which separate pieces by design."""
     return bool(reason) and reason not in _BY_DESIGN

@@ -1,7 +1,7 @@
-"""Where a call of a stage runs. No piece spans two such homes, and none is entered twice on one way.
+"""The home of a call: its region and block. No piece spans two homes, and no path enters one twice.
 
-region   the captured part of a block: its graph holds whole pieces
-block    the recomputed block, and whether its backward runs the call again: a rerun holds whole pieces
+region   the captured part of a block: a piece is inside of its graph or outside
+block    the recomputed block, and whether its backward reruns the call: a piece is rerun entirely or not at all
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OUTSIDE = Home()
 
 
 class Homes:
-    """Of one stage. Owns: captured name → its region, its recomputed block, and what runs again."""
+    """Of one stage. Owns: captured name → its region, its recomputed block, and the calls that its backward reruns."""
 
     def __init__(self, stage: int, regions: Sequence[Region], recomputed: Sequence[Piece]) -> None:
         mine = [region for region in regions if region.stage == stage and not region.refused]
@@ -42,7 +42,7 @@ class Homes:
         self.num_regions = len(mine)
 
     def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
-        """``calls`` in their order. A view runs again where what it is a view of does."""
+        """``calls`` in their order. A view is rerun if its base is."""
         found: dict[fx.Node, Home] = {}
         for node in calls:
             region, block = self._region.get(node.name), self._block.get(node.name)

@@ -1,12 +1,12 @@
 """The pieces of a stage that run as one compiled function: runs of plain ops, as long as they can be.
 
-A call's level is the number of borders (products, collectives, …) on the longest way to it. A way from a piece over a
-border ends on a higher level, so ops of one level can run as one call, behind all that they read. Ops of one level that
+A call's level is the number of borders (products, collectives, …) on the longest path to it. A path from a piece over a
+border ends on a higher level, so ops of one level can run as one call, after all their inputs. Ops of one level that
 read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
 equal. Equal pieces, of all copies of a block and beyond, share one function.
 
-A way into a captured region or a recomputed block, or out of it, is a border too (planner.compiled.homes), and what a
-region reads raises all of it: its graph runs as one, so no piece may stand both before and behind it.
+A path into a captured region or a recomputed block, or out of it, is a border too (planner.compiled.homes), and the
+inputs of a region raise all of it: its graph runs as one, so no piece may be both before and after it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ALONE = f"fewer than {FEWEST_ALONE} ops, and no copies"
 class CompiledPiece:
     """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one.
 
-    ``leaves``: values that it gives, those that nobody reads too where others that share its function need them.
-    ``again``: whether the backward of a recomputed block runs it once more.
+    ``leaves``: its results; unread ones too if another piece with the same function needs them.
+    ``again``: whether the backward of a recomputed block reruns it.
     """
 
     index: int
@@ -52,7 +52,7 @@ class CompiledPiece:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What is compiled. ``eager``: (stage, captured name, reason) of calls that could be asked for and are not."""
+    """The compiled pieces. ``eager``: (stage, captured name, reason) of other calls that are not compiled."""
 
     pieces: tuple[CompiledPiece, ...] = ()
     eager: tuple[tuple[int, str, str], ...] = ()
@@ -61,7 +61,7 @@ class Compiled:
 def decide_compiled(
     asked: bool, decisions: Decisions, shards: Shards, regions: Sequence[Region], recomputed: Sequence[Piece]
 ) -> Compiled:
-    """The pieces of all stages in their order; none where nothing is to be compiled."""
+    """The pieces of all stages in their order; none if nothing is to be compiled."""
     if not asked:
         return Compiled()
     borders = Borders(decisions)
@@ -100,7 +100,7 @@ class _Group:
 
     @property
     def reason(self) -> str:
-        """Why it is not worth compiling; empty where it is."""
+        """Why it is not worth compiling; empty if it is."""
         if self.num_ops < FEWEST_OPS:
             return TOO_FEW
         return ALONE if self.num_ops < FEWEST_ALONE and len(self.runs) == 1 else ""
@@ -161,8 +161,9 @@ class _Cut:
         return {node: level[node] for node in calls if node not in ends and node.name in self.on_gradient}
 
     def _raised(self, calls: Sequence[fx.Node], ends: Collection[fx.Node]) -> dict[fx.Node, int]:
-        """The number of borders on the longest way to each call. All of a region is as high as what the region reads;
-        where it reads what stands behind its first call in the graph, another look finds it."""
+        """The number of borders on the longest way to each call. All of a region is as high as its inputs; a further
+        iteration finds inputs that come after its first call in the graph.
+        """
         level, floor = dict[fx.Node, int](), dict[int, int]()
         for _ in range(self.homes.num_regions + 2):
             before = dict(floor)
@@ -214,7 +215,7 @@ class _Cut:
         return list({id(run): sorted(run) for run in run_of.values()}.values())
 
     def structure(self, nodes: Sequence[fx.Node]) -> Any:
-        """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, who carries a gradient."""
+        """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, gradient flags."""
         number = {node: i for i, node in enumerate(nodes)}
         given: dict[Any, int] = {}
 

@@ -1,4 +1,4 @@
-"""The rows of what is compiled: each piece, or each call that could be asked for and is not, with the reason."""
+"""The rows of compilation: each piece, and each call that is not compiled although it might be, with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from planner.graph.places import Places
 class CompiledRow:
     """``ops`` that run as one call on each rank of ``stage``: as the compiled ``function``, which equal pieces share.
 
-    Where ``reason`` says why not, they run one by one, and ``function`` is -1. ``block``: that of the first of them;
+    With a ``reason`` against compiling, they run one by one, and ``function`` is -1. ``block``: that of the first of
+    them;
     ``where``: its module and the user's line.
     """
 
@@ -35,7 +36,7 @@ class CompiledRow:
 
 
 def rows_of(compiled: Compiled, decisions: Decisions, places: Places) -> tuple[CompiledRow, ...]:
-    """Pieces first, then what runs op by op though it is neither a product nor a collective."""
+    """Pieces first, then calls that run op by op though they are neither products nor collectives."""
     return (*_of_pieces(compiled, decisions, places), *_of_eager(compiled, decisions, places))
 
 

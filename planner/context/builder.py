@@ -1,4 +1,4 @@
-"""New calls of the program of one rank: each stands where the value of the whole program stood that it is made for."""
+"""New calls of the program of one rank: each has the place of the full program's value for which it is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Builder:
         self._keys: dict[fx.Node, tuple[int, int]] = {}
 
     def copy(self, node: fx.Node, args: Any, kwargs: Any, val: Any = None) -> fx.Node:
-        """A node of the whole program over other operands; ``val``: what stands for its value, where that differs."""
+        """A node of the full program over other operands; ``val``: its meta value, if that differs."""
         made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         made.meta = dict(node.meta)
         if val is not None:
@@ -33,7 +33,7 @@ class Builder:
     def call(
         self, like: fx.Node, target: Any, *args: Any, shape: tuple[int, ...], of: fx.Node | None = None
     ) -> fx.Node:
-        """A new call at the place of ``like``; its value is as that of ``of``, the first operand, but for the shape."""
+        """A new call at the place of ``like``; its value is that of ``of``, the first operand, with ``shape``."""
         made = self.graph.call_function(target, args)
         made.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
         first = of or next(a for a in args if isinstance(a, fx.Node))
@@ -42,7 +42,7 @@ class Builder:
         return self._at(made, like)
 
     def places(self, like: fx.Node, size: int) -> fx.Node:
-        """0, 1, … of a whole sequence."""
+        """0, 1, … of a full sequence."""
         made = self.graph.call_function(aten.arange.default, (size,), {"device": torch.device("cpu")})
         made.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
         made.meta |= {"val": torch.empty(size, dtype=torch.int64, device="meta"), "grad": False}
@@ -80,7 +80,7 @@ class Builder:
     # ---- the end
 
     def sorted_graph(self, result: fx.Node) -> fx.Graph:
-        """Placeholders first, all else where the whole program had it; what nobody reads is gone."""
+        """Placeholders first, all else in the full program's order; unread nodes are removed."""
         self.graph.output((result,))
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -93,5 +93,5 @@ class Builder:
 
 
 def resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What stands for a value of that dtype in another shape."""
+    """A meta value of that dtype in another shape."""
     return torch.empty(shape, dtype=value.dtype, device="meta")

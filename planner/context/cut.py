@@ -15,9 +15,10 @@ from planner.graph.program import Program
 
 
 def cut_sequence(program: Program, cp: int) -> Context:
-    """Rewrite ``program`` in place; returns what was cut. Inputs stay whole: ranks take their tokens of them.
+    """Rewrite ``program`` in place; returns the facts of the sharding. Inputs stay full: ranks take their tokens of
+    them.
 
-    Raises PlanError where no input has a sequence, where one does not divide by 2·cp, and for what reads all of it.
+    Raises PlanError if no input has a sequence, if one does not divide by 2·cp, and for ops that read all of it.
     """
     if cp == 1:
         return Context()
@@ -34,7 +35,7 @@ def cut_sequence(program: Program, cp: int) -> Context:
 
 
 def _loss_is(program: Program) -> None:
-    """What the graph returns."""
+    """Set the program's loss to the graph's result."""
     (loss,) = program.graph.graph.output_node().args[0]  # pyright: ignore
     program.loss = loss.name  # pyright: ignore
     program.graph_changed()

@@ -1,4 +1,4 @@
-"""What a cut over cp says of itself: how many ranks, which sequences, what they exchange."""
+"""The facts of a sharding over cp: the number of ranks, the sequences, the exchanges."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call of the program by which ranks of cp meet: its node, and what its forward does.
+    """A collective call of the program over cp: its node, and the kind of its forward.
 
-    Where what it gathers is not kept but gathered again in the backward: ``way``, the calls from it on that only lay it
-    out, and their ``reader``.
+    If the gathered value is not saved but gathered again in the backward: ``way``, the calls after it that only
+    rearrange it, and their ``reader``.
     """
 
     node: str
@@ -29,5 +29,5 @@ class Context:
 
     @property
     def gathered_again(self) -> frozenset[str]:
-        """Names of the gathers whose result is not kept for the backward."""
+        """Names of the gathers with a result that is not saved for the backward."""
         return frozenset(exchange.node for exchange in self.exchanges if exchange.reader)

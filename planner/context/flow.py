@@ -1,10 +1,10 @@
-"""Which dims of what is made of batch inputs alone hold their sequence: ids on their way to an embedding.
+"""The sequence dims of values that are made of batch inputs alone: ids on their way to an embedding.
 
     ids [b, t] → 1      pad, shifted, masked ids → 1      ids.view(b·t) → 0      x [b, t, f] of floats → 1
 
 Weights may enter before float work over tokens begins: frozen embeddings of ids, with trained positions added, are a
-sequence still. What a rule cannot follow (a shift along the sequence) keeps its dims while there are as many: ids that
-were shifted are a sequence still. Positions, which no input enters, have none: they follow whoever reads them.
+sequence still. A value that a rule cannot follow (a shift along the sequence) keeps its sequence dims if it has as many
+dims: shifted ids are a sequence still. Positions, which no input enters, have none: they follow their readers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A loss over all but the first or last tokens becomes one over all, of which those left out do not count.
+"""A loss over all but the first or last tokens becomes one over all tokens, in which the others do not count.
 
     x[:, :-1] ... cross_entropy(x, labels[:, 1:])   →   x ... cross_entropy(x, [labels[:, 1:], ignored])
     x[:, :-1] ... sum(x · mask[:, 1:])              →   x ... sum(where(kept, x · [mask[:, 1:], 0], 0))
 
-A cut sequence keeps its length so: rows of tokens that are left out are computed like the others, and end in the
-reduction. What follows the slice must work row by row until there; otherwise the slice stays, and is refused later.
+So a sharded sequence keeps its length: rows of tokens that are left out are computed like the others, and end in the
+reduction. The ops from the slice to there must work row by row; otherwise the slice stays, and is refused later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _drops_few(node: fx.Node, cp: int) -> bool:
 
 
 def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
-    """What follows, row by row, each with its typing if rows were cut; None where something does not."""
+    """The ops after ``start``, each with its typing if rows were sharded; None if one does not work row by row."""
     dim: Any = start.args[1]
     cuts = {start: V(dim, shape_of(start)[dim])}
     steps: dict[fx.Node, Option] = {}
@@ -119,7 +119,7 @@ class _Longer:
         return [len(cut.segments) * self.size if d == cut.dim else n for d, n in enumerate(shape)]
 
     def _padded(self, build: Builder, value: fx.Node, cut: Placement, filling: float) -> fx.Node:
-        """What stands beside the rows, with something beside those that are left out."""
+        """An operand beside the rows, padded for the rows that were left out."""
         shape, count, dim = shape_of(value), len(cut.segments), cut.dim
         apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
         rows = build.call(aten.reshape.default, value, apart) if count > 1 else value
@@ -169,7 +169,7 @@ class _Longer:
 
 
 def _filling(reader: fx.Node, value: fx.Node) -> float:
-    """What nobody counts: an ignored label; a number that one may divide by."""
+    """A neutral filling: an ignored label; 1 for a divisor; else 0."""
     if reader.target in ROW_LOSSES:
         return float(named(reader)["ignore_index"])
     return 1.0 if reader.target is aten.div.Tensor and value is reader.args[1] else 0.0

@@ -1,4 +1,4 @@
-"""The arguments of an op that computes a rank's part, over cp or tp: sizes and bounds are those of what it holds.
+"""The arguments of an op that computes a rank's part, over cp or tp: sizes and bounds are those of its part.
 
 reshape, expand, full   sizes of the local result
 split, slice            bounds in the local row of segments
@@ -20,7 +20,7 @@ from planner.placement.types import Placement
 
 
 def local_arguments(node: fx.Node, option: Option, cp: int) -> list[Any]:
-    """Those of ``node``, of the whole program, as one rank gives them."""
+    """The arguments of ``node``, of the full program, for one rank."""
     change = CHANGES.get(option.form)
     return change(node, option, cp) if change else list(node.args)
 

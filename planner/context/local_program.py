@@ -1,4 +1,4 @@
-"""The program of one rank of cp, written from the types of the whole one.
+"""The program of one rank of cp, written from the types of the full one.
 
     cut(x)        x of this rank: computed of parts; of a whole x taken as early as can be, from what it is made of
     whole(x)      x of all ranks: a cut one is gathered, partial sums are summed
@@ -33,7 +33,7 @@ COUNTED = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 
 
 class LocalProgram:
-    """Owns what was written so far of each value, in each type that it was asked for."""
+    """Owns the written nodes of each value, in each type that a reader wants."""
 
     def __init__(self, source: fx.Graph, types: Types) -> None:
         self.types, self.cp, self.builder = types, types.cp, Builder(source, types.cp)
@@ -69,7 +69,7 @@ class LocalProgram:
         return self.builder.take(node, self.made(node, R), wanted)
 
     def _early(self, node: fx.Node, wanted: Placement) -> Option | None:
-        """How a cut of a whole value follows from cuts of its operands; None where it is computed whole and taken."""
+        """How a cut of a full value follows from cuts of its operands; None if it is computed in full and sliced."""
         if node.op != "call_function" or is_random(node):
             return None
         site = Site(node, 2 * self.cp, {node.name: {wanted}})
@@ -101,7 +101,7 @@ class LocalProgram:
     # ---- an op
 
     def _computed(self, node: fx.Node, option: Option) -> fx.Node:
-        """The op on what its operands are in the types of ``option``."""
+        """The op on its operands in the types of ``option``."""
         wanted = dict(zip(node.all_input_nodes, option.args, strict=True))
         if node.target in COUNTED and option.out == P and named(node)["reduction"] == MEAN:
             return self._mean_over_rows(node, option, wanted)
@@ -141,7 +141,7 @@ class LocalProgram:
         return build.call(node, aten.sum.dim_IntList, token, [dim], True, shape=shape_of(node))
 
     def _by_hand(self, node: fx.Node, option: Option, wanted: dict[fx.Node, Placement]) -> fx.Node:
-        """softmax(q kᵀ · scale + bias) v: products that can let go of what they gather."""
+        """softmax(q kᵀ · scale + bias) v: products that need not save gathered operands."""
         given, build = named(node), self.builder
         operands = (given[name] for name in ("query", "key", "value", "attn_mask"))
         q, k, v, bias = (self.made(n, wanted[n]) for n in operands)
@@ -156,7 +156,7 @@ class LocalProgram:
         return build.call(node, aten.matmul.default, shares, v, shape=option.out.local_shape(shape_of(node), self.cp))
 
     def _triangle(self, node: fx.Node, option: Option) -> fx.Node:
-        """Which elements stay is told by the places of rows and columns, of which one is this rank's."""
+        """The places of rows and columns decide which elements stay; one of the two is this rank's."""
         x, cut, build, like = node.all_input_nodes[0], option.out, self.builder, node
         part = self.made(x, cut)
         rows, columns = (
@@ -170,7 +170,7 @@ class LocalProgram:
         return build.call(like, aten.where.ScalarOther, stays, part, nothing, shape=shape_of(part), of=part)
 
     def _places_along(self, node: fx.Node, dim: int, cut: Placement) -> fx.Node:
-        """[s, 1] for rows, [1, s] for columns: places in the whole sequence of what a rank has of it."""
+        """[s, 1] for rows, [1, s] for columns: places in the full sequence of a rank's part."""
         found = self.builder.places(node, shape_of(node)[dim])
         if dim == cut.dim:
             found = self.builder.take(node, found, cut.moved(0))
@@ -198,7 +198,7 @@ class LocalProgram:
         return self.builder.call(node, aten.reshape.default, x, list(shape), shape=shape)
 
     def _mean_over_rows(self, node: fx.Node, option: Option, wanted: dict[fx.Node, Placement]) -> fx.Node:
-        """A rank's sum, over the number of all rows that count: as many as the whole target says."""
+        """A rank's sum, over the number of all rows that count: as many as the full target has."""
         given = named(node)
         names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
         args, kwargs = self._operands(node, wanted.__getitem__, [{**given, "reduction": SUM}[n] for n in names])
@@ -218,7 +218,7 @@ class LocalProgram:
 
 
 def _has_trained_bias(node: fx.Node) -> bool:
-    """Attention of as many key heads, without dropout, whose bias has a gradient: its scores are kept in any case."""
+    """Attention with equally many key heads, no dropout, and a bias with a gradient: its scores are saved anyway."""
     if node.target is not aten.scaled_dot_product_attention.default or is_random(node) or len(node.args) < 4:
         return False
     bias, shapes = node.args[3], [shape_of(n) for n in node.args[:3] if isinstance(n, fx.Node)]
@@ -227,7 +227,7 @@ def _has_trained_bias(node: fx.Node) -> bool:
 
 
 def local_value(node: fx.Node, option: Option, cp: int) -> Any:
-    """What stands for the value of a rank; of a tuple of values each along the dim that is cut."""
+    """The meta value of a rank's part; for a tuple, of each value along the sharded dim."""
     value, cut = node.meta["val"], option.out
     if isinstance(value, torch.Tensor):
         return resized(value, cut.local_shape(tuple(value.shape), cp)) if cut.is_sharded else None

@@ -2,7 +2,7 @@
 
     attention(q, gather_sequence(k), gather_sequence(v), mask)   →   gathered_attention(q, k, v, mask)
 
-Gathered and kept, keys and values of the whole sequence would be as large on each rank whatever cp is. Key heads that
+Gathered and kept, keys and values of the full sequence would be as large on each rank whatever cp is. Key heads that
 were repeated for the heads that read them (reshape, expand, reshape) are not: each is read by its group of heads.
 """
 
@@ -23,10 +23,10 @@ SEQUENCE = 2  # the dim of tokens in q, k, v [b, h, s, d]
 
 
 def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
-    """In place, with what then stands for the exchanges: of each attention, without dropout, that alone reads what was
-    gathered for it, and whose mask needs no gradient.
+    """Rewrites in place and returns the new exchanges: for each attention without dropout that is the only reader of
+    its gathered keys and values, and has a mask without gradient.
 
-    Where ``tp`` ranks share key heads, all of them are gathered before each takes its own, so that stays.
+    If ``tp`` ranks share key heads, all of them are gathered before each takes its own, so that case is unchanged.
     """
     if context.cp == 1:
         return context
@@ -47,7 +47,7 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """``way``: from the gather to what attention reads, each read by the next. ``heads``: key heads of their own."""
+    """``way``: from the gather to attention's operand, each read by the next. ``heads``: key heads of their own."""
 
     way: tuple[fx.Node, ...]
     heads: int
@@ -77,7 +77,7 @@ def _gathered(value: Any) -> _Gathered | None:
 
 
 def _is_for(attention: fx.Node, found: _Gathered, tp: int) -> bool:
-    """Whether nobody but ``attention`` reads it, in one place, and no two ranks of tp need the same key head."""
+    """Whether only ``attention`` reads it, as one operand, and no two ranks of tp need the same key head."""
     places = [n is found.way[-1] for n in attention.args]
     return sum(places) == 1 and all(len(n.users) == 1 for n in found.way) and found.heads % tp == 0
 

@@ -1,4 +1,4 @@
-"""Values of which ranks of cp hold different tokens: random numbers are drawn for them by each rank for itself."""
+"""Values with different tokens on the ranks of cp: random numbers are drawn for them by each rank for itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHOLE_AGAIN = (gather_sequence, sum_over_ranks)
 
 
 def names_of_own_tokens(program: Program) -> frozenset[str]:
-    """What is made of ``local_rows``, up to where ranks meet; all else is the same on every rank of cp."""
+    """The values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp."""
     found: set[fx.Node] = set()
     for node in program.graph.graph.nodes:
         is_made_of_them = node.target not in WHOLE_AGAIN and any(n in found for n in node.all_input_nodes)

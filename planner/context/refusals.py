@@ -1,4 +1,4 @@
-"""What a cut of the sequence cannot do, told by the op and its line."""
+"""The errors of sharding the sequence, with the op and its line."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The types that an op admits over cp: those of the rule table, and what only a cut of the sequence asks for.
+"""The types that an op admits over cp: those of the rule table, and some that only sequence sharding needs.
 
-    attention       queries and result cut, keys and values whole
-    loss of rows    rows cut: partial sums
-    index by more   a dim of the rows that are read cut, in each index that has it
+    attention       queries and result sharded, keys and values full
+    loss of rows    rows sharded: partial sums
+    index by more   a dim of the rows that are read sharded, in each index that has it
     full            of fewer
-    tril, triu      rows or columns cut
+    tril, triu      rows or columns sharded
     one token       the sum over ranks of it and zeros: partial sums
     over_data       partial sums: the ranks of cp are among those over which it sums
 
-A sequence is cut in 2·cp chunks, of which a rank holds two: what a rule says of so many ranks holds for them, whichever
-two they are, as no op that a rule lets be cut along a dim asks in which order its elements stand.
+A sequence is split into 2·cp chunks, and a rank holds two: a rule for 2·cp ranks holds for any two chunks, as no op
+that a rule shards along a dim depends on the order of its elements.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def attention(site: Site) -> Iterator[Option]:
         return
     for cut in sorted({c for n in (None, q) for c in site.candidates(n) if c.dim == dim}):
         if is_causal and len(cut.segments) > 1:
-            continue  # several sequences behind each other, of which the later see the earlier ones
+            continue  # several sequences behind each other; the later ones attend to the earlier ones
         masks = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs if n not in (q, k, v)}
         yield site.option(cut, masks | {q: cut}, Form.PARTS, attends=True)
 
 
 def triangle(site: Site) -> Iterator[Option]:
-    """tril(x), triu(x): rows or columns cut, whose places a rank knows."""
+    """tril(x), triu(x): rows or columns sharded, with places that a rank knows."""
     (x,) = site.inputs
     first = len(site.shape()) - 2
     for cut in sorted({c for n in (None, x) for c in site.candidates(n) if c.dim >= first and len(c.segments) == 1}):
@@ -111,7 +111,7 @@ def loss_of_elements(site: Site) -> Iterator[Option]:
 
 
 def index(site: Site) -> Iterator[Option]:
-    """x[i, j, ..] with several indices of broadcast shapes, that stand beside one another."""
+    """x[i, j, ..] with several indices of broadcast shapes, that are adjacent."""
     arguments: Any = site.node.args
     x, indices = arguments[0], arguments[1]
     places = [d for d, i in enumerate(indices) if i is not None]

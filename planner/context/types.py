@@ -1,11 +1,12 @@
-"""Type every value of a program over cp: cut along its sequence, partial sums, or whole on every rank.
+"""Type every value of a program over cp: sharded along its sequence, partial sums, or replicated on every rank.
 
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
-From the first to the last: tokens are cut where float work begins, at the embedding of ids or the first product of a
-float input; from there on each op takes the typing that moves least. What no cut value enters (positions, masks, tables
-made of weights) stays whole, and is cut later, along the dim that a reader asks for (planner.context.local_program).
-Weights are R, so gradients of all that is whole are partial, and are summed with those of the weights.
+From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
+a float input; from there on each op takes the typing that moves least. Values without a sharded input (positions,
+masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
+(planner.context.local_program). Weights are R, so gradients of all replicated values are partial, and are summed with
+those of the weights.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 
-SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # what tells typings apart that move the same
+SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equally many bytes
 
 
 @dataclass
 class Types:
-    """``natives``: the type of each value that a cut enters, V or P. ``options``: how each of these, and what becomes
-    whole of them, reads its operands. ``lengths``: sizes of the sequences that are cut."""
+    """``natives``: the type of each value with a sharded input, V or P. ``options``: how each of these, and of the
+    replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences.
+    """
 
     cp: int
     natives: dict[fx.Node, Placement] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class Types:
 
 
 def decide_types(program: Program, cp: int) -> Types:
-    """Raises PlanError for a sequence that does not divide by 2·cp, and for what reads it as a whole."""
+    """Raises PlanError for a sequence that does not divide by 2·cp, and for ops that read all of it."""
     types = Types(cp)
     flow = sequence_flow(program)
     needed = set(walk([program.node(program.loss)], operands))
@@ -88,7 +90,9 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
 
 
 def _check_whole(node: fx.Node, types: Types, option: Option) -> None:
-    """What is computed of all tokens on every rank is smaller than they are: a pooled sequence, not a mixed one."""
+    """Check that a value computed from all tokens on every rank is smaller than they are: a pooled sequence, not a
+    mixed one.
+    """
     gathered = [n for n, t in zip(node.all_input_nodes, option.args, strict=True) if types.of(n).is_sharded]
     largest = max((prod(shape_of(n)) for n in gathered), default=0)
     if largest and 2 * prod(shape_of(node)) > largest:
@@ -108,7 +112,7 @@ def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _chosen(node: fx.Node, types: Types) -> Option:
-    """The typing that moves least; of those the first whose result is cut."""
+    """The typing that moves least; of those the first with a sharded result."""
     natives = {n.name: {types.natives[n]} for n in node.all_input_nodes if types.of(n).is_sharded}
     site = Site(node, 2 * types.cp, natives)
     found: list[tuple[float, int, Option]] = []
@@ -129,10 +133,10 @@ def _keeps_a_cut(site: Site, types: Types, option: Option) -> bool:
 
 
 def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> float | None:
-    """Bytes that come to a rank where a value is read in a type; None where it cannot be."""
+    """Bytes that a rank receives if a value is read in a type; None if it cannot be."""
     have = types.of(value)
     if wanted == I and value.meta.get("grad") and reader.meta.get("grad"):
-        return None  # gradients of what is whole are partial
+        return None  # gradients of replicated values are partial
     if wanted.kind in "IR":
         whole = 0.0 if have == R else float(value_bytes(gathered_from(value, types)))
         return whole + (SUM_CALL if have == P else 0.0)
@@ -142,7 +146,7 @@ def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> f
 
 
 def gathered_from(value: fx.Node, types: Types) -> fx.Node:
-    """What is gathered where a cut value is asked for whole: before its heads were repeated."""
+    """The value to gather if a sharded value is read in full: the one before its heads were repeated."""
     node, best = value, value
     while node.target in LAYOUT and types.of(node.all_input_nodes[0]).is_sharded:
         node = node.all_input_nodes[0]

@@ -17,7 +17,7 @@ def chunks(cp: int, rank: int) -> Range:
 
 
 def owner(cp: int, chunk: int) -> tuple[int, int]:
-    """(rank, 0 or 1): who holds a chunk, and as the which of its two."""
+    """(rank, 0 or 1): the holder of a chunk, and whether it is the first or second of its two."""
     return (chunk, 0) if chunk < cp else (2 * cp - 1 - chunk, 1)
 
 
@@ -30,7 +30,7 @@ def rows(size: int, cp: int, rank: int) -> tuple[Range, Range]:
 
 
 def places(size: int, cp: int, rank: int) -> list[int]:
-    """Where in the whole sequence each of a rank's tokens stands, in the order in which the rank holds them."""
+    """The places in the full sequence of a rank's tokens, in the rank's order."""
     return [i for start, end in rows(size, cp, rank) for i in range(start, end)]
 
 

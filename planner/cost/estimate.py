@@ -1,11 +1,12 @@
-"""Seconds and bytes of one layout: what a cut costs, on a cluster.
+"""Seconds and bytes of one layout: the cost of a cut on a cluster.
 
     step    the pipeline's run (planner.cost.seconds.pipeline)
             + what of the gradients' sums is not hidden, the norm, the update, what of the gather is not hidden
     parts   of the rank that works longest: compute, recompute, tp_comm, cp_comm, ep_comm; what messages between stages
             add is pp_comm, and what is left of the pipeline's run its bubble. They sum to step_seconds.
 
-at_least is cheap and never more than the estimate: it takes a perfect pipeline, and what no overlap can hide.
+at_least is cheap and never more than the estimate: it assumes a perfect pipeline, and counts only work that no overlap
+can hide.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def cost_of(
 
 
 def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> StageCosts:
-    """Seconds of one microbatch's forward, backward and, where the schedule has W, gradients of weights on each stage.
+    """Seconds of one microbatch's forward, backward and, if the schedule has W, weight gradients on each stage.
 
     As ``cost_of`` takes them.
     """
@@ -106,7 +107,7 @@ def costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
 
 
 def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
-    """Where processes share cores: how many times as long the pipeline takes as on cores of its own."""
+    """The slowdown of a pipeline with processes that share cores, against one with cores of its own."""
     mesh, at_once = layout.mesh, cluster.device.at_once
     if at_once is None or mesh.world_size <= at_once:
         return 1.0
@@ -137,7 +138,7 @@ def run_of(
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
-    """The same for every mesh whose groups lie alike in the links, over the axes on which its units exchange."""
+    """The same for all meshes with the same links under the axes on which the units communicate."""
     kind, mesh, waits = layout.recompute, layout.mesh, KINDS[layout.schedule].waits
     axes = work.cache.get(("axes", kind))
     if axes is None:
@@ -158,7 +159,7 @@ def _axes(work: CutWork, kind: str) -> tuple[str, ...]:
 
 
 def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing) -> tuple[list[float], list[float]]:
-    """Seconds of what crosses each cut between stages, there and back."""
+    """Seconds of the messages across each stage boundary, forward and backward."""
     mesh, sent, returned = pricing.mesh, list[float](), list[float]()
     for stage, (_, end) in enumerate(ranges[:-1]):
         level = neighbours(mesh, pricing.cluster, stage)
@@ -174,7 +175,7 @@ def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of a layout: its stages, its messages, and what its ranks hold."""
+    """One step of a layout: its stages, its messages, and the memory of its ranks."""
 
     layout: Layout
     spec: Spec
@@ -191,7 +192,7 @@ class _Step:
         overlap, placed_by = self.pricing.cluster.overlap, costs_of(self.stages)
         forward, backward, weights = (list(side) for side in placed_by)
         sent, returned = self.sent, self.returned
-        if messages:  # what does not run beside computing is the sender's own time
+        if messages:  # the part that does not overlap computation is the sender's time
             for index, (there, back) in enumerate(zip(sent, returned, strict=True)):
                 forward[index] += (1 - overlap) * there
                 backward[index + 1] += (1 - overlap) * back
@@ -237,7 +238,7 @@ class _Step:
             self.holds[rank],
             self.pricing,
             zero=self.spec.optimizer.zero,
-            last_backward=first.weights.total or first.backward.total,  # where buckets get their last gradients
+            last_backward=first.weights.total or first.backward.total,  # buckets get their last gradients here
             until_first_forward_ends=start + first.forward.total,
         )
 
@@ -245,8 +246,8 @@ class _Step:
 def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> float:
     """Seconds that no estimate of this layout falls below.
 
-    Of each rank: its work for all microbatches, and one way through the stages before it, there and back; there alone
-    where its gradients of weights may fill the way back.
+    Of each rank: its work for all microbatches, and one pass through the stages before it, forward and backward; only
+    forward if its weight gradients may fill the way back.
     """
     found = _seconds_of(work.at(layout.micro), layout, cluster)
     until, before_it = found.until, found.forward_until if KINDS[layout.schedule].waits else found.until

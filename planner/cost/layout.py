@@ -1,4 +1,4 @@
-"""One layout: what a search varies, and a plan is made for."""
+"""One layout: the choices that a search varies and a plan fixes."""
 
 from __future__ import annotations
 

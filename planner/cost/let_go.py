@@ -1,8 +1,8 @@
-"""What blocks that are computed again let go, as calls and memory of a stage's trace.
+"""The memory that recomputed blocks free, as calls and memory of a stage's trace.
 
-forward     what is let go lives until the end of the block
-between     only what the rerun begins with is held, and what autograd keeps beside it
-backward    before the first call that reads of it, all of the block is there again; it goes with its last reader
+forward     freed values live until the end of the block
+between     only the inputs of the rerun are held, and the tensors that autograd still saves
+backward    before the first call that reads one, its block is recomputed; each value is freed after its last reader
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from planner.saved.trace import Call, StageTrace
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Of one block. ``end``: the number of its last call. ``reads``: of the last call whose backward reads what is let
-    go. ``memory`` that is let go, and ``inside`` of which calls hidden tensors are; ``sources`` are held for the rerun.
+    """The freed memory of one block. ``end``: the number of its last call. ``reads``: of the last call with a backward
+    that reads freed memory. ``memory`` that is freed, and ``inside``: calls with freed hidden tensors; ``sources`` are
+    held for the rerun.
     ``again``: numbers of the calls of the rerun.
     """
 

@@ -4,8 +4,8 @@
     backward    what is kept lives until the backward of its last keeper; a gradient from the first reader's backward on
                 until that of the call that made the value
 
-The order is that of autograd: later calls first. Received values live until the stage's backward is done. Where
-gradients of weights wait for a W, what their products keep and the gradients of their results live beyond it.
+The order is that of autograd: later calls first. Received values live until the stage's backward is done. If weight
+gradients wait for a W, the saved tensors of their products and the gradients of their results live until it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from planner.saved.trace import Call, StageTrace
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one microbatch on a stage: ``kept`` between forward and backward, of which ``logits`` by what follows
-    the last block; at the peak of a ``forward`` and of a ``backward``, in which what is kept is counted too. ``aside``:
-    what a backward leaves for its W. ``received``: of what is kept, what came from the stage before."""
+    """Bytes of one microbatch on a stage: ``kept`` between forward and backward, ``logits`` of them by the calls after
+    the last block; at the peak of a ``forward`` and of a ``backward``, with the kept bytes included. ``aside``: bytes
+    that a backward leaves for its W. ``received``: kept bytes that came from the stage before.
+    """
 
     kept: int
     logits: int
     forward: int
     backward: int
-    sent: int = 0  # of what goes to the next stage, and is not kept
+    sent: int = 0  # of values that go to the next stage, and are not saved
     at_forward: str = ""  # the call at the peak
     at_backward: str = ""
     aside: int = 0
@@ -42,8 +43,9 @@ def stage_memory(
     let_go: Sequence[LetGo] = (),
     later: frozenset[int] = frozenset(),
 ) -> StageMemory:
-    """``after_blocks``: names of calls after the last block. ``let_go``: of blocks that are computed again. ``later``:
-    numbers of the calls whose gradients of weights a W makes."""
+    """``after_blocks``: names of calls after the last block. ``let_go``: of recomputed blocks. ``later``: numbers of
+    the calls with weight gradients that a W computes.
+    """
     held, kept = held_between(trace, let_go)
     forward, at_forward = _most(trace, forward_live(trace, held, let_go))
     ran = _Backward(trace, held, kept, let_go, later)
@@ -56,7 +58,7 @@ def stage_memory(
 
 
 def held_between(trace: StageTrace, let_go: Sequence[LetGo] = ()) -> tuple[set[int], int]:
-    """Memory that is held between forward and backward, and its bytes with those of what is hidden."""
+    """Memory that is held between forward and backward, and its bytes, hidden tensors included."""
     held = set(trace.kept) | set(trace.received.values())
     for block in let_go:
         held = (held - block.memory) | block.sources
@@ -81,7 +83,7 @@ def backward_live(
 
 
 def _kept_by_last(trace: StageTrace, after_blocks: frozenset[str]) -> int:
-    """What is kept of calls after the last block, and of nothing before."""
+    """Bytes saved by calls after the last block, without those saved earlier."""
     last = [call for call in trace.calls if call.name in after_blocks]
     made = {m for call in last for m in call.makes} - {m for call in last for m in call.reads if m in trace.outside}
     earlier = {m for call in trace.calls if call.name not in after_blocks for m in call.makes}
@@ -115,7 +117,7 @@ def forward_live(trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = ()
 
 
 def _rerun(trace: StageTrace, block: LetGo) -> int:
-    """The most bytes that are made and live at once while a block is computed again."""
+    """The most bytes that are made and live at once while a block is recomputed."""
     calls = [trace.calls[at] for at in block.again]
     last_read = {m: at for at, call in enumerate(calls) for m in (*call.reads, *call.makes)}
     alive, made, live, peak = set[int](), {m for call in calls for m in call.makes}, 0, 0
@@ -154,7 +156,7 @@ class _Backward:
         self.gradient_of: dict[int, int] = {}
         self.live = kept
         self.keepers = Counter(m for call in trace.calls for m in call.keeps)
-        self.keepers.update(m for block in let_go for m in block.sources)  # the rerun lets go of them
+        self.keepers.update(m for block in let_go for m in block.sources)  # the rerun frees them
         self.received = set(trace.received.values())
         self.first_reader = {v: at for at, call in reversed(list(enumerate(trace.calls))) for v in call.operands}
 
@@ -166,7 +168,7 @@ class _Backward:
             yield at, max(again, self._call(at, call))
 
     def _start(self) -> None:
-        """Gradients of what is sent come from the next stage; that of the loss is one number."""
+        """Gradients of sent values come from the next stage; that of the loss is one number."""
         sent = set(self.trace.sent.values())
         for value in self.trace.values:
             if value.memory in sent and value.like.requires_grad and value.memory not in self.trace.outside:
@@ -186,7 +188,7 @@ class _Backward:
         most = self.live
         gradients = self._gradients(call)
         overwrites = first is not None and any(g is not None and g.is_kept for g in gradients)
-        if overwrites:  # what it has kept lives on as a gradient
+        if overwrites:  # its saved tensor lives on as a gradient
             self._release(call)
         if first is not None:
             most += call.seen.backward_peak
@@ -209,7 +211,7 @@ class _Backward:
         return sum(self.trace.bytes_of[m] for m in self.kept_aside) + sum(self.sizes[g] for g in self.given_aside)
 
     def _put_aside(self, call: Call, given: Sequence[int | None]) -> None:
-        """It holds what it keeps, and the gradients of its results, beyond this backward."""
+        """A deferred call holds its saved tensors, and the gradients of its results, beyond this backward."""
         for memory in given:
             if memory is not None and memory not in self.given_aside:
                 self.given_aside.add(memory)
@@ -220,7 +222,7 @@ class _Backward:
                 self.keepers[m] += 1
 
     def _run_again(self, block: LetGo) -> int:
-        """The most bytes that live while a block is computed again; what it let go is there then."""
+        """The most bytes that live while a block is recomputed; its freed memory is allocated again."""
         most = self.live + _rerun(self.trace, block)
         self.live += block.bytes(self.trace)
         for m in block.sources:
@@ -248,7 +250,7 @@ class _Backward:
         return len(self.sizes) - 1
 
     def _give(self, number: int, memory: int) -> None:
-        """Add to the gradient of a value: where it lies if nothing else lies there, else where the addend does."""
+        """Add to the gradient of a value, in its own memory if no other value shares it, else in the addend's."""
         before = self.gradient_of.get(number)
         if before is None:
             self._hold(memory)

@@ -3,21 +3,21 @@
 parameters, gradients   the buffers that the runtime allocates, padding and all; frozen parameters, and the model's own
                         buffers and constants
 optimizer               two moments; a mean of the weights with ``optimizer.ema``; a float32 main parameter and gradient
-                        where the buffers are less precise. Under ZeRO-1 of this rank's shard alone
+                        if the buffers are less precise. Under ZeRO-1 of this rank's shard alone
 
 parameters, gradients     not sharded     ZeRO-1 over d ranks, bytes an element
 half, half                    20          4 + 16/d
 half, float32                 18          6 + 12/d
 float32, float32              16          8 + 8/d
 
-activations             what autograd keeps of all microbatches in flight at the peak (planner.saved,
-                        planner.cost.peak), and what waits for a W: inputs of products with weights, and gradients of
+activations             saved tensors of all microbatches in flight at the peak (planner.saved,
+                        planner.cost.peak), and tensors that wait for a W: inputs of products with weights, gradients of
                         their results
 logits                  the part of it after the last block, kept apart: final norm, head and loss
-working                 what else lives at that moment inside of the forward or backward that runs: values that are
+working                 other memory of the forward or backward that runs at that moment: values that are
                         read once more, gradients, insides of ops, gathered values
 communication           messages between stages that are under way then
-graph_buffers           the static inputs, outputs and gradients of what CUDA graphs capture, all slots; of a whole
+graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
 """
@@ -62,7 +62,7 @@ class MemoryRow:
     """Bytes on one rank of ``pp_rank``. ``total`` is their sum; left out, it is filled in.
 
     ``peak``: the action at which they are the most, such as ``F5.1``: forward of microbatch 5 on chunk 1.
-    ``of_microbatch``: what autograd keeps of one microbatch, chunk by chunk.
+    ``of_microbatch``: bytes that autograd saves of one microbatch, chunk by chunk.
     """
 
     pp_rank: int
@@ -93,7 +93,7 @@ def memory_rows(
     slots: Sequence[GraphSlots] = (),
     recomputed: Sequence[Piece] = (),
 ) -> tuple[MemoryRow, ...]:
-    """One row for each pp rank. ``recomputed``: what is let go and computed again."""
+    """One row for each pp rank. ``recomputed``: the pieces that are freed and recomputed."""
     after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
     for index in range(decisions.stages.num_stages):
         trace = trace_stage(decisions, shards, index)
@@ -108,8 +108,9 @@ def memory_rows(
 
 
 def waiting_calls(trace: StageTrace, decisions: Decisions) -> frozenset[int]:
-    """Numbers of the calls whose gradients of weights wait for a W; within what CUDA graphs capture they do not, but
-    are counted: at most so much waits."""
+    """Numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
+    counted, so this is an upper bound.
+    """
     nodes = decisions.program.node
     return frozenset(at for at, call in enumerate(trace.calls) if multiplies_weight(trace, call, nodes(call.name)))
 
@@ -138,7 +139,7 @@ def _row(
 
 
 def after_blocks(decisions: Decisions) -> list[str]:
-    """The calls that stand after the last block: a final norm, the head, the loss. None where there are no blocks."""
+    """The calls that stand after the last block: a final norm, the head, the loss. None if there are no blocks."""
     block_of = decisions.blocks.block_of()
     calls = [node.name for node in decisions.program.graph.graph.nodes if node.op == "call_function"]
     last = max((at for at, name in enumerate(calls) if name in block_of), default=len(calls))

@@ -1,4 +1,4 @@
-"""When a pipeline rank holds the most, along its list of actions, and what it holds then.
+"""The peak memory of a pipeline rank along its list of actions, by category.
 
     F   held + what the forward takes at its peak           afterwards: + what is kept of that microbatch
     B   held + what the backward takes beyond what is kept  afterwards: − what was kept of that microbatch
@@ -7,7 +7,7 @@
 
 and beside it the messages under way: received ahead for the next action, and sent but not known to be taken over. A
 send counts until a message comes from the rank that took it, sent by an action at or after the one that used it, as
-gloo lets go of it; NCCL may do so sooner.
+gloo frees it; NCCL may do so sooner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.sharding.shards import Shards
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at ``action``: ``kept`` by autograd, and aside for W, ``logits`` of it by what follows the last block;
+    """Bytes at ``action``: ``kept`` by autograd, and aside for W; ``logits``: its part after the last block;
     ``working`` beside it; ``messages`` under way."""
 
     action: str = ""
@@ -54,7 +54,7 @@ def peak_of(
 
 
 class _Rank:
-    """Owns what is held at a moment: of microbatches in flight, and in messages."""
+    """Owns the bytes held at a moment: of microbatches in flight, and in messages."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Rank:
         return replace(held, kept=held.kept + sign * memory.kept + aside, logits=held.logits + sign * memory.logits)
 
     def _during(self, action: Action, memory: StageMemory, held: Peak) -> Peak:
-        """A forward keeps what it keeps from its first call on; what it takes beyond that is working memory."""
+        """The saved bytes of a forward count from its first call on; the rest of its peak is working memory."""
         if action.kind == "B":
             return replace(held, action=str(action), working=memory.backward - memory.kept)
         if action.kind == "W":
@@ -106,7 +106,7 @@ class _Rank:
         return stage_of(self.rank, action.chunk, self.pp, self.fold)
 
     def _memory(self, action: Action) -> StageMemory:
-        """Of the action's stage; of what it has received only what no static buffer holds."""
+        """The memory of the action's stage, without received values that static buffers hold."""
         stage = self._stage(action)
         memory = self.stages[stage]
         if not self.stands_still or not self._crosses(received_by("F", stage, action.microbatch)):
@@ -118,7 +118,7 @@ class _Rank:
         return message.crosses(len(self.stages), self.pp, self.fold)
 
     def _posted(self, action: Action) -> int:
-        """Bytes of the buffers that wait for what ``action`` will need."""
+        """Bytes of the receive buffers that are posted for ``action``."""
         if action.kind == "W":
             return 0
         message = received_by(action.kind, self._stage(action), action.microbatch)
@@ -128,7 +128,7 @@ class _Rank:
         return sum(b.bytes for b in self.shards.sent(message.boundary) if message.kind == "F" or b.requires_grad)
 
     def _receive(self, action: Action) -> None:
-        """What the sender of a message had used when it sent it is taken over."""
+        """A message frees the sends that its sender had used by then."""
         if action.kind == "W":
             return
         received = received_by(action.kind, self._stage(action), action.microbatch)

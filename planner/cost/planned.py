@@ -1,4 +1,4 @@
-"""The row of seconds of a plan, from its own decisions, and what its memory is beside that of its devices."""
+"""The row of seconds of a plan, from its own decisions, and its memory compared with that of its devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planned_stage_seconds(
     recomputed: Sequence[Piece],
     cluster: Cluster,
 ) -> StageCosts:
-    """Seconds of one microbatch's forward, backward and gradients of weights, where they wait, on each stage."""
+    """Seconds of one microbatch's forward, backward and deferred weight gradients, on each stage."""
     work = planned_work(decisions, shards, spec, recomputed)
     return stage_seconds(work, _layout(decisions, spec, schedule), cluster)
 
@@ -68,7 +68,7 @@ def costs_of_stages(
 
 
 def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
-    """What the plan has decided, as the cost of a layout takes it."""
+    """The plan's decisions in the form of a layout, for its cost."""
     return Layout(
         decisions.mesh,
         spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned

@@ -1,8 +1,8 @@
 """Seconds of a step, by cause; the parts sum to ``step_seconds``.
 
 compute, recompute, tp_comm, cp_comm, ep_comm     of the rank that works longest, all its microbatches; collectives
-                                                  beside which it computes count as far as it waits for them
-pp_comm, pp_bubble      what messages between stages add to the pipeline, and what is left of its run
+                                                  that overlap computation count as far as it waits for them
+pp_comm, pp_bubble      time that messages between stages add to the pipeline, and the rest of its run
 dp_comm, optimizer      the end of a step: sums and gathers that nothing hides, and the update
 """
 
@@ -18,7 +18,7 @@ from planner.errors import require
 class CostPlan:
     """Estimated seconds of one step, by cause; ``step_seconds`` is their total as the critical path sees it.
 
-    ``flops``: operations of products that one device does in it, what is computed again left out; ``peak``: those that
+    ``flops``: operations of products that one device does in it, without recomputation; ``peak``: those that
     its data sheet allows it in a second, of the dtype that does most of them. 0: not known.
     """
 

@@ -1,4 +1,4 @@
-"""What one cut of a model costs: kernels, collectives and bytes of each block, free of any cluster.
+"""The cost of one cut of a model: kernels, collectives and bytes of each block, free of any cluster.
 
 Decisions, Shards → CutWork        a trace of each stage, call by call (planner.saved.trace)
 CutWork.at(micro)                  the same for another size of a microbatch: no capture, no trace
@@ -22,7 +22,7 @@ from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 
-AS_PLANNED = "as planned"  # the kind of recompute of a plan whose spec names blocks
+AS_PLANNED = "as planned"  # the kind of recompute of a plan with a spec that names blocks
 
 
 def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str]) -> CutWork:
@@ -37,14 +37,14 @@ def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection
 
 
 def planned_work(decisions: Decisions, shards: Shards, spec: Spec, recomputed: Sequence[Piece]) -> CutWork:
-    """Of a plan that is decided: its own kind alone, and no memory, of which a plan has rows."""
+    """Of a plan that is decided: only its own kind, and no memory, since a plan has rows for that."""
     builder = Builder(decisions, shards, spec)
     builder.add({AS_PLANNED: recomputed}, with_memory=False)
     return builder.work((AS_PLANNED,))
 
 
 def own_tokens(decisions: Decisions, shards: Shards) -> Decisions:
-    """With what is gathered along the sequence gathered again, as a plan without recompute has it."""
+    """The decisions with sequence gathers repeated in the backward, as in a plan without recompute."""
     found = copy(decisions)
     found.context = keep_own_tokens(decisions, shards)
     return found

@@ -70,7 +70,7 @@ def _shares(emit: Emit, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
 
 
 def _triangle(emit: Emit, scores: fx.Node) -> fx.Node:
-    """True where a key stands before its query, or at it."""
+    """True if a key stands before its query, or at it."""
     rows, columns = shape_of(scores)[-2:]
     places = [_places(emit, scores, shape) for shape in ([rows, 1], [1, columns])]
     return applied(emit, aten.ge.Tensor, *places)

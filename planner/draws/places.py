@@ -1,10 +1,10 @@
-"""Names every random number of a program by what it is for: (site, sample, element of the sample).
+"""Names every random number of a program by its use: (site, sample, element of the sample).
 
     site      the number of the op among those that draw
-    sample    a sequence of the global batch: in which dim of the value the batch stands, in steps of what
-    element   a place in what one sequence has of the value
+    sample    a sequence of the global batch: by the batch dim of the value, and its stride
+    element   a place in one sequence's part of the value
 
-The names are those of the whole value, so every layout draws the same numbers (passes.ops.counted).
+The names are those of the full value, so every layout draws the same numbers (passes.ops.counted).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Runs = Mapping[fx.Node, frozenset[Run] | None]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """``shape``: of the value of one whole microbatch. ``batch``: (dim, step, number) of the sequences in it; None
-    where there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
+    """``shape``: of the value of one full microbatch. ``batch``: (dim, step, number) of the sequences in it; None
+    if there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
     """
 
     site: int
@@ -74,9 +74,9 @@ def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
 
 
 def _of_sizes(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
-    """Of numbers that are drawn beside the batch: those of a drop path are for a sequence each, others are for all.
+    """Of numbers that are drawn without the batch: a drop path draws one for each sequence, other ops for all.
 
-    They are for a sequence each where their first dim meets the batch of what they are computed with.
+    They are for a sequence each if their first dim is aligned with the batch of the other operand.
     """
     reader, last = node, node
     while reader not in runs or not runs[reader]:

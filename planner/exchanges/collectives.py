@@ -5,7 +5,7 @@
     cp   keys and values gathered along the sequence, and sums over it (planner.exchanges.sequence)
     pp   each value that crosses a cut, sent and received, and its gradient on the way back
 
-``bytes`` are those of the whole tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
+``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
 reduce-scatter.
 """
 
@@ -71,7 +71,7 @@ def collective_rows(
 
 
 def rows_of_call(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """What the call of ``node`` itself exchanges on ``stage``, in both directions."""
+    """The collectives of ``node``'s own call on ``stage``, in both directions."""
     form = decisions.placements.options[node.name].form if node.name in decisions.placements.options else None
     if node.target is aten.cross_entropy_loss.default and form is Form.CLASSES:
         yield from _loss_rows(node, stage, places)
@@ -86,7 +86,7 @@ def rows_of_call(decisions: Decisions, node: fx.Node, stage: int, places: Places
 
 
 def _again_rows(decisions: Decisions, piece: Piece, places: Places) -> Iterator[CollectivePlan]:
-    """What a rerun exchanges: as in the forward, in the backward."""
+    """The collectives of a rerun: those of its forward, in the backward."""
     for call in piece.again:
         rows: Iterator[CollectivePlan] = iter(())
         if call.changed is not None:
@@ -147,7 +147,9 @@ def _over_ranks(decisions: Decisions) -> list[fx.Node]:
 
 
 def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """What the ranks exchange of each row of the cut dim: maximum and sum of exponentials, or mean and mean square."""
+    """The statistics that ranks exchange for each row of the sharded dim: maximum and sum of exponentials, or mean and
+    mean square.
+    """
     cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0]
     dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.meta["val"].dtype
     counted = node if node.target in REDUCED else x
@@ -165,7 +167,9 @@ def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Pl
 def _boundary_rows(
     decisions: Decisions, shards: Shards, places: Places, cut: int, stage: int
 ) -> Iterator[CollectivePlan]:
-    """What ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a message."""
+    """The messages that ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a
+    message.
+    """
     if cut < 0 or decisions.mesh.pp_rank_of(cut) == decisions.mesh.pp_rank_of(cut + 1):
         return
     sends = cut == stage

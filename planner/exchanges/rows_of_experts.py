@@ -1,8 +1,9 @@
-"""The collectives' rows of rows that go to experts: over ep each to its expert's rank, over etp to all who hold a part.
+"""The collectives' rows of rows that go to experts: over ep each to its expert's rank, over etp to all holders of a
+part.
 
-``bytes``: over ep those of this rank's own rows, which it sends and gets back, whatever the routing; over etp, where a
-rank passes on what came to it, as if every expert got as many. An axis of one rank exchanges nothing. Slots are as many
-whatever the routing, over both axes: E · C / tp · hidden, with those that fill up C where tp does not divide it.
+``bytes``: over ep those of this rank's own rows, which it sends and gets back for any routing; over etp, on which a
+rank passes on received rows, as if every expert got equally many. An axis of one rank exchanges nothing. The number of
+slots does not depend on the routing, over both axes: E · C / tp · hidden, with padding if tp does not divide C.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ OF_SLOTS = (exchange.send_slots, exchange.return_slots)
 
 
 def exchanges_of(decisions: Decisions) -> list[fx.Node]:
-    """The calls by which ranks meet, send rows and give them back, in the graph's order."""
+    """The calls that exchange counts, dispatch rows and combine them, in the graph's order."""
     nodes = decisions.program.graph.graph.find_nodes
     return sorted(n for target in (exchange.meet, *MOVING, *OF_SLOTS) for n in nodes(op="call_function", target=target))
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether ranks of experts meet in this call."""
+    """Whether this call communicates between ranks of experts."""
     return node.target in (exchange.meet, *MOVING, *OF_SLOTS)
 
 
 def exchange_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """What one of them exchanges, in both directions."""
+    """The collectives of one of them, in both directions."""
     mesh, place = decisions.mesh, (places.text(node), places.block(node))
 
     def row(kind: str, axis: str, phase: str, size: int) -> CollectivePlan:

@@ -1,9 +1,9 @@
-"""What ranks exchange for the scores of labels, beside what a forward of the plan exchanges.
+"""The collectives for the scores of labels, beside those of a forward of the plan.
 
-    over tp, a microbatch      per token the maximum, then three scalars      where logits are cut over the vocabulary
+    over tp, a microbatch      per token the maximum, then three scalars      if logits are sharded over the vocabulary
     over all ranks, a batch    log P, top and count of every label            each rank gives those of its own tokens
 
-These rows are no part of a plan, which lists what training exchanges: ``Engine.score`` alone does this.
+These rows are no part of a plan, which lists the collectives of training: only ``Engine.score`` runs them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def score_rows(decisions: Decisions, num_sequences: int) -> tuple[CollectivePlan
 
 
 def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
-    """Those of a microbatch, over tp. Raises PlanError, and where a stage before that of the loss looks up targets."""
+    """Those of a microbatch, over tp. Raises PlanError, also if a stage before that of the loss looks up targets."""
     last = decisions.stages.num_stages - 1
     for pick in decisions.scored.picks:
         if not decisions.stages.runs_on(pick.node, last):

@@ -1,7 +1,7 @@
-"""The collectives' rows of cp: what its ranks gather of a sequence, and sum of their parts of one.
+"""The collectives' rows of cp: the gathers of a sequence, and the sums of its parts.
 
     gather_sequence    all-gather, and a reduce-scatter of the gradient      bytes of all tokens
-                       and an all-gather in the backward, where what is gathered is not kept
+                       and an all-gather in the backward, if the gathered value is not saved
     sum_over_ranks     all-reduce in both directions
     gathered_attention as gather_sequence, of keys and values together; the backward gathers them again
 
@@ -24,12 +24,12 @@ from planner.sharding.collectives import CollectivePlan
 
 
 def sequence_exchanges(decisions: Decisions) -> list[fx.Node]:
-    """The calls by which ranks of cp meet, in the graph's order."""
+    """The calls that communicate over cp, in the graph's order."""
     return [decisions.program.node(exchange.node) for exchange in decisions.context.exchanges]
 
 
 def sequence_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """What one of them exchanges, in both directions."""
+    """The collectives of one of them, in both directions."""
     if node.target is gathered_attention:
         yield from _attention_rows(decisions, node, stage, places)
         return

@@ -1,7 +1,7 @@
-"""Where the branches of a layer of experts come together: added up, or put side by side and the chosen picked.
+"""The end of the branches of a layer of experts: their sum, or their concatenation with a pick of the chosen.
 
 end = base + Σ_e tip_e                          in any order; an overwritten row is where(mask_e, 0, before) + tip_e
-end = cat([tip_0, tip_1, …]).gather(ids)        of each token what its choices made
+end = cat([tip_0, tip_1, …]).gather(ids)        for each token the results of its choices
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ MOST = 4096  # calls between the first tip and the end, and as many for each
 
 @dataclass
 class End:
-    """``node``: what stands for all branches. ``picks``: whether they are picked by ids, and not added up. ``bases``:
-    what is added beside them. ``hidden``: under which masks a summand is overwritten with zero."""
+    """``node``: the combined value of all branches. ``picks``: whether they are picked by ids, and not added up.
+    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero.
+    """
 
     node: fx.Node
     picks: bool = False
@@ -35,7 +36,7 @@ class End:
 
 
 def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
-    """Raises what ``refusal`` makes where the tips are put together otherwise."""
+    """Raises the error of ``refusal`` if the tips are combined otherwise."""
     meeting = next(meetings(tips, most=MOST * len(tips)), None)
     if meeting is None:
         raise refusal(tips[0], "their results are not combined into one value")
@@ -51,7 +52,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
 
 
 def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Routing, refusal: Refusal) -> None:
-    """Of the parts, which stand in the order of the experts, those of each token's choices."""
+    """The parts of each token's choices, from parts in the order of the experts."""
     dim = _join_dim(joined)
     ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
@@ -69,14 +70,14 @@ def _join_dim(joined: fx.Node) -> int:
 
 
 class _Summands:
-    """Goes up from a sum to what is added there."""
+    """Goes up from a sum to its summands."""
 
     def __init__(self, tips: set[fx.Node], end: End, refusal: Refusal) -> None:
         self.tips, self.end, self.refusal = tips, end, refusal
         self.below = self._below()
 
     def _below(self) -> set[fx.Node]:
-        """What tips lead to, up to the end."""
+        """The values made of tips, up to the end."""
         found, work = set(self.tips), sorted(self.tips)
         while work:
             new = {u for u in work.pop().users if u <= self.end.node} - found
@@ -129,8 +130,9 @@ def _overwrites(node: fx.Node) -> bool:
 
 
 def check_hidden(end: End, gates: Mapping[fx.Node, fx.Node], tokens: int, routing: Routing, refusal: Refusal) -> None:
-    """That overwriting changes nothing: where a tip is overwritten it was zero, by its gate; where another value is,
-    all of it is. Such a value is then none of the sum's."""
+    """Check that overwriting changes nothing: an overwritten part of a tip was zero, by its gate; another overwritten
+    value is overwritten entirely, and is then no summand.
+    """
     masked = {n: masks for n, masks in end.hidden.items() if masks}
     if not masked:
         return

@@ -1,8 +1,8 @@
 """Experts that stand side by side in the graph, one branch each, as a loop over modules leaves them.
 
-    combined[t] = Σ_e  g_e[t] · branch_e(tokens)[t]        g_e: what the router says of expert e alone
+    combined[t] = Σ_e  g_e[t] · branch_e(tokens)[t]        g_e: the router's weight of expert e alone
 
-Branches are those of one layer where they are equal but for their own weights, and each number has one.
+Branches are those of one layer if they are equal except for their own weights, and each number has one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ PASSING = VIEWS | {aten.sum, aten.any, aten.slice, aten.select, aten.layer_norm,
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """``first``: what the first products read, ``last``: what is summed, in the order of the experts. ``capacity``: how
-    many rows each reads of its own part of what counts the experts; 0 where all read the same."""
+    """``first``: the inputs of the first products, ``last``: the summands, in the order of the experts. ``capacity``:
+    the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read the same rows.
+    """
 
     first: list[fx.Node]
     last: list[fx.Node]
@@ -40,7 +41,7 @@ class Branches:
 
 
 def branches_of(space: Space) -> Branches | str | None:
-    """The experts' branches; why they are none; None where weights do not belong to numbers."""
+    """The experts' branches; why they are none; None if weights do not belong to numbers."""
     values = _values_of_one(space)
     tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
     own = _own(space, tips)
@@ -72,7 +73,7 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def _values_of_one(space: Space) -> dict[fx.Node, int]:
-    """Value → the number that it belongs to: what is asked of one, and what is made of that and of no sum."""
+    """Value → the number of its expert: values that test for one number, and those made of them before any sum."""
     known: dict[fx.Node, int] = {}
     work = list(_asked(space))
     while work:
@@ -122,11 +123,11 @@ def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
     return packet in PASSING or user.target in PRODUCTS or is_pointwise(user.target)
 
 
-# ---- what each has alone
+# ---- values of one branch alone
 
 
 def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
-    """Of each value what it is made of and no value of another number is."""
+    """For each value its ancestors that no value of another number has."""
 
     def is_near(node: fx.Node) -> bool:
         return is_weight(node) or node not in space.above
@@ -140,7 +141,7 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
 
 
 def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
-    """What a branch computes, without the names of its own values and the number that it asks for."""
+    """The computation of a branch, without the names of its own values and its number."""
     position = {node: i for i, node in enumerate(order)}
 
     def token(node: fx.Node) -> Any:
@@ -157,7 +158,7 @@ def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> 
 
 
 class _Token(str):
-    """What stands for a node in a form."""
+    """The token of a node in a form."""
 
     __slots__ = ()
 
@@ -181,13 +182,13 @@ def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], ea
 
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:
-    """The rows of each expert's part of one value, where all read such parts."""
+    """The number of rows of each expert's part of one value, if all read such parts."""
     found = {(parent, size) for x in first for parent, size in [_parent(space, x)]}
     return found.pop()[1] if len(found) == 1 and None not in {parent for parent, _ in found} else 0
 
 
 def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
-    """What ``x`` is one expert's part of, and how many rows it has."""
+    """The value with ``x`` as one expert's part, and the number of rows of ``x``."""
     node = x
     while packet_of(node.target) in VIEWS:
         node = node.all_input_nodes[0]

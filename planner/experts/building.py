@@ -1,4 +1,4 @@
-"""New calls of a captured graph that is opened at experts: where they stand, what they make, of which line they are."""
+"""New calls of a captured graph that is opened at experts: their place, their values, and their source line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Builder:
         domain: Domain | None = None,
         **kwargs: Any,
     ) -> fx.Node:
-        """``val``: left out, found by running the op on what its arguments stand for. ``grad``: left out, whether an
+        """``val``: left out, found by running the op on its arguments' meta values. ``grad``: left out, whether an
         argument has one."""
         if val is None:
             given, options = fx.map_arg((args, kwargs), lambda n: bare(n.meta["val"]))
@@ -51,7 +51,7 @@ def bare(value: Any) -> Any:
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase calls that nobody reads any more, from ``nodes`` up."""
+    """Erase calls that have no readers left, from ``nodes`` up."""
     work, erased = list(nodes), set[fx.Node]()
     while work:
         node = work.pop()

@@ -12,8 +12,8 @@ from planner.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """``experts``: the dim that counts the experts, cut over ep; ``rows``: the dim whose length follows the routing;
-    ``slots``: the dim of slots, of which those of several ranks are there;
+    """``experts``: the dim that counts the experts, sharded over ep; ``rows``: the dim with a length that depends on
+    the routing; ``slots``: the dim of slots, with those of several ranks;
     ``number``: of a value that belongs to one expert alone, of ``num_experts``, and is on its rank alone."""
 
     experts: int = -1
@@ -34,14 +34,13 @@ def axis_of(node: fx.Node) -> str:
 
 
 def is_here(node: fx.Node, mesh: Mesh, ep_rank: int) -> bool:
-    """Whether a rank has a value: it does, but for what belongs to an expert of another."""
+    """Whether a rank has a value: it does, unless the value belongs to an expert of another rank."""
     domain = domain_of(node)
     return domain is None or domain.number < 0 or domain.number // (domain.num_experts // mesh.ep) == ep_rank
 
 
 def in_domain(node: fx.Node, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """``shape`` of a value with its experts cut over ep, and the slots of all who send some; rows as if none went
-    elsewhere."""
+    """``shape`` of a value with its experts sharded over ep, and the slots of all senders; rows as if none left."""
     domain = domain_of(node)
     if domain is None:
         return shape

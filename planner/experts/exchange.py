@@ -1,9 +1,9 @@
-"""What an opened graph calls where rows go to experts and come back. In one process nothing moves.
+"""The placeholders of dispatch and combine in an opened graph. In one process nothing moves.
 
     counts = count_experts(E, chosen)         [E]           rows of each expert
-    here = meet(counts, n)                    [E]           … that come to this rank: the ranks tell each other
+    here = meet(counts, n)                    [E]           … that come to this rank, by an exchange of counts
     rows = dispatch(rows, here)               [n, …]        to the ranks that have the experts, by expert
-    ends_of(here), ids_of(here, n)            [E], [n]      where each expert's rows end; the expert of each row
+    ends_of(here), ids_of(here, n)            [E], [n]      the ends of each expert's rows; the expert of each row
     grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
@@ -13,8 +13,8 @@
     y = return_slots(slots, e, c)             [.., E, .., C, ..]     each to where it came from
 
 From ``meet`` to ``give_back``, and from ``send_slots`` to ``return_slots``, is the experts' domain: values there are
-typed over etp, dims of experts are cut over ep, and how many rows there are follows the routing; slots are as many as
-the ranks have.
+typed over etp, dims of experts are sharded over ep, and the number of rows depends on the routing; the number of slots
+does not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def join(*parts: Tensor, dim: int = 0) -> Tensor:
 
 
 def give_back(rows: Tensor, here: Tensor) -> Tensor:
-    """What became of the rows, where they were."""
+    """The results of the rows, at the rows' own places."""
     return rows
 
 
@@ -73,7 +73,7 @@ def count_taken(num_experts: int, *taken: Tensor) -> Tensor:
 
 
 def send_slots(x: Tensor, experts: int, slots: int, counts: Tensor | None = None) -> Tensor:
-    """``counts`` [groups, E], told once a layer: how many tokens of each group that has slots chose each expert."""
+    """``counts`` [groups, E], given once a layer: the number of a group's tokens that chose each expert."""
     return x
 
 
@@ -83,12 +83,12 @@ def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
 
 
 def return_slots(x: Tensor, experts: int, slots: int) -> Tensor:
-    """What became of the slots, where they were."""
+    """The results of the slots, at the slots' own places."""
     return x
 
 
 def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the rows of each expert end."""
+    """The ends of the rows of each expert."""
     return here.cumsum(0).to(dtype)
 
 

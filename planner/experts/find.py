@@ -1,7 +1,7 @@
-"""find_experts(program): every layer of experts, told by its structure, and what looks like one and is not understood.
+"""find_experts(program): every layer of experts, found by its structure, and each candidate that is not understood.
 
 A router chooses k of E by scores, or each of E takes tokens by them. E is also a dim of the weights of products that
-keep the experts apart (stacks), or the number of equal branches, each weighted by what was chosen for it (loops). All
+keep the experts apart (stacks), or the number of equal branches, each weighted by its choices (loops). All
 else is no layer of experts.
 """
 
@@ -51,7 +51,7 @@ def find_experts(program: Program) -> Experts:
 
 
 def _layer(space: Space) -> ExpertLayer | str:
-    """The layer, or why what looks like one is none; "" where nothing looks like one."""
+    """The layer, or the reason why a candidate is none; "" without a candidate."""
     products = products_of(space)
     if products:
         return _of_stacks(space, products)

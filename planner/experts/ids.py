@@ -1,6 +1,6 @@
 """Which integers are numbers of experts, and which dims they make that count experts.
 
-chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, those put together
+chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
 one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
 """
 
@@ -22,7 +22,7 @@ SELECTIONS = {aten.topk, aten.max, aten.sort, aten.argmax, aten.argsort}
 
 
 def selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
-    """(call, dim, where its indices are) of calls that choose along a dim, and whose choice is read."""
+    """(call, dim, nodes of its indices) of calls that choose along a dim, with a choice that is read."""
     for node in graph.nodes:
         packet = packet_of(node.target) if node.op == "call_function" else None
         if packet not in SELECTIONS or (dim := named(node).get("dim", None if packet is aten.max else -1)) is None:
@@ -41,7 +41,7 @@ def _chooses(node: fx.Node, size: int) -> bool:
 
 
 def spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:
-    """All values whose elements are such ids."""
+    """All values with such ids as elements."""
     known: set[fx.Node] = set()
     work = list(chosen)
     while work:

@@ -1,4 +1,6 @@
-"""What lies among experts: stacks, what is made of them alone, and the calls between the first and the last of them."""
+"""The inside of a layer of experts: stacks, values made of them alone, and the calls from the first to the last of
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def inside_of(of_stacks: set[fx.Node]) -> set[fx.Node]:
-    """Calls that read stacks, and what lies between them; then what reads nothing but such values."""
+    """Calls that read stacks, and calls between them; then calls that read only such values."""
     seeds = {u for n in of_stacks for u in n.users if u not in of_stacks}
     first, last = min(seeds), max(seeds)  # nodes of one graph are in its order: no walk beyond
     between = set(walk(seeds, readers, into=lambda n: n <= last))

@@ -1,4 +1,4 @@
-"""What is known of a layer of experts, in names of the captured graph.
+"""The facts of a layer of experts, in names of the captured graph.
 
 logits[t, E] → chosen[t, k], probs[t, k] → tokens to experts → products with stacks [E, …] → combined[t, h]
 """
@@ -12,10 +12,10 @@ from planner.errors import Where
 
 
 class Dispatch(StrEnum):
-    """How a token meets the matrices of its experts."""
+    """How tokens and the matrices of their experts are combined."""
 
-    OFFSETS = "tokens sorted by expert"  # x[t·k, h] in E runs whose ends are given: none is dropped
-    CAPACITY = "slots of each expert"  # x[E, c, h]: what finds no slot is dropped
+    OFFSETS = "tokens sorted by expert"  # x[t·k, h] in E runs with given ends: none is dropped
+    CAPACITY = "slots of each expert"  # x[E, c, h]: tokens without a slot are dropped
     TAKEN = "slots that each expert fills"  # x[E, c, h] of the tokens that an expert likes best
     EVERY_TOKEN = "every token, weighted"  # x[E, t, h], or a loop: computed for all, used for those chosen
     GATHERED = "matrices of each token"  # W[t, k, h, w] by the ids: none is dropped
@@ -27,7 +27,7 @@ class ExpertWeight:
 
     ``nodes``: one placeholder [.., E, ..] with the experts on ``dim``, or E of them alike (``dim`` is -1).
     ``hidden``, ``width``: its dims of the model's and of an expert's own features; -1: it has none.
-    ``style``: how etp would cut ``width``: "column" where a product makes it, "row" where it sums over it, else "".
+    ``style``: how etp would cut ``width``: "column" if a product makes it, "row" if one sums over it, else "".
     """
 
     nodes: tuple[str, ...]
@@ -40,8 +40,9 @@ class ExpertWeight:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A router and its experts. ``tokens``: what both read; what is added beside ``combined`` is no part of it.
-    ``top_k``: 0 where experts take tokens; ``chosen`` are those then."""
+    """A router and its experts. ``tokens``: the input of both; values added beside ``combined`` are no part of the
+    layer. ``top_k``: 0 if experts take tokens; ``chosen`` are those tokens then.
+    """
 
     num_experts: int
     top_k: int
@@ -51,18 +52,18 @@ class ExpertLayer:
     router: tuple[str, ...]
     chosen: tuple[str, ...]
     probs: tuple[str, ...]
-    orders: tuple[str, ...]  # where pairs of token and choice are sorted by expert
+    orders: tuple[str, ...]  # nodes that sort pairs of token and choice by expert
     weights: tuple[ExpertWeight, ...]
     products: tuple[str, ...]
     tokens: str
     combined: str
-    tips: tuple[str, ...] = ()  # of experts that are branches: what is summed of each
-    sent: tuple[str, ...] = ()  # where slots go to experts, in an opened graph
-    limit: int = 0  # slots of an expert of which as many are filled as tokens chose it; 0: not known
+    tips: tuple[str, ...] = ()  # of experts that are branches: the summands of each
+    sent: tuple[str, ...] = ()  # calls that send slots to experts, in an opened graph
+    limit: int = 0  # slots of an expert, if as many are filled as tokens chose it; 0: not known
 
     @property
     def how(self) -> str:
-        """How a token meets its experts, in words."""
+        """The kind of dispatch, in words."""
         return f"{self.capacity} {self.dispatch}" if self.capacity else str(self.dispatch)
 
     @property
@@ -72,8 +73,9 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a layer's choices a step counts, because weights rest where no token chose them: ``size`` experts, whose
-    figures begin at ``start``, by the ids in ``chosen``."""
+    """The choices of a layer that a step counts, because weights rest if no token chose them: of ``size`` experts, with
+    figures from ``start`` on, by the ids in ``chosen``.
+    """
 
     chosen: tuple[str, ...]
     size: int
@@ -82,7 +84,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What chooses among matrices as a router does, and was not understood: why, and at which line."""
+    """A part that chooses among matrices like a router, and was not understood: the reason and the line."""
 
     why: str
     where: Where

@@ -1,8 +1,9 @@
-"""What the dims of a value count: tokens, experts, choices of a token, features; as calls lay them out anew.
+"""The meaning of a value's dims: they count tokens, experts, choices of a token, or features; calls rearrange them.
 
     x[b, s, d] → copies[E, b·s, d] → [E·b·s, d]      ((b), (s), (d)) → ((E), (b·s), (d)) → ((E, b·s), (d))
 
-What counts tokens can be held as rows [n, features..], one for each pair of a token and an expert that it chose.
+A value that counts tokens can be held as rows [n, features..], one for each pair of a token and an expert that it
+chose.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 
 
 class Counts(StrEnum):
-    """What a part of a dim counts."""
+    """The things that a part of a dim counts."""
 
     TOKENS = "tokens"
     EXPERTS = "experts"
@@ -60,11 +61,11 @@ class Layout:
         return all(len(kind) < 2 for kind in kinds)
 
     def is_row(self, dim: int) -> bool:
-        """Whether a dim goes away where pairs are rows."""
+        """Whether a dim disappears when pairs become rows."""
         return any(part.counts is not Counts.FEATURES for part in self.axes[dim])
 
     def row_dim(self, dim: int) -> int:
-        """Where a dim of features is in [n, features..]."""
+        """The place of a dim of features in [n, features..]."""
         return 1 + sum(not self.is_row(d) for d in range(dim))
 
     def features(self, shape: Iterable[int]) -> list[int]:
@@ -72,7 +73,7 @@ class Layout:
         return [n for d, n in enumerate(shape) if not self.is_row(d)]
 
     def dim_of(self, counts: Counts) -> int:
-        """The dim that counts this and nothing else; -1 where there is none."""
+        """The dim that counts this and nothing else; -1 if there is none."""
         found = [d for d, axis in enumerate(self.axes) if [part.counts for part in axis] == [counts]]
         return found[0] if len(found) == 1 else -1
 
@@ -80,7 +81,7 @@ class Layout:
         return Layout(tuple(self.axes[d] for d in dims))
 
     def reshaped(self, shape: Iterable[int]) -> Layout | None:
-        """None where experts or choices would be split, or tokens and features be mixed."""
+        """None if experts or choices would be split, or tokens and features be mixed."""
         left = list(_merged(part for axis in self.axes for part in axis))
         axes = [_taken(left, size) for size in shape]
         found = [axis for axis in axes if axis is not None]
@@ -95,7 +96,7 @@ class Layout:
 
 
 def aligned(layouts: Iterable[Layout], ndim: int) -> Layout | None:
-    """Of what a call makes of several values, element by element; None where dims that meet count different things."""
+    """The layout of an elementwise result of several values; None if aligned dims count different things."""
     axes: list[Axis] = [()] * ndim
     for layout in layouts:
         for at, axis in enumerate(layout.axes, ndim - len(layout.axes)):
@@ -110,7 +111,7 @@ def _axis(part: Part) -> Axis:
 
 
 def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    """Neighbours that count on where the other ends are one."""
+    """Merges neighbours if one continues the count of the other."""
     last: Part | None = None
     for part in parts:
         if last is None:

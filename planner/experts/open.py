@@ -1,6 +1,6 @@
-"""open_experts(program, experts, mesh): rows leave for other ranks wherever experts have axes of their own.
+"""open_experts(program, experts, mesh): inserts the exchange of rows if experts have axes of their own.
 
-What cannot be spread is refused here, before anything is decided: no layer stays behind in silence.
+A layer that cannot be distributed is refused here, before any decision: none is skipped silently.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from planner.mesh import Mesh
 
 
 def open_experts(program: Program, experts: Experts, mesh: Mesh) -> Experts:
-    """Rewrite ``program`` at each layer of experts; returns them with the calls of now. Raises PlanError for sizes that
-    do not fit the mesh, and for what is not understood."""
+    """Rewrite ``program`` at each layer of experts; returns the layers with their new calls. Raises PlanError for sizes
+    that do not fit the mesh, and for layers that are not understood.
+    """
     if not mesh.has_expert_axes:
         return experts
     if experts.doubts:

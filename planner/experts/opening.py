@@ -1,10 +1,10 @@
-"""A captured graph is opened where rows sorted by expert meet the stacks of experts: there they leave for other ranks.
+"""Opens a captured graph at products of rows sorted by expert with stacks of experts: inserts the exchange there.
 
     rows = tokens[order // k]  →  products with stacks [E, …]  →  times probs, back in order, summed
 
-becomes ``dispatch`` before and ``give_back`` after what depends on the expert (planner/experts/exchange.py). All before
-and after it stays the user's own: sorting, weighting, summing. Nothing is opened that was not shown to act row by row,
-and by the rows' own experts.
+becomes ``dispatch`` before and ``give_back`` after the calls that depend on the expert (planner/experts/exchange.py).
+All before and after it stays the user's own: sorting, weighting, summing. A graph is opened only if its calls are shown
+to act row by row, and by the rows' own experts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from planner.graph.source_lines import where_of
 
 
 def open_stacks(program: Program, layer: ExpertLayer) -> None:
-    """Put the exchange around what ``layer`` computes by expert. Raises PlanError where that is not understood."""
+    """Put the exchange around the calls of ``layer`` that depend on the expert. Raises PlanError if they are not
+    understood.
+    """
     _Opening(program, layer).run()
 
 
 class _Opening:
-    """Owns what lies in the domain: ``stacks`` and what is made of them alone, ``inside`` calls on rows."""
+    """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on rows."""
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer = program.graph.graph, layer
@@ -55,10 +57,10 @@ class _Opening:
         for node, domain in domains.items():
             node.meta["domain"] = domain
 
-    # ---- what lies inside
+    # ---- the inside
 
     def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What a call inside reads from outside, but for numbers that are the same for all rows."""
+        """The values that a call inside reads from outside, except numbers that are the same for all rows."""
         for value in node.all_input_nodes:
             is_number = value.meta["val"].numel() == 1 if isinstance(value.meta["val"], torch.Tensor) else False
             if value not in self.inside and value not in self.of_stacks and not (is_number and not value.meta["grad"]):
@@ -68,7 +70,7 @@ class _Opening:
         shape = shape_of(value)
         return bool(shape) and shape[0] == self.routing.num_rows and value.meta["val"].dtype.is_floating_point
 
-    # ---- what must hold
+    # ---- checks
 
     def _check(self) -> None:
         for stack in self.stacks:
@@ -104,7 +106,7 @@ class _Opening:
         return found is not None and found[2] is value
 
     def _domains(self) -> dict[fx.Node, Domain]:
-        """Which dims of each value count experts and rows. Raises PlanError where rows are mixed."""
+        """Which dims of each value count experts and rows. Raises PlanError if rows are mixed."""
         found = {n: Domain(experts=dim) for n, dim in self._expert_dims().items()}
         rows = Rows(self.routing.num_rows)
         for node in sorted(self.inside):

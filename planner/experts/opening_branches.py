@@ -33,14 +33,15 @@ from planner.graph.walks import operands, readers, walk
 
 
 def open_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
-    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError where they
+    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError if they
     are not understood."""
     return _Opening(program, layer).run()
 
 
 class _Opening:
-    """Owns the branches: of each expert its ``weights`` and what is made of them alone, its ``bodies`` on tokens, and
-    what those read from outside: entries, the same for all experts or one for each."""
+    """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
+    their inputs from outside: entries, the same for all experts or one for each.
+    """
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer, self.program = program.graph.graph, layer, program
@@ -76,7 +77,7 @@ class _Opening:
         combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
         return replace(self.layer, products=tuple(products), combined=combined, tips=())
 
-    # ---- what is there
+    # ---- facts
 
     def _tokens(self, tip: fx.Node) -> TokenRows:
         """Rows of the tokens, or of copies of them, one for each choice."""
@@ -94,12 +95,12 @@ class _Opening:
         return sorted(below & set(walk(self.tips[number], operands, into=lambda n: n >= first)))
 
     def _entries(self, number: int) -> list[fx.Node]:
-        """What a branch reads from outside, in the order in which it does."""
+        """The inputs of a branch from outside, in the order of reading."""
         inside = {*self.bodies[number], *self.weights[number]}
         read = [v for node in self.bodies[number] for v in node.all_input_nodes if v not in inside]
         return list(dict.fromkeys(read))
 
-    # ---- what must hold
+    # ---- checks
 
     def _check(self) -> None:
         if not self.routing.are_distinct:
@@ -115,7 +116,7 @@ class _Opening:
                     raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
-        """What a branch reads that is zero for all tokens which did not choose its expert, and by which its tip is."""
+        """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
         entries = sorted(self._entries(number), key=lambda n: n.meta["val"].numel())
         for entry in entries:
             if not self.routing.lets_through(entry, number, self.num_tokens):
@@ -147,7 +148,7 @@ class _Opening:
         return order, build.call(aten.floor_divide.default, order, self.top_k)
 
     def _bring(self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node) -> fx.Node:
-        """The rows of an entry, on the ranks of their experts. ``column``: what each branch reads there."""
+        """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
         if len(set(column)) == 1:
             flat = build.call(aten.reshape.default, column[0], self.tokens.flat(column[0], self._refusal))
             rows = build.call(aten.index.Tensor, flat, [token])
@@ -160,7 +161,7 @@ class _Opening:
         return build.call(exchange.dispatch, rows, here, domain=Domain(rows=0), val=rows.meta["val"])
 
     def _branch(self, build: Builder, number: int, brought: dict[fx.Node, fx.Node], here: fx.Node) -> fx.Node:
-        """The body of one expert on the rows that chose it; returns what it makes, flat over rows."""
+        """The body of one expert on the rows that chose it; returns its result, flat over rows."""
         own: dict[fx.Node, fx.Node] = {}
         for entry, rows in brought.items():
             val = self.tokens.part(rows)
@@ -176,7 +177,7 @@ class _Opening:
         return summed
 
     def _sum(self, build: Builder, back: fx.Node, order: fx.Node) -> fx.Node:
-        """Rows in the order of the pairs, as they are or summed over a token's choices, in the place of the end."""
+        """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
         inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
         rows, end = build.call(aten.index.Tensor, back, [inverse]), self.end.node
         if self.top_k > 1 and not self.end.picks:

@@ -1,9 +1,9 @@
-"""A captured graph is opened at stacks of experts that every token meets, or that are looked up for each token.
+"""Opens a captured graph at stacks of experts that multiply every token, or are looked up for each token.
 
-    made[t, e] = f(x[t], W[e])          for all experts: what a token did not choose is zero by its gate, or not picked
-    made[t, j] = f(x[t], W[chosen[t, j]])
+    made[t, e] = f(x[t], W[e])          for all experts: results that a token did not choose are zero by its gate, or
+    not picked made[t, j] = f(x[t], W[chosen[t, j]])
 
-Either is computed anew for the pairs of a token and an expert that it chose, sorted by expert: rows [n, features..],
+Either is rewritten for the pairs of a token and an expert that it chose, sorted by expert: rows [n, features..],
 products of stacks as grouped products, between ``dispatch`` and ``give_back`` (planner/experts/exchange.py).
 """
 
@@ -39,13 +39,13 @@ MOST = 400  # calls of one layer
 
 
 def open_pairs(program: Program, layer: ExpertLayer) -> ExpertLayer:
-    """Put the exchange around what ``layer`` computes; returns it with the calls of now. Raises PlanError where it is
+    """Put the exchange around the calls of ``layer``; returns it with the new calls. Raises PlanError if it is
     not understood."""
     return _Opening(program, layer).run()
 
 
 class _Opening:
-    """Owns ``way``: calls that depend on the stacks; ``end``: the one of them whose value is whole again."""
+    """Owns ``way``: calls that depend on the stacks; ``end``: the one of them with the combined value."""
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer = program.graph.graph, layer
@@ -87,7 +87,7 @@ class _Opening:
         combined = whole.name if end is self.combined else self.combined.name
         return replace(self.layer, products=tuple(products), combined=combined)
 
-    # ---- what is there
+    # ---- facts
 
     def _below(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         return walk(nodes, readers, into=lambda n: n <= self.combined)
@@ -95,7 +95,7 @@ class _Opening:
     def _above(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         return walk(nodes, operands, into=lambda n: n >= self.first)
 
-    # ---- what must hold
+    # ---- checks
 
     def _check(self) -> None:
         if not self.routing.are_distinct:
@@ -113,7 +113,7 @@ class _Opening:
         return found is not None and self.routing.are_choices(found[2])
 
     def _end(self) -> fx.Node:
-        """Where experts' values are picked, or the last that reads stacks by ids, or the sum over experts."""
+        """The pick of experts' values, or the last reader of stacks by ids, or the sum over experts."""
         picks = [n for n in self.way if self._is_pick(n)]
         ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
         if len(ends) != 1:
@@ -156,7 +156,7 @@ class _Opening:
         return order, token, build.call(aten.index.Tensor, flat, [order])
 
     def _hold_stacks(self) -> None:
-        """Stacks and what is made of them, with their dim of experts; and what ids look up there."""
+        """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
         rows = Rows(self.layer.num_experts)
         rows.known.update(self.stacks)
         for node in sorted(self.of_stacks):
@@ -181,7 +181,7 @@ class _Opening:
             self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
 
     def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
-        """With a dim for each of ``layout`` that counts nothing: of the choices, where one token has one."""
+        """With a dim of size 1 for each dim of ``layout`` that counts choices, if a token has one choice."""
         kept = [axis for d, axis in enumerate(layout.axes) if not layout.is_row(d)]
         sizes = [shape_of(stack)[0], *(prod(part.size for part in axis) for axis in kept)]
         if list(shape_of(stack)) == sizes:
@@ -232,7 +232,7 @@ class _Opening:
         return bool(both) and self._bring(node, both[0], Counts.CHOICES)
 
     def _bring(self, node: fx.Node, lead: int, by: Counts) -> bool:
-        """``by``: what is counted after the ``lead`` dims of tokens; with choices these may be one of them."""
+        """``by``: the things counted after the ``lead`` dims of tokens; with choices these may be one of them."""
         shape, num_experts = shape_of(node), self.layer.num_experts
         if by is Counts.EXPERTS:
             is_gate = self.routing.is_nothing_elsewhere(node)

@@ -1,8 +1,8 @@
-"""A captured graph is opened at experts that are branches of their own, each on its part of what holds all slots.
+"""Opens a captured graph at experts that are branches of their own, each on its part of a value with all slots.
 
     made = stack([branch_e(slots[e]) for e])        slots[E, C, d]
 
-    slots → send_slots → slots_of e → branch e, as it is written → join → return_slots
+    slots → send_slots → slots_of e → branch e, unchanged → join → return_slots
 
 Every ep rank runs the branches of its experts alone (``Domain.number``); their weights keep their names.
 """
@@ -29,14 +29,15 @@ from planner.graph.walks import operands, readers, walk
 
 
 def open_slot_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
-    """Put the exchange around the branches of ``layer``; returns it with what is sent. Raises PlanError where they are
-    not understood."""
+    """Put the exchange around the branches of ``layer``; returns it with the calls that send slots. Raises PlanError if
+    they are not understood.
+    """
     return _Opening(program, layer).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One expert's part of ``whole``, whose ``dim`` counts them; ``keeps``: as a dim of size 1."""
+    """One expert's part of ``whole``, along the ``dim`` that counts experts; ``keeps``: as a dim of size 1."""
 
     node: fx.Node
     whole: fx.Node
@@ -45,7 +46,7 @@ class _Part:
 
 
 class _Opening:
-    """Owns the branches: of each expert ``weights`` and what is made of them alone, the ``tip`` that it ends in, the
+    """Owns the branches: for each expert ``weights`` with values made of them alone, the ``tip`` that it ends in, the
     ``bodies`` between, and the ``parts`` that they read."""
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
@@ -70,10 +71,10 @@ class _Opening:
         erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
         return replace(self.layer, sent=(sent.name,), limit=self.sending.limit, tips=())
 
-    # ---- what is there
+    # ---- facts
 
     def _joined(self) -> fx.Node:
-        """Where all that experts make is put behind each other, in their order."""
+        """The call that concatenates all experts' results, in their order."""
         join = next(iter(self.tips[0].users))
         is_all = packet_of(join.target) in JOINS and list(join.args[0]) == self.tips  # pyright: ignore
         if not is_all or any(len(tip.users) != 1 for tip in self.tips):
@@ -106,7 +107,7 @@ class _Opening:
         return sorted(body)
 
     def _whole(self) -> tuple[fx.Node, int]:
-        """What all parts are of."""
+        """The common value of all parts, and its dim of experts."""
         found = {(p.whole, p.dim, p.keeps) for p in self.parts}
         if len(found) != 1 or any(u not in self._inside() for p in self.parts for u in p.node.users):
             raise self.refusal(self.join, "their branches read slices of several values")
@@ -117,7 +118,7 @@ class _Opening:
         return {n for body in self.bodies for n in body}
 
     def _slots(self) -> dict[fx.Node, int]:
-        """The dim of slots of each value of the branches. Where several are kept by all calls, the last."""
+        """The dim of slots of each value of the branches. If all calls keep several, the last."""
         part, inside = self.parts[0], self._inside()
         skipped = {part.dim} if part.keeps else set()
         refused: PlanError | None = None
@@ -148,7 +149,7 @@ class _Opening:
             node.meta["domain"] = Domain(number=number, num_experts=self.layer.num_experts)
 
     def _join(self, slots: dict[fx.Node, int]) -> None:
-        """What they make, with a dim of experts, sent back to where slots came from, in the place of the join."""
+        """Replace the join: results with a dim of experts, sent back to the slots' own ranks."""
         dim, shape = int(named(self.join)["dim"]) % len(shape_of(self.join)), list(shape_of(self.tips[0]))
         at, tips, size = slots[self.tips[0]], self.tips, self.layer.num_experts
         if shape[dim] != 1 or at == dim:  # behind each other in a dim that they have
@@ -168,7 +169,7 @@ class _Opening:
 
 
 def _part_of(node: fx.Node, number: int, size: int) -> _Part | None:
-    """The part of expert ``number`` that a call takes of what counts them."""
+    """The part of expert ``number`` that a call takes of a value with a dim of experts."""
     packet, source = packet_of(node.target), next(iter(node.all_input_nodes), None)
     if source is None:
         return None

@@ -1,10 +1,10 @@
-"""A captured graph is opened where slots meet the stacks of experts: there they leave for other ranks.
+"""Opens a captured graph at products of slots with stacks of experts: inserts the exchange of slots there.
 
     slots[E, C, d]  →  products with stacks [E, …]  →  back to their tokens, weighted, summed
 
-becomes ``send_slots`` before and ``return_slots`` after what depends on the expert (planner/experts/exchange.py). How
-tokens came into slots, and which were dropped, is the user's own and stays where it is; that experts and slots are but
-batch to all calls between is shown of each.
+becomes ``send_slots`` before and ``return_slots`` after the calls that depend on the expert
+(planner/experts/exchange.py). The user's code that fills slots and drops tokens is unchanged; each call in between is
+shown to treat experts and slots as batch dims.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from planner.graph.program import Program
 
 
 def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:
-    """Put the exchange around what ``layer`` computes of slots; returns it with what is sent. Raises PlanError where
-    that is not understood."""
+    """Put the exchange around the calls of ``layer`` on slots; returns it with the calls that send them. Raises
+    PlanError if they are not understood.
+    """
     return _Opening(program, layer).run()
 
 
 class _Opening:
-    """Owns what lies in the domain: ``stacks`` and what is made of them alone, ``inside`` calls on slots."""
+    """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on slots."""
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.layer, self.sending = layer, Sending(program, layer)
@@ -42,7 +43,7 @@ class _Opening:
         self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
         self.of_stacks = made_of(self.stacks)
         self.inside = inside_of(self.of_stacks)
-        self.entries: dict[fx.Node, fx.Node] = {}  # what is read from outside, and by which call first
+        self.entries: dict[fx.Node, fx.Node] = {}  # values read from outside, and the first call that reads each
         for node in sorted(self.inside):
             for value in self._outer(node):
                 self.entries.setdefault(value, node)
@@ -60,10 +61,10 @@ class _Opening:
             node.meta["domain"] = Domain(experts=experts[node], slots=slots[node])
         return replace(self.layer, sent=tuple(sent), limit=self.sending.limit)
 
-    # ---- what must hold
+    # ---- checks
 
     def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What a call inside reads from outside, but for numbers that are the same for all slots."""
+        """The values that a call inside reads from outside, except numbers that are the same for all slots."""
         for value in node.all_input_nodes:
             val = value.meta["val"]
             is_number = isinstance(val, torch.Tensor) and val.numel() == 1 and not value.meta["grad"]
@@ -82,7 +83,7 @@ class _Opening:
                 raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")
 
     def _slots(self, experts: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """The dim of every value that counts slots. Where several are kept by all calls, the last."""
+        """The dim of every value that counts slots. If all calls keep several, the last."""
         first, word, kept = next(self._products())
         self._check_known(experts, "has no dim of experts")
         refused: PlanError | None = None
@@ -96,7 +97,7 @@ class _Opening:
         raise refused or self.refusal(first, "its experts have no slots")
 
     def _products(self) -> Iterator[tuple[fx.Node, str, str]]:
-        """Of products with stacks: what they read, its labels, and those that it keeps and the stack has not."""
+        """(operand, its labels, kept labels that the stack has not) of products with stacks."""
         for node in sorted(self.inside):
             read, words, out = operands_of(node) or ([], [], "")
             stacks = "".join(w for n, w in zip(read, words, strict=True) if n in self.of_stacks)

@@ -33,7 +33,7 @@ LIST = (aten.split_with_sizes, aten.split, aten.unbind)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What stands for a value: rows [n, features..]; of a stack [experts, features..], whatever dims it was laid in."""
+    """The replacement of a value: rows [n, features..]; for a stack [experts, features..], from any order of dims."""
 
     node: fx.Node
     layout: Layout
@@ -41,7 +41,7 @@ class Held:
 
 
 class PairOps:
-    """Owns ``held``: what stands for the values that were made again. ``sizes``: how many of each are counted."""
+    """Owns ``held``: the replacements of rewritten values. ``sizes``: how many of each are counted."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PairOps:
         return layout
 
     def fitted(self, held: Held, out: Layout, shape: tuple[int, ...]) -> fx.Node:
-        """Rows of a value that is to meet others in ``out``, dims from the last on."""
+        """Rows of a value, shaped to align with others in ``out``, dims from the last on."""
         node = self.of_pairs(held)
         ahead = len(out.axes) - len(held.layout.axes)
         sizes = list(shape_of(node)[1:])
@@ -109,7 +109,7 @@ class PairOps:
         return self.shaped(node, [self.num_rows, *[1] * leading, *kept])
 
     def of_pairs(self, held: Held) -> fx.Node:
-        """What a stack has for each pair."""
+        """The stack's entry for each pair."""
         if not held.is_stack:
             return held.node
         val = torch.empty(self.num_rows, dtype=torch.int64, device="meta")
@@ -131,7 +131,7 @@ class PairOps:
         return Held(self.build.call(aten.permute.default, held.node, rows, domain=ROWS), layout)
 
     def _permuted_stack(self, node: fx.Node, held: Held) -> Held:
-        """The experts stay first, whatever dims stand for them."""
+        """The experts stay first, for any dims of experts."""
         dims = [d % len(held.layout.axes) for d in named(node)["dims"]]
         order = [0, *(held.layout.row_dim(d) for d in dims if not held.layout.is_row(d))]
         made = self.build.call(aten.permute.default, held.node, order, domain=STACK)
@@ -154,7 +154,7 @@ class PairOps:
         return Held(self.build.call(node.target, *args, **kwargs, domain=ROWS), layout)
 
     def _repeated(self, layout: Layout, size: int) -> Axis:
-        """What a dim counts over which a value is repeated."""
+        """The things counted by a dim over which a value is repeated."""
         if size == 1:
             return ()
         free = Counts.EXPERTS, Counts.CHOICES
@@ -223,7 +223,7 @@ class PairOps:
         return Held(self.shaped(made, self.row_shape(layout, shape_of(node))), layout)
 
     def labelled(self, node: fx.Node) -> tuple[list[Held], list[str], str, dict[str, Axis]]:
-        """Its operands, their labels, those of the result, and what each label counts."""
+        """Its operands, their labels, those of the result, and the meaning of each label."""
         found = equation(node)
         if found is None or len(found[0]) != 2 or any(n not in self.held for n in found[0]):
             raise self.refusal(node, "a matrix product is not of an input of experts and their weights")
@@ -278,7 +278,7 @@ class PairOps:
 
 
 def stack_of(build: Builder, node: fx.Node, dim: int) -> Held:
-    """A value made of stacks alone, ``dim`` of which counts the experts."""
+    """A value made of stacks alone, with ``dim`` as its dim of experts."""
     shape = shape_of(node)
     parts = [(Part(Counts.EXPERTS if d == dim else Counts.FEATURES, n),) if n > 1 else () for d, n in enumerate(shape)]
     if dim:

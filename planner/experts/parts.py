@@ -1,7 +1,7 @@
-"""What a parameter is to experts: a stack of all of them, or of one alone; and so which ep ranks hold it.
+"""A parameter's part in experts: a stack of all of them, or of one alone; this decides which ep ranks hold it.
 
 stack    [.., E, ..] → [.., E / ep, ..]      ep rank r has experts r·E/ep … (r + 1)·E/ep
-alone    of expert e: whole on ep rank e // (E / ep), not there on others
+alone    of expert e: complete on ep rank e // (E / ep), absent on others
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class ExpertPart:
         return self.dim >= 0 or self.owner(ep) == ep_rank
 
     def owner(self, ep: int) -> int:
-        """The ep rank that holds what is of one expert alone."""
+        """The ep rank that holds the parameter of one expert alone."""
         return self.number // (self.num_experts // ep)
 
     def local_shape(self, shape: tuple[int, ...], ep: int) -> tuple[int, ...]:
-        """What a rank that holds it has of ``shape``."""
+        """The part of ``shape`` on a rank that holds it."""
         return tuple(n // ep if d == self.dim else n for d, n in enumerate(shape))
 
 
 def expert_parts(experts: Experts) -> dict[str, ExpertPart]:
-    """Placeholder of a parameter → what it is to the experts of its layer; nothing for all other parameters."""
+    """Placeholder of a parameter → its part in the experts of its layer; nothing for all other parameters."""
     found: dict[str, ExpertPart] = {}
     for layer in experts.layers:
         for weight in layer.weights:

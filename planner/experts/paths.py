@@ -1,4 +1,4 @@
-"""The way of a token through a layer of experts: what they read, how it comes to them, where it is whole again.
+"""The path of a token through a layer of experts: their input, how tokens reach it, and the combined result.
 
 tokens → (sorted, put into slots, copied) → first products … last products → times probs → summed: combined
 """
@@ -24,7 +24,7 @@ MOST = 200
 
 
 def base(node: fx.Node, space: Space | None = None) -> fx.Node:
-    """What a value is a view of; with a space also what it is the sorted or copied rows of."""
+    """The base of a view; with a space also the source of sorted or copied rows."""
     while node.op == "call_function":
         found = lookup(node) if space is not None else None
         found = None if found is not None and is_weight(found[0]) else found
@@ -76,7 +76,7 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:
-    """Whether it is rows of what all experts read, those that each chose: by lookup, or by a product with one-hots."""
+    """Whether it holds the rows that each expert took of the shared input: by lookup, or by a product with one-hots."""
     node, found = base(node), lookup(base(node))
     if found is not None:
         return base(found[2]) in space.chosen and not space.places.get(found[0])
@@ -85,7 +85,7 @@ def is_taken(node: fx.Node, space: Space) -> bool:
 
 
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Values on the way from the tokens to ``ends``, but for those by which the router scores."""
+    """Values on the way from the tokens to ``ends``, except those that the router uses for scores."""
     above = ancestors(ends)
 
     def goes_on(node: fx.Node) -> bool:
@@ -116,7 +116,7 @@ def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -
 
 
 def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
-    """Routing weights: floats of the router that multiply what is ``carried``, at a call on the ``way``."""
+    """Routing weights: floats of the router that multiply ``carried`` values, at a call on the ``way``."""
     found: dict[fx.Node, None] = {}
     for node in sorted(way):
         product = operands_of(node)
@@ -161,7 +161,7 @@ def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
 
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:
-    """Where ids were chosen or put together; before they were laid out, copied or sorted."""
+    """The call that chose or combined ids, before they were rearranged, copied or sorted."""
     while packet_of(node.target) not in JOINS:
         above = [n for n in node.all_input_nodes if n in space.ids or packet_of(n.target) is aten.sort]
         if not above:

@@ -22,7 +22,7 @@ from planner.graph.walks import operands, walk
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of what experts read with their weight. ``summed``, ``made``: dims of the weight."""
+    """A product of the experts' input with their weight. ``summed``, ``made``: dims of the weight."""
 
     node: fx.Node
     x: fx.Node
@@ -44,13 +44,13 @@ def _stacks(space: Space) -> list[fx.Node]:
 
 
 def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
-    """Who reads a weight, through views, and through what ids look up in it."""
+    """The readers of a weight, through views and lookups by ids."""
     passes = node.op == "placeholder" or packet_of(node.target) in VIEWS or lookup(node) is not None
     return node.users if passes else ()
 
 
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
-    """A product of two of which one is a weight; None for others, and where it sums over the experts themselves.
+    """A product of a value and a weight; None for others, and if it sums over the experts themselves.
     ``expert_dim``: of a weight, or -1."""
     found = operands_of(call)
     if found is None or len(found[0]) - is_grouped(call) != 2:
@@ -91,7 +91,7 @@ def _before(product: Product, nodes: set[fx.Node], above: set[fx.Node]) -> set[f
 
 
 def weights_of(space: Space, products: list[Product], first: list[Product], last: list[Product]) -> list[ExpertWeight]:
-    """The stacks that products read, then what else has a value for each expert, such as biases."""
+    """The stacks that products read, then other weights with a value for each expert, such as biases."""
     found: dict[fx.Node, ExpertWeight] = {}
     for product in products:
         w = product.weight

@@ -1,4 +1,4 @@
-"""Weights of experts that a step leaves alone where no token of the global batch chose them.
+"""Weights of experts that a step does not update if no token of the global batch chose them.
 
     for e, expert in enumerate(experts):
         token, choice = torch.where(chosen == e)
@@ -16,7 +16,7 @@ from planner.graph.program import Program
 
 
 def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:
-    """The layers whose choices a step counts, with their places among its figures."""
+    """The layers with choices that a step counts, with their places among its figures."""
     found: list[Asked] = []
     for layer in experts.layers:
         if any(_skipped(program, name) for weight in layer.weights for name in weight.nodes):
@@ -26,7 +26,7 @@ def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:
 
 
 def resting(program: Program, experts: Experts) -> Mapping[str, tuple[int, ...]]:
-    """Parameter, by dotted name → the figures of a step that are all zero where it rests."""
+    """Parameter, by dotted name → the figures of a step: it rests if all of them are zero."""
     starts = {asked.chosen: asked.start for asked in asked_of(program, experts)}
     found: dict[str, tuple[int, ...]] = {}
     for layer in experts.layers:

@@ -1,7 +1,7 @@
-"""What values that a model makes of its router's choices are: shown by computing them for random choices.
+"""Facts of the values that a model makes of its router's choices: shown by computing them for random choices.
 
-How a model sorts, counts and masks is its own affair; what matters is what comes of it: that rows come by expert, where
-each expert's end, and which tokens an expert lets through.
+A model may sort, count and mask in any way; only the results matter: that rows are sorted by expert, the ends of each
+expert's rows, and the tokens that an expert's gate lets through.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner.graph.walks import in_order, readers, walk
 TRIALS = 3
 FILLED = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 MOST = 1 << 26  # elements of a value that is worth a trial
-FLOPS = 1 << 34  # of a trial that tells figures alone
+FLOPS = 1 << 34  # of a trial for figures only
 
 
 class Routing:
@@ -36,13 +36,13 @@ class Routing:
         self.num_rows = sum(n.meta["val"].numel() for n in chosen)
 
     def meet(self, build: Builder) -> fx.Node:
-        """Count the rows of each expert, and let ranks tell each other."""
+        """Count the rows of each expert, and exchange the counts."""
         val = torch.empty(self.size, dtype=torch.int64, device="meta")
         counts = build.call(exchange.count_experts, self.size, *self.chosen, val=val)
         return build.call(exchange.meet, counts, self.num_rows, val=val, domain=Domain(experts=0))
 
     def are_ends(self, node: fx.Node) -> bool:
-        """Whether it says where each expert's rows end, sorted by expert."""
+        """Whether it holds the ends of each expert's rows, sorted by expert."""
         return self._holds(node, lambda found, counts, _: torch.equal(found.long(), counts.cumsum(0)))
 
     def are_ids(self, node: fx.Node) -> bool:
@@ -70,8 +70,9 @@ class Routing:
         return self._holds(node, only)
 
     def groups_filled(self, node: fx.Node, slots: int) -> int:
-        """In how many groups of tokens a value of experts and ``slots`` is zero but in as many slots of an expert as
-        tokens of the group chose it, up to all, also where all chose one; 0 where that does not hold."""
+        """The number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as many
+        slots as tokens of the group chose it, up to all, even if all chose one; 0 if that does not hold.
+        """
         made = [n for n in self._order([node])[0] if n.op == "call_function"]
         if any(t.numel() > MOST for n in made for t in tensors_of(n)) or sum(map(node_flops, made)) > FLOPS:
             return 0
@@ -84,7 +85,7 @@ class Routing:
         return left[0].groups if self.holds([node], full, [*self._trials, *self._skewed]) else 0
 
     def are_choices(self, node: fx.Node) -> bool:
-        """Whether it is the choices themselves, token by token, each repeated for what comes after it."""
+        """Whether it is the choices themselves, token by token, each repeated along the dims after it."""
 
         def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
             (chosen,) = ids
@@ -128,7 +129,7 @@ class Routing:
         fact: Callable[[list[Tensor], Tensor, list[Tensor]], bool],
         trials: list[list[Tensor]] | None = None,
     ) -> bool:
-        """The same of several values; what does not depend on the choices is random."""
+        """The same of several values; values that do not depend on the choices are random."""
         order, below = self._order(nodes)
         if any(node not in below for node in nodes):
             return False
@@ -139,7 +140,7 @@ class Routing:
         return True
 
     def _order(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-        """What is to be computed for them, and all that depends on the choices up to the last of them."""
+        """The nodes to compute for them, and all that depend on the choices up to the last of them."""
         last = max(nodes)  # nodes of one graph are in its order: no walk beyond
         below = set(walk(self.chosen, readers, into=lambda n: n <= last))
         step = lambda n: n.all_input_nodes if _computes(n, below) else ()  # noqa: E731
@@ -184,13 +185,13 @@ def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
 
 
 def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:
-    """[tokens]: who chose an expert."""
+    """[tokens]: whether each chose an expert."""
     return torch.cat([x.reshape(tokens, -1) for x in ids], 1).eq(number).any(1)
 
 
 @dataclass(frozen=True)
 class _Filling:
-    """Which dims of a value may count experts, slots, and ``groups`` of tokens; -1 where there is one group."""
+    """Which dims of a value may count experts, slots, and ``groups`` of tokens; -1 for one group."""
 
     experts: int
     slots: int
@@ -225,7 +226,7 @@ def _is_nothing(found: Tensor, where: Tensor) -> bool:
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """What has a gradient by it."""
+    """The leaves of its autograd graph."""
     work, seen = [value.grad_fn], set[Any]()
     while work:
         function = work.pop()
@@ -246,7 +247,7 @@ def _computed(
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
             try:
                 values[node] = target(*args, **kwargs)
-            except Exception:  # an op that needs what a random choice is not
+            except Exception:  # an op that fails for a random choice
                 return None
         else:
             value = node.meta["val"]

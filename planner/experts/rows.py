@@ -1,4 +1,4 @@
-"""Where the rows of a value are, as calls that act on each row alone carry them on."""
+"""The dim of rows of each value, followed through calls that act on each row alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rows:
     ties: Ties = field(default_factory=Ties)
 
     def follow(self, node: fx.Node) -> int | None:
-        """The dim of a call's rows, if all that it reads of them agrees; None where it has none."""
+        """The dim of a call's rows, if all that it reads of them agrees; None if it has none."""
         found: set[int] = set()
         for value in node.all_input_nodes:
             if value in self.known:

@@ -1,7 +1,7 @@
-"""Calls by which slots leave for their experts and come back, and what is told of how full they are.
+"""Calls that send slots to their experts and back, and the counts of filled slots.
 
-counts = how many tokens chose each expert        told once a layer, by the first call that sends
-limit  = C, where an expert was shown to fill as many of its C slots as tokens chose it, and no more
+counts = how many tokens chose each expert        given once a layer, by the first call that sends
+limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sending:
         return build.call(exchange.send_slots, value, experts, slots, *given, val=val, domain=domain, grad=grad)
 
     def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
-        """What ``node`` makes, where it came from, for all who are not ``inside``."""
+        """The results of ``node``, returned to the slots' own ranks, for all readers that are not ``inside``."""
         users = [u for u in node.users if u not in inside]
         build = Builder(self.graph, node.next, node)
         back = build.call(exchange.return_slots, node, experts, slots, val=node.meta["val"])
@@ -60,9 +60,9 @@ class Sending:
         return build.call(exchange.count_by_group, size, groups, *self.chosen, val=val)
 
     def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
-        """The slots of an expert for a group of tokens, of which as many are filled as chose it, and how many groups
-        there are; (0, 1) where that is not shown. ``size``: the slots of an expert in ``value``, of several groups it
-        may be."""
+        """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
+        expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
+        """
         nodes = () if self.layer.dispatch is Dispatch.TAKEN else (*self.weighing, value)
         for node in nodes:
             for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):

@@ -20,9 +20,9 @@ MIXED = "the result of one slot of one expert depends on others"
 
 
 def followed(start: Mapping[fx.Node, int], calls: Collection[fx.Node], refusal: Refusal) -> dict[fx.Node, int]:
-    """The dim that counts the same as those of ``start``, of all ``calls`` and what they read that have one.
+    """The dims that count the same as those of ``start``, for all ``calls`` and operands that have one.
 
-    Raises what ``refusal`` makes where a call acts along what it counts, or two dims of a value count it.
+    Raises the error of ``refusal`` if a call acts along that dim, or if two dims of a value count the same.
     """
     known, work = dict(start), list(start)
     while work:
@@ -40,7 +40,7 @@ def followed(start: Mapping[fx.Node, int], calls: Collection[fx.Node], refusal: 
 
 
 def _check_apart(node: fx.Node, known: Mapping[fx.Node, int], refusal: Refusal) -> None:
-    """Raise where a call brings a dim of what it reads elsewhere than to its own, or acts along it."""
+    """Raise if a call maps a dim of an operand to another than its own, or acts along it."""
     for value in node.all_input_nodes:
         if value in known and (node, known[node]) not in beside(node, value, known[value]):
             raise refusal(node, MIXED)
@@ -49,7 +49,7 @@ def _check_apart(node: fx.Node, known: Mapping[fx.Node, int], refusal: Refusal) 
 
 
 def beside(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """(value, dim) of ``call`` and what it reads that count the same as ``dim`` of ``node``."""
+    """(value, dim) of ``call`` and its operands that count the same as ``dim`` of ``node``."""
     if packet_of(call.target) is aten.reshape:
         source = call.all_input_nodes[0]
         other = source if node is call else call
@@ -59,7 +59,7 @@ def beside(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 
 def _same(node: fx.Node, other: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
-    """The dim of the same size and stride, where a reshape leaves it alone; of several of size 1 the first."""
+    """The dim of the same size and stride, if a reshape keeps it; of several of size 1 the first."""
     sizes, others = shape_of(node), shape_of(other)
     for d, n in enumerate(others):
         if n == sizes[dim] and prod(others[d + 1 :]) == prod(sizes[dim + 1 :]):

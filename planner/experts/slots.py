@@ -1,9 +1,9 @@
-"""Stacks whose experts are counted by no dim of the router: places of slots are computed from the numbers of experts.
+"""Stacks of experts without a matching dim of the router: places of slots are computed from the numbers of experts.
 
     at = expert · C + place     buffer[at] += rows     buffer[E, C, d] @ W[E, d, h]
     rows[expert, place] = x                            rows[E, C, d] @ W[E, d, h]
 
-What is so put, seen through views, meets stacks in products that keep one dim of them apart: as many as there are
+Such a buffer, through views, is multiplied with stacks in products that keep one dim of them as a batch dim: the dim of
 experts.
 """
 
@@ -25,8 +25,9 @@ PASSED = VIEWS | JOINS | {aten.slice, aten.narrow}
 
 
 def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """(weight, dim) of stacks that meet what numbers of experts put into slots. ``below``: what depends on the router,
-    so a residual ends the way to them."""
+    """(weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
+    depend on the router, so a residual ends the path to them.
+    """
 
     def through(node: fx.Node) -> Iterator[fx.Node]:
         return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
@@ -38,7 +39,7 @@ def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node
 
 
 def kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
-    """(weight, dim) of ``size`` that a product keeps apart: it stands in both operands, and in what is made."""
+    """(weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
     found = operands_of(product)
     if found is None:
         return

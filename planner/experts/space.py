@@ -1,7 +1,7 @@
-"""One numbering of experts: where in the graph it is counted, from the scores of its router on.
+"""One numbering of experts: the dims of the graph that count it, from the scores of its router on.
 
 The scores' dim, and every dim that ids of chosen experts make, are tied to others by the ops between (ties); a stack of
-weights is one whose dim is so tied. Numberings of other routers are kept apart, also where a loss adds their counts.
+weights is one with such a tied dim. Numberings of other routers are kept apart, even if a loss adds their counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[int, int]  # dim, inner
 
 
 class Ties:
-    """Owns the ties of the calls that were asked for."""
+    """Owns the ties of the calls that were needed."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, list[Tie]] = {}
@@ -51,7 +51,9 @@ class Ties:
 
 @dataclass
 class Space:
-    """A numbering of ``size`` experts. ``root``: the product that makes scores, ``choices``: who chooses by them."""
+    """A numbering of ``size`` experts. ``root``: the product that makes scores, ``choices``: the calls that choose by
+    them.
+    """
 
     root: fx.Node
     size: int
@@ -62,7 +64,7 @@ class Space:
     places: dict[fx.Node, set[Place]] = field(default_factory=dict)
 
     def dim(self, node: fx.Node) -> int:
-        """The dim that counts the experts and nothing else; -1 where there is none."""
+        """The dim that counts the experts and nothing else; -1 if there is none."""
         whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
         return whole[0] if len(whole) == 1 else -1
 
@@ -83,7 +85,7 @@ class Space:
 
 
 def spaces(graph: fx.Graph) -> list[Space]:
-    """One for each router: what may be experts is told apart later."""
+    """One for each router; whether it has experts is decided later."""
     known = Ties()
     found: dict[tuple[fx.Node, int], Space] = {}
     for node, dim, chosen in selections(graph):
@@ -117,7 +119,7 @@ def takings(graph: fx.Graph) -> list[Space]:
 
 
 def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
-    """The product that made the scores; where there is none, the scores."""
+    """The product that made the scores; without one, the scores."""
     seen = {(scores, (dim, 1))}
     work, products = [(scores, (dim, 1))], set[fx.Node]()
     while work:
@@ -133,7 +135,7 @@ def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
 
 
 def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
-    """Find all places, from the scores' dim and from what ids make."""
+    """Find all places, from the scores' dim and from the dims that ids make."""
     others = [r for r in roots if r is not space.root and r not in space.above]
     closed = set(walk(others, readers)) | {n for n in space.above if n.op != "placeholder" and n is not space.root}
     of_ids = [*dims_of_experts(space.ids, space.size), *stacks_of_slots(space.ids, space.size, space.below)]

@@ -1,6 +1,6 @@
-"""Which dims of what an op reads and makes count the same things.
+"""The dims of an op's operands and results that count the same things.
 
-    y = a + b           y[.., i] with a[.., i] and b[.., i], where no size is 1
+    y = a + b           y[.., i] with a[.., i] and b[.., i], unless a size is 1
     einsum("ecd,edh->ech")     a label with itself
     y = x.reshape(…)    by the stride with which a part of x's dim counts: [E·t, h] and [E, t, h]
 
@@ -33,14 +33,14 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def operands_of(product: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
-    """Operands of a product, their labels, the labels of the result; None for what is no product."""
+    """Operands of a product, their labels, the labels of the result; None for other ops."""
     if is_grouped(product):
         return product.all_input_nodes, ["TZ", "EZY", "E"], "TY"
     return equation(product) if product.target in PRODUCTS else None
 
 
 def ties(node: fx.Node, ones: bool = False) -> list[Tie]:
-    """Dims of a call and of what it reads that count the same, position by position. ``ones``: those of size 1 too."""
+    """Dims of a call and of its operands that count the same, position by position. ``ones``: those of size 1 too."""
     if node.op != "call_function" or not node.all_input_nodes:
         return []
     if any(next(tensors_of(n), None) is None for n in (node, *node.all_input_nodes)):
@@ -121,7 +121,7 @@ def _gather(node: fx.Node) -> Iterator[Tie]:
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
-    """(table, its dim, ids) where a call reads whole slices of a table by one tensor of ids."""
+    """(table, its dim, ids) of a call that reads full slices of a table by one tensor of ids."""
     given, packet = named(node), packet_of(node.target)
     if packet is aten.embedding:
         return given["weight"], 0, given["indices"]
@@ -164,7 +164,7 @@ _OTHERS = {
 
 
 def across(source: fx.Node, target: fx.Node, dim: int, inner: int, size: int) -> tuple[int, int] | None:
-    """Where a place of ``source`` stands in ``target``, when one is a reshape of the other; None if it is split."""
+    """The place in ``target`` of a place of ``source``, if one is a reshape of the other; None if it is split."""
     stride = inner * prod(shape_of(source)[dim + 1 :])
     step = 1
     for d, length in reversed(list(enumerate(shape_of(target)))):

@@ -1,4 +1,4 @@
-"""Values [tokens.., rest..] seen as rows: what a branch computes of all tokens is computed of some rows instead.
+"""Values [tokens.., rest..] seen as rows: a branch computes some rows instead of all tokens.
 
     [b, s, h]  →  rows [m, h], as [1, m, h]: all dims of tokens but the last are 1
 
@@ -38,7 +38,7 @@ class TokenRows:
         return Domain(rows=rows, number=number, num_experts=self.num_experts)
 
     def lead(self, shape: tuple[int, ...]) -> int:
-        """How many leading dims are those of the tokens; 0 where none are."""
+        """How many leading dims are those of the tokens; 0 if none are."""
         for length in range(1, len(shape) + 1):
             if prod(shape[:length]) == self.num_tokens:
                 return length
@@ -53,13 +53,13 @@ class TokenRows:
         return [self.num_tokens, *shape[lead:]]
 
     def part(self, rows: fx.Node) -> Tensor:
-        """What stands for one expert's part of ``rows``."""
+        """The meta value of one expert's part of ``rows``."""
         self.num_rows = shape_of(rows)[0]
         length = max(1, self.num_rows // self.num_experts)
         return torch.empty((length, *shape_of(rows)[1:]), dtype=rows.meta["val"].dtype, device="meta")
 
     def joined(self, part: fx.Node) -> Tensor:
-        """What stands for all experts' parts behind each other."""
+        """The meta value of all experts' parts, concatenated."""
         return torch.empty((self.num_rows, *shape_of(part)[1:]), dtype=part.meta["val"].dtype, device="meta")
 
     def shaped(self, build: Builder, part: fx.Node, like: fx.Node, number: int) -> fx.Node:
@@ -82,7 +82,7 @@ class TokenRows:
     def again(
         self, build: Builder, node: fx.Node, own: Mapping[fx.Node, fx.Node], number: int, refusal: Refusal
     ) -> fx.Node:
-        """A call of the branch once more, on rows. Raises what ``refusal`` makes where it mixes tokens."""
+        """A call of the branch once more, on rows. Raises the error of ``refusal`` if it mixes tokens."""
         lead = self.lead(shape_of(node))
         if not lead or not self._keeps_tokens(node, own):
             raise refusal(node, "the result of one token depends on others")
@@ -125,7 +125,7 @@ class TokenRows:
         return False
 
     def _aligned(self, node: fx.Node, read: list[fx.Node]) -> bool:
-        """Whether the tokens' dims of all that it reads meet each other, and nothing else meets them."""
+        """Whether the tokens' dims of its operands are aligned with each other, and with nothing else."""
         ndim, lead = len(shape_of(node)), self.lead(shape_of(node))
         rest = [n for n in node.all_input_nodes if n not in read]
         outer = [len(shape_of(n)) for n in rest if isinstance(n.meta["val"], Tensor)]

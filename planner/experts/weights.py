@@ -1,4 +1,4 @@
-"""Parameters, and values that are views of them or of what ids look up in them."""
+"""Parameters, and values that are views of them or of lookups in them."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _same_dim(made: tuple[int, ...], given: tuple[int, ...], dim: int) -> list[int]:
-    """The dim of the same size and stride, where a reshape leaves it alone."""
+    """The dim of the same size and stride, if a reshape keeps it."""
     return [d for d, n in enumerate(given) if n == made[dim] and prod(given[d + 1 :]) == prod(made[dim + 1 :])]

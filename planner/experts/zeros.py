@@ -1,7 +1,7 @@
-"""Where a value is exactly zero whatever else there is, since something that it is made of is zero there.
+"""The zeros of a value that follow from the zeros of an operand, for any other input.
 
-gate · f(x), where(mask, f(x), 0), silu(gate·x·W) · (gate·x·V): zero where the gate is. So a token that gives an expert
-nothing need not go to it: neither its output nor any gradient changes.
+gate · f(x), where(mask, f(x), 0), silu(gate·x·W) · (gate·x·V): zero if the gate is. So a token with a zero gate need
+not go to the expert: neither its output nor any gradient changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIALS = 4
 
 
 def stays_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
-    """Whether what a call makes is zero where all of ``zero`` among what it reads are, for any other input."""
+    """Whether a call's result is zero at the zeros of all its operands in ``zero``, for any other input."""
     read = [n for n in node.all_input_nodes if n in zero]
     if not read:
         return False

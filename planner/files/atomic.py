@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: a reader, and whatever is killed, sees the old content or the new one.
+"""Write a file atomically: a reader, and whatever is killed, sees the old content or the new one.
 
     write  .name.….partial beside it  ->  sync  ->  rename
 
@@ -33,12 +33,12 @@ def open_new(path: Path) -> IO[bytes]:
 
 
 def try_new_file(path: Path) -> None:
-    """Make a file beside ``path`` and remove it. Raises OSError where ``path`` could not be written."""
+    """Make a file beside ``path`` and remove it. Raises OSError if ``path`` could not be written."""
     Replacement(path).discard()
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """On the disk when it returns. Raises OSError, FileExistsError where anything of that name is there."""
+    """The file is on the disk when it returns. Raises OSError; FileExistsError if the name is taken."""
     with open_new(path) as file:
         _write_and_sync(file, content)
 
@@ -65,7 +65,7 @@ class Replacement:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Nothing of it stays, unless it has taken its place."""
+        """It is removed, unless it has taken its place."""
         with suppress(OSError):
             self.file.close()
         with suppress(OSError):
@@ -90,7 +90,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_for_user(path: Path, content: str | Iterable[str]) -> None:
-    """Write where a user said: through a link of the user's own, and directly into a device or pipe. Raises OSError."""
+    """Write to a user's path: through a link of the user's own, and directly into a device or pipe. Raises OSError."""
     parts = (content,) if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():

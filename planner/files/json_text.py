@@ -21,7 +21,8 @@ _HALF_A_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 def read_json(
     path: str | PathLike[str], what: str, *, most_bytes: int = 16 * MIB, fix: str = "", damaged: str = ""
 ) -> Any:
-    """The value of the JSON file at ``path``; ``what`` it is. Reads regular files alone, up to ``most_bytes``.
+    """The value of the JSON file at ``path``; ``what``: its kind, for errors. Reads regular files only, up to
+    ``most_bytes``.
 
     Raises PlanError, for bad content with the fix ``damaged``.
     """
@@ -49,7 +50,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_integer(digits: str) -> int:
-    """Raises ValueError where no machine word holds the number."""
+    """Raises ValueError if no machine word holds the number."""
     if len(digits) > 20 or not -LARGEST <= (value := int(digits)) <= LARGEST:
         raise ValueError(f"the number {shorten(digits, 40)} is too large")
     return value

@@ -12,7 +12,7 @@ _KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a 
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Open for reading and writing, made where it is not there; nothing is written. Raises OSError."""
+    """Open for reading and writing, created if absent; nothing is written. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)

@@ -1,6 +1,6 @@
 """Read a text file that a user named: a regular file in UTF-8, up to a maximum size.
 
-A pipe is refused, since every process of a run reads a file anew; so is a device, which may never end.
+A pipe is refused, since every process of a run reads the file; so is a device, which may never end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def read_text(
     error: type[PlanError] = PlanError,
     fix: str = "",
 ) -> str:
-    """The text of the file at ``path``, without a byte order mark. ``what`` the file is, for the words of an error.
+    """The text of the file at ``path``, without a byte order mark. ``what``: the kind of file, for errors.
 
-    Raises ``error`` where there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
+    Raises ``error`` if there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
     or is not UTF-8.
     """
     shown = shorten(path)
@@ -131,7 +131,7 @@ def shorten(text: object, most: int = 300) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what would move a terminal's cursor, change its colours or turn the direction of writing."""
+    """``text`` without control characters that would move a terminal's cursor, change colours or turn the text."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -2,7 +2,7 @@
 
     if (ids > n).any(): raise …          assert x.max() < 1          F.gaussian_nll_loss: no variance below 0
 
-Where the check reads the batch alone and is small, it is computed again on the host for each microbatch.
+If the check reads only the batch and is small, the host evaluates it for each microbatch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Condition:
         return bool(self.question.subs(values)) == self.answer
 
     def named(self, names: Sequence[str]) -> Condition | None:
-        """With the batch keys ``names``, which come last, in place of positions; None where another value is read."""
+        """With the batch keys ``names``, which come last, in place of positions; None if another value is read."""
         if any(int(position) < -len(names) for position, _ in self.inputs):
             return None
         return replace(self, inputs=tuple((names[int(position)], dtype) for position, dtype in self.inputs))
@@ -49,7 +49,7 @@ def _number(value: torch.Tensor) -> int | float:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """``condition``: by which a host checks each batch; None where it cannot."""
+    """``condition``: by which a host checks each batch; None if it cannot."""
 
     where: Where
     what: str

@@ -1,7 +1,7 @@
 """Values that no batch tensor, parameter or buffer enters, and that draw no random numbers: computed when planning.
 
 arange, zeros and a fill, tril, comparisons of these …
-ones_like(labels)      too, where asked for: of ``labels`` it reads the shape alone
+ones_like(labels)      too, on request: it reads only the shape of ``labels``
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_made_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
 
 
 def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """What a call gives of its operands' values, on the CPU."""
+    """The result of a call for its operands' values, on the CPU."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -61,7 +61,7 @@ class Constants:
         return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
-        """The value of a constant node on the CPU; None where it would be too large to look at."""
+        """The value of a constant node on the CPU; None if it would be too large to look at."""
         for inner in in_order([node], step=self._operands):
             if inner in self._values:
                 continue

@@ -1,4 +1,4 @@
-"""copied(program): a program of its own, with the same names; what rewrites it leaves the other alone."""
+"""copied(program): an independent program, with the same names; rewriting it leaves the original unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.graph.program import Program
 
 
 def copied(program: Program) -> Program:
-    """The whole program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
+    """The full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in program.graph.graph.nodes:

@@ -1,12 +1,12 @@
-"""Where each value is computed and what crosses each cut, given where the blocks stand.
+"""The stage of each value and the values that cross each cut, given the stages of the blocks.
 
     anchor(node)   the block after whose start the node can run: its own block, else the latest one that it depends on
-    recomputed     what costs nothing to have everywhere: it is computed in every stage that reads it, never sent
+    recomputed     a value that is cheap to have everywhere: it is computed in every stage that reads it, never sent
     live(k)        values computed in a stage ≤ k and read in a stage > k: exactly these cross cut k
 
 Recomputed are deterministic values of the batch alone (masks, rotary tables, positions, shifted labels) and, unless a
 product makes them, of parameters alone (a transposed or scaled weight, a relative-position bias): sending the latter
-would move a tensor and its gradient for every microbatch, where the gradients of a parameter that two stages hold are
+would move a tensor and its gradient for every microbatch, while the gradients of a parameter that two stages hold are
 summed once a step. A value of both (an embedded token) is sent.
 """
 
@@ -31,7 +31,7 @@ def needed_nodes(program: Program) -> set[fx.Node]:
 
 
 def recomputed_nodes(program: Program) -> set[fx.Node]:
-    """The calls whose value every stage that reads it computes for itself."""
+    """The calls that every stage with a reader computes for itself."""
     flags: dict[fx.Node, int] = {}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
@@ -42,7 +42,9 @@ def recomputed_nodes(program: Program) -> set[fx.Node]:
 
 
 def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
-    """What ``node`` depends on; _SENT once it is random, reads parameters and batch, or multiplies by parameters."""
+    """The dependencies of ``node`` as flags; _SENT once it is random, reads parameters and batch, or multiplies by
+    parameters.
+    """
     flag = 0
     for operand in node.all_input_nodes:
         flag |= flags[operand]
@@ -52,15 +54,15 @@ def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
 
 
 def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:
-    """Call → index of the block in whose stage it runs. Recomputed calls have none.
+    """Call → index of a block; it runs in that block's stage. Recomputed calls have none.
 
-    A value that depends on no block goes to the first block, except where it is first read later and what it reads is
-    not needed sooner: then it goes there (a decoder's own embedding).
+    A value that depends on no block goes to the first block, unless its first reader comes later and its inputs are not
+    needed sooner: then it goes there (a decoder's own embedding).
     """
     result: dict[fx.Node, int] = {}
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and node not in recomputed:
-            # a piece of a tuple stays where the tuple is, as no tuple can be sent
+            # an item of a tuple stays with the tuple, as no tuple can be sent
             own = 0 if node.target is operator.getitem else block_of.get(node.name, 0)
             result[node] = max((result[n] for n in node.all_input_nodes if n in result), default=0)
             result[node] = max(own, result[node])
@@ -119,8 +121,8 @@ def before_and_after_blocks(
 ) -> tuple[set[fx.Node], set[fx.Node]]:
     """The calls that can run before the first block, and those that can run after the last: an embedding, and a loss.
 
-    Before: what is anchored there, is in no block and depends on none. After: what is anchored to the last block, is in
-    none and is needed by none. A piece of a tuple stays where the tuple is.
+    Before: calls anchored there, in no block and dependent on none. After: calls anchored to the last block, in no
+    block and needed by none. An item of a tuple stays with the tuple.
     """
     before: set[fx.Node] = set()
     for node, block in anchor.items():
@@ -137,7 +139,7 @@ def before_and_after_blocks(
 
 
 def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
-    """Placeholder or recomputed call → every stage that reads it (none where the loss does not depend on it).
+    """Placeholder or recomputed call → every stage that reads it (none if the loss does not depend on it).
 
     ``stage`` holds the other calls that the loss depends on.
     """

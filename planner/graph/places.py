@@ -1,4 +1,4 @@
-"""Where things stand, for the rows: places in the user's code and blocks, looked up once for each distinct line."""
+"""Places for the rows: lines of the user's code, and blocks; looked up once for each distinct line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Places:
         self._block = {name: block.path for block in blocks.instances for name in block.nodes}
 
     def where(self, node: fx.Node) -> Where:
-        """Module and the user's line of a node; a parameter stands where it is first read."""
+        """Module and the user's line of a node; a parameter has the place of its first reader."""
         if node.op == "placeholder" and node.users:
             node = next(iter(node.users))
         trace = node.meta.get("stack_trace") or ""

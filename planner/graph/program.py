@@ -1,4 +1,4 @@
-"""The captured program: what capture leaves, and all later decisions read."""
+"""The captured program: the result of capture, which all later decisions read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import fx
 from planner.errors import Where
 from planner.graph.assumptions import Assumption
 
-# What ``node.meta`` of a captured graph holds. Capture writes it, draws, experts and a cut over cp
-# where they rewrite it; everyone else reads.
+# The keys of ``node.meta`` of a captured graph. Capture writes them; so do draws, experts and sharding over cp when
+# they rewrite nodes. All other code reads them.
 META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
     "grad": "whether a gradient of the loss may flow through it",
@@ -27,7 +27,7 @@ META = {
     "draw": "of a call that draws: which element of which sample its numbers are for (draws.places)",
     "has_scores": "of a product: whether it is one of attention (placement.scores)",
 }
-# What lowering writes on top of that, into the graphs of stages.
+# Further keys that lowering writes into the graphs of stages.
 STAGE_META = {
     "origin": "the node's name in the captured graph",
     "placement": "its type over tp",
@@ -50,17 +50,17 @@ class Program:
     outputs: dict[str, int]
     loss: str
     notes: list[str] = field(default_factory=list)
-    rewrites: list[tuple[str, Where]] = field(default_factory=list)  # what was simplified, and where in the user's code
+    rewrites: list[tuple[str, Where]] = field(default_factory=list)  # each simplification, and its line
     traced: list[Where] = field(default_factory=list)  # the user's questions about tracing that were answered with yes
     untrained: list[str] = field(default_factory=list)  # parameters that ask for a gradient and get none
-    assumptions: list[Assumption] = field(default_factory=list)  # checks of values, of which none may raise
-    skipped: frozenset[str] = frozenset()  # parameters that the forward does not read where data selects no rows
+    assumptions: list[Assumption] = field(default_factory=list)  # checks of values that must not raise
+    skipped: frozenset[str] = frozenset()  # parameters that the forward does not read if data selects no rows
 
     def node(self, name: str) -> fx.Node:
         return self._index()[name]
 
     def graph_changed(self) -> None:
-        """To be called by who rewrites the graph: what was looked up by name may be gone."""
+        """Call this after rewriting the graph: nodes that were looked up by name may be gone."""
         self.__dict__.pop("_nodes", None)
 
     def _index(self) -> dict[str, fx.Node]:

@@ -1,6 +1,6 @@
-"""What each parameter is for, told by the ops that read it: how fresh weights are drawn depends on it.
+"""The role of each parameter, from the ops that read it: how fresh weights are drawn depends on it.
 
-scale      of a norm, or a vector that multiplies         residual   a matrix whose product is added to activations
+scale      of a norm, or a vector that multiplies         residual   a matrix with a product added to activations
 bias       any other vector                               ""         any other matrix
 """
 
@@ -12,7 +12,7 @@ from torch import fx
 
 
 def parameter_roles(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """What each parameter of a captured graph is for, by fqn: "scale", "bias", "residual", or "" for other weights."""
+    """The role of each parameter of a captured graph, by fqn: "scale", "bias", "residual", or "" for other weights."""
     return {parameters[n.name]: _role(n) for n in graph.nodes if n.op == "placeholder" and n.name in parameters}
 
 

@@ -1,4 +1,4 @@
-"""Where in the user's code a graph node came from: module path and the deepest source line that is not PyTorch's."""
+"""The origin of a graph node in the user's code: module path and the deepest source line that is not PyTorch's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*
 
 @lru_cache(maxsize=4096)
 def is_foreign_frame(filename: str) -> bool:
-    """Whether a frame belongs to PyTorch, to us or to generated code, and so tells a user nothing.
+    """Whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user.
 
-    Models that ``meshwright fuzz`` draws stand in the place of a user's: their lines are told.
+    Models that ``meshwright fuzz`` draws count as a user's: their lines are reported.
     """
     if filename.startswith(_DRAWN):
         return False
@@ -34,7 +34,7 @@ def is_foreign_frame(filename: str) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Dotted path of the innermost module whose forward made the node; "" at the top."""
+    """Dotted path of the innermost module with the forward that made the node; "" at the top."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -54,7 +54,7 @@ def where_of_frame(code: CodeType, line: int) -> Where:
 
 
 def where_of(node: fx.Node) -> Where:
-    """Module and the user's source line of a node, as far as capture could tell."""
+    """Module and the user's source line of a node, as far as capture knows."""
     frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not is_foreign_frame(m["file"])]
     if not frames:
         return Where(module=module_of(node))

@@ -1,9 +1,9 @@
-"""Walks over a captured graph: what a value is made of, and who depends on it.
+"""Walks over a captured graph: the inputs of a value, and its dependents.
 
-ancestors([y])                        y and all that it is made of
-meetings([a, b])                      what all of them lead to, in the graph's order
+ancestors([y])                        y and all its inputs, direct or not
+meetings([a, b])                      the nodes that all of them lead to, in the graph's order
 walk([y], operands, stop=is_weight)   the same, not beyond weights (which come too)
-in_order([y])                         the same, each after what it is made of, y last
+in_order([y])                         the same, each after its inputs, y last
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Step = Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def operands(node: fx.Node) -> Iterable[fx.Node]:
-    """The step up: what a node reads."""
+    """The step up: the inputs of a node."""
     return node.all_input_nodes
 
 
 def readers(node: fx.Node) -> Iterable[fx.Node]:
-    """The step down: who reads a node."""
+    """The step down: the users of a node."""
     return node.users
 
 
@@ -41,8 +41,8 @@ def walk(
 ) -> Iterator[fx.Node]:
     """``start`` and all that ``step`` leads to, each once, depth first.
 
-    ``into``: what is not such is left out, with what is behind it. ``stop``: such come, and nothing behind them.
-    ``most``: how many come.
+    ``into``: other nodes are left out, and nothing beyond them is walked. ``stop``: such nodes come, but nothing beyond
+    them. ``most``: the number of nodes at most.
     """
     stack, seen = list(start), set[fx.Node]()
     while stack and (most is None or len(seen) < most):
@@ -78,7 +78,7 @@ def meetings(tips: Collection[fx.Node], *, most: int) -> Iterator[fx.Node]:
 
 
 def in_order(nodes: Iterable[fx.Node], given: Collection[fx.Node] = (), step: Step = operands) -> list[fx.Node]:
-    """The nodes and what they are made of, each after that; not what is ``given``, nor what stands behind it alone."""
+    """The nodes and their inputs, each after its inputs; without ``given`` nodes, and without inputs of those alone."""
     seen, order = set[fx.Node](), []
     stack = [(node, False) for node in nodes]
     while stack:

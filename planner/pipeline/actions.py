@@ -1,8 +1,8 @@
-"""What a pipeline rank does in a step, one action after another.
+"""The actions of a pipeline rank in a step, one after another.
 
     F3.1   forward of microbatch 3 on chunk 1
-    B3.1   its backward; where a W follows, the gradients of what the stage received alone
-    W3.1   the gradients of its weights, from what the backward has put aside
+    B3.1   its backward; if a W follows, only the gradients of the stage's inputs
+    W3.1   the gradients of its weights, from tensors that the backward has set aside
 
 A schedule has a W for every backward, or none: then a backward makes all gradients. (B and W of Qi et al. 2023, "Zero
 Bubble Pipeline Parallelism", section 2.)
@@ -33,7 +33,7 @@ def format_order(order: Order) -> str:
 
 
 def without_weights(order: Order) -> Order:
-    """The forwards and backwards alone: what links and CUDA graphs know of."""
+    """The forwards and backwards alone: links and CUDA graphs use no others."""
     return tuple(action for action in order if action.kind != "W")
 
 

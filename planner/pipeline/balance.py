@@ -34,7 +34,7 @@ def _least_maximum(total: list[int], num_stages: int) -> int:
 
 
 def _most_even(total: list[int], num_stages: int, limit: int) -> list[int]:
-    """The sizes with the least sum of squared costs among those where no stage costs more than ``limit``."""
+    """The sizes with the least sum of squared costs among those with no stage that costs more than ``limit``."""
     num_blocks = len(total) - 1
     # after[i] = (sum of squares, sizes) of the blocks from i on in the k stages still to fill
     after: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks + [(0, ())]

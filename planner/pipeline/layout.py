@@ -1,13 +1,13 @@
 """A pipeline layout as text: which stage holds which layers, with the embedding and the loss among them.
 
     Et*3|t*4|tL        three stages: the embedding and three blocks, four blocks, a block and the loss
-    Et|(tt|)*6,tL      eight stages: (…)*n stands for n times what is inside, commas are for the eye
+    Et|(tt|)*6,tL      eight stages: (…)*n repeats its content n times, commas are ignored
 
     layout = part…             part = thing | thing * n           thing = E | t | m | L | "|" | ( part… )
 
-E is the embedding (what runs before the blocks), t a block, L what follows the last block, down to the loss, and m a
-layer of multi-token prediction. A bar ends a stage; nothing between two bars is a stage that holds nothing. Which
-rank runs a stage says ``planner.fold``. Every error shows the text and points at the character.
+E is the embedding (the ops before the blocks), t a block, L the ops from the last block to the loss, and m a
+layer of multi-token prediction. A bar ends a stage; nothing between two bars is an empty stage. ``planner.fold``
+decides which rank runs a stage. Every error shows the text and points at the character.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Layout:
         return next(s for s, stage in enumerate(self.stages) for mark in stage if mark.letter == letter)
 
     def check_num_blocks(self, num_blocks: int) -> None:
-        """Raises PlanError where the layout's t are more or fewer than the model's blocks."""
+        """Raises PlanError if the layout's t are more or fewer than the model's blocks."""
         marks = [mark for stage in self.stages for mark in stage]
         blocks = [mark for mark in marks if mark.letter == "t"]
         if len(blocks) != num_blocks:
@@ -114,12 +114,12 @@ def layout_of_sizes(sizes: Sequence[int]) -> Layout:
 
 
 def spelled(stages: Sequence[Sequence[str]]) -> str:
-    """The text of stages whose layers are written out: ``[[embedding, decoder], [loss]]`` is ``Et|L``."""
+    """The text of stages with layers that are written out: ``[[embedding, decoder], [loss]]`` is ``Et|L``."""
     return "|".join("".join(WORDS[word] for word in stage) for stage in stages)
 
 
 def complaint(text: str, at: int, what: str, fix: str = _HELP) -> PlanError:
-    """A PlanError that shows ``text`` and points at its character ``at`` (of a long text: what is around it)."""
+    """A PlanError that shows ``text`` and points at its character ``at`` (of a long text: the part around it)."""
     first = max(0, at - 60)
     shown = f"{'…' * (first > 0)}{text[first : first + 110]}{'…' * (len(text) > first + 110)}"
     pointer = " " * (at - first + (first > 0)) + "^"

@@ -1,13 +1,13 @@
-"""What the ranks of a pipeline send each other, and in which order: one truth for plan, process groups and transport.
+"""The messages between the ranks of a pipeline, in order: one truth for plan, process groups and transport.
 
     F   stage s sends its values to stage s + 1
     B   stage s + 1 sends the gradients of those values to stage s
     W   sends and receives nothing
 
-A message is what crosses one boundary for one microbatch in one direction. A link carries the messages of one sender,
-one receiver and one direction, and has no tags: its k-th send meets the k-th receive that the other side has posted
-(NCCL). A rank sends in the order of its actions, and posts its receives in that order too, those of the next action
-ahead of the action that it runs. So a schedule runs on links if, on every link,
+A message holds the values that cross one boundary for one microbatch in one direction. A link carries the messages of
+one sender, one receiver and one direction, and has no tags: its k-th send matches the k-th receive that the other side
+has posted (NCCL). A rank sends in the order of its actions, and posts its receives in that order too, those of the next
+action ahead of the action that it runs. So a schedule runs on links if, on every link,
 
     the sender's actions that send there, in their order    =    the receiver's actions that receive from there
 
@@ -55,7 +55,7 @@ class Message(NamedTuple):
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
     def link(self, pp: int, fold: Fold) -> Link | None:
-        """The link that carries it; None where both stages are on one rank."""
+        """The link that carries it; None if both stages are on one rank."""
         sender, receiver = rank_of(self.sender, pp, fold), rank_of(self.receiver, pp, fold)
         return None if sender == receiver else Link(sender, receiver, self.kind)
 
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Progress:
-    """Owns: where each action stands in the order of its rank, by (kind, microbatch, stage)."""
+    """Owns: the place of each action in the order of its rank, by (kind, microbatch, stage)."""
 
     def __init__(self, orders: Sequence[Order], fold: Fold) -> None:
         self.pp = len(orders)
@@ -90,12 +90,12 @@ Carried = dict[Link, list[tuple[Message, Action]]]
 
 
 def sent_by(kind: str, stage: int, microbatch: int) -> Message:
-    """What the forward or backward of ``stage`` sends on."""
+    """The message that the forward or backward of ``stage`` sends."""
     return Message(kind, stage if kind == "F" else stage - 1, microbatch)
 
 
 def received_by(kind: str, stage: int, microbatch: int) -> Message:
-    """What the forward or backward of ``stage`` needs from its neighbour."""
+    """The message that the forward or backward of ``stage`` needs from its neighbour."""
     return Message(kind, stage - 1 if kind == "F" else stage, microbatch)
 
 
@@ -106,17 +106,17 @@ def links(pp: int, vpp: int, fold: Fold = LOOP) -> tuple[Link, ...]:
 
 
 def sends(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
-    """What ``pp_rank`` sends on each link, with the action that does, in the order in which it does."""
+    """The messages that ``pp_rank`` sends on each link, with their actions, in order of sending."""
     return _by_link(order, pp, pp_rank, num_stages, fold, sent_by)
 
 
 def receives(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
-    """What ``pp_rank`` receives from each link, with the action that needs it, in the order in which it posts it."""
+    """The messages that ``pp_rank`` receives from each link, with the actions that need them, in order of posting."""
     return _by_link(order, pp, pp_rank, num_stages, fold, received_by)
 
 
 def check_links(schedule: Schedule) -> None:
-    """Raises PlanError, with both orders around the first difference, where a link's two ends differ."""
+    """Raises PlanError, with both orders around the first difference, if a link's two ends differ."""
     pp, num_stages, fold = schedule.pp, schedule.num_stages, schedule.fold
     sent = [sends(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]
     received = [receives(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]

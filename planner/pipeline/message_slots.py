@@ -1,12 +1,12 @@
-"""Which static buffer each message of a rank lies in, where a whole iteration is one graph.
+"""The static buffer of each message of a rank, if a full iteration is one graph.
 
-A graph keeps all that another stream touches in its capture, and so every buffer of NCCL that is made there. Buffers
-that were there before serve many messages in turn, each for the messages of one boundary in one direction:
+A graph keeps all memory that another stream touches in its capture, so every NCCL buffer allocated there. Buffers
+allocated earlier serve many messages in turn, each for the messages of one boundary in one direction:
 
     received    from the action before the one that needs it, which posts it, to the last action of its microbatch on
                 the stages that may hold it: the receiver, and those of this rank that it hands values on to
     sent        from its action until a message comes from the rank that took it, sent by an action at or after the
-                one that used it: then its end can be waited for, and holds nobody up
+                one that used it: then its end can be awaited without delay
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ring_sizes(slots: Slots) -> dict[Ring, int]:
 
 
 class _Rank:
-    """Owns: the slots that are given so far, those that are free, and what is still held."""
+    """Owns: the slots that are assigned so far, those that are free, and those that are still held."""
 
     def __init__(self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold) -> None:
         self.order, self.rank, self.pp, self.num_stages = orders[rank], rank, len(orders), num_stages
@@ -86,7 +86,7 @@ class _Rank:
             self.sending.append(message)
 
     def _let_go_of_sent(self, action: Action) -> None:
-        """What the sender of the message that ``action`` receives had used when it sent it."""
+        """Free the sends that the sender of ``action``'s message had used by then."""
         received = self._crossing(action, received_by)
         for sent in self.progress.taken_over(self.sending, received) if received else ():
             self.sending.remove(sent)
@@ -104,7 +104,7 @@ class _Rank:
             stage += step
 
     def _crossing(self, action: Action, found_by: Callable[[str, int, int], Message]) -> Message | None:
-        """What the action sends or receives, by ``found_by``; None where it stays on this rank."""
+        """The message that the action sends or receives, by ``found_by``; None if it stays on this rank."""
         if action.kind == "W":
             return None
         message = found_by(action.kind, stage_of(self.rank, action.chunk, self.pp, self.fold), action.microbatch)

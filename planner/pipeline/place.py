@@ -1,4 +1,4 @@
-"""Where one action stands in a schedule: the grid of steps and ranks around it, for the error of the rank that ran it.
+"""The place of one action in a schedule: the grid of steps and ranks around it, for the error of its rank.
 
 step  rank0  rank1
 2     F2.0   F1.0
@@ -25,7 +25,7 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold =
     sizes = (len(orders), num_chunks, num_microbatches, len(orders))
     try:
         steps = simulate(Schedule(kind, *sizes, tuple(orders), fold)).steps
-    except PlanError as error:  # what failed may be the schedule itself
+    except PlanError as error:  # the schedule itself may be the cause of the failure
         return f"{action} of pp rank {rank}; the schedule has no steps: {error.what}"
     at = next(i for i, row in enumerate(steps) if row[rank] == action)
     first, first_rank = _around(at, len(steps), MOST_STEPS), _around(rank, len(orders), MOST_RANKS)
@@ -34,5 +34,5 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold =
 
 
 def _around(place: int, count: int, most: int) -> int:
-    """The first of at most ``most`` of ``count``, with ``place`` in their middle where that can be."""
+    """The first of at most ``most`` of ``count``, with ``place`` in their middle if possible."""
     return max(0, min(place - most // 2, count - most))

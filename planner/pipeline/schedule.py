@@ -35,7 +35,7 @@ class SchedulePlan:
     """Per pp rank the actions ("F", "B" or "W", microbatch, chunk) in the order in which it runs them.
 
     ``peak_in_flight``: of each rank the most pairs of microbatch and chunk between F and B; ``peak_waiting``: the most
-    between B and W, where there are W.
+    between B and W, if there are W.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Schedule:
     """One list of actions for each pp rank, each running every (microbatch, chunk) forward once and backward once.
 
     ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``); the
-    gradients of weights stand in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
+    W are in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
     a W before its B; whether the lists fit each other is for ``simulate`` to find.
     """
 
@@ -157,7 +157,7 @@ def build_schedule(
 def check_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
 ) -> tuple[str, int]:
-    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError where it would."""
+    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError if it would."""
     kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
@@ -165,7 +165,7 @@ def check_schedule(
 
 
 def fold_of(kind: str | None) -> Fold:
-    """How a kind of schedule lays its stages onto ranks; of what is no kind of KINDS, in a loop."""
+    """How a kind of schedule lays its stages onto ranks; for a kind outside of KINDS, in a loop."""
     return KINDS[kind].fold if kind in KINDS else LOOP
 
 
@@ -211,7 +211,7 @@ def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_siz
 
 
 def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    """Raise PlanError where ``build_schedule`` would."""
+    """Raise PlanError if ``build_schedule`` would."""
     if kind not in KINDS:
         raise unknown_kind(kind)
     sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
@@ -295,12 +295,13 @@ def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What makes a kind of schedule: all else follows from the table, or from ``orders``.
+    """The definition of a kind of schedule; the rest follows from the table, or from ``orders``.
 
     ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
     stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
-    ``orders(pp, microbatches, costs)``: of a kind without a table, whose ranks depend on each other in all they run.
+    ``orders(pp, microbatches, costs)``: of a kind without a table, in which the order of each rank depends on the
+    others.
     """
 
     num_warmup: Callable[[int, int, int, int], int]

@@ -1,7 +1,7 @@
 """A schedule as text, and back.
 
 In text an action is ``F3.1``: forward of microbatch 3 on chunk 1; ``B3.1`` its backward; ``W3.1`` the gradients of its
-weights, where they are an action of their own. A schedule is a head line and a line a rank:
+weights, if they are an action of their own. A schedule is a head line and a line a rank:
 
     1f1b pp=2 vpp=1 microbatches=2 group=2
     0: F0.0 F1.0 B0.0 B1.0
@@ -41,7 +41,7 @@ def format_schedule(schedule: Schedule) -> str:
 def parse_schedule(text: str) -> Schedule:
     """The inverse of ``format_schedule``; lists unlike those of the kind in the head make a ``custom`` schedule.
 
-    Where the kind's W stand is not asked, nor what else is by costs: the text does not tell them.
+    The places of W, and other choices by cost, are not compared: the text does not state the costs.
 
     Raises PlanError when the text is no schedule or an action is missing or repeated.
     """

@@ -5,9 +5,9 @@
     the gradients of weights wait for their backward
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
-First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. What each
-link carries must come in one order at both its ends (``planner.pipeline.links``). Then along that grid with costs,
-which gives start and end of every action.
+First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. The
+messages of each link must have one order at both its ends (``planner.pipeline.links``). Then along that grid with
+costs, which gives start and end of every action.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHOWN_STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What running a schedule would do. ``steps[t][rank]`` is the action at lock step t, None where the rank waits."""
+    """The simulated run of a schedule. ``steps[t][rank]`` is the action at lock step t, None if the rank waits."""
 
     steps: Steps
     spans: tuple[tuple[Span, ...], ...]  # per rank, start and end of each of its actions, in units of the costs
@@ -52,9 +52,9 @@ def simulate(
 ) -> Simulation:
     """Run ``schedule``; a cost is one number or a number for each stage, in any unit of time.
 
-    ``backward_cost``: of a whole backward where the schedule has no W, else of what a B makes; both together two
-    forwards if not given. Raises PlanError when ranks wait for each other forever (it shows the grid and what each rank
-    waits for), and when two ranks have a link's messages in different orders.
+    ``backward_cost``: of a full backward if the schedule has no W, else of a B; both together two
+    forwards if not given. Raises PlanError when ranks wait for each other forever (it shows the grid and the action for
+    which each rank waits), and when two ranks have a link's messages in different orders.
     """
     steps = _lock_steps(schedule)
     check_links(schedule)
@@ -72,7 +72,7 @@ def simulate(
 
 
 def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan:
-    """The plan's row of a schedule, run before anything runs. Raises PlanError where it would never end.
+    """The plan's row of a schedule, run before anything runs. Raises PlanError if it would never end.
 
     ``costs``: by which its W were put; its bubble is that of these.
     """
@@ -83,7 +83,7 @@ def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan
 
 
 def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple[int, int] | None = None) -> str:
-    """A row for each step, a column for each rank; ``.`` where a rank waits.
+    """A row for each step, a column for each rank; ``.`` for a rank that waits.
 
     ``first`` and ``first_rank`` number the first row and column; ``marked``: a place of ``steps`` that is pointed at.
     """

@@ -11,11 +11,11 @@ Two questions are answered by the same queue, with another kind:
     graphs by slot    kind = the layer itself, since a graph has the layer's weights inside:
                       2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
                       one chunk:         2 · layers · (warm-up + 1)
-    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers where none overlap
+    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers if none overlap
 
-The first two are what is in flight at once, so they do not grow with the number of microbatches. With several chunks
+The first two count layers in flight at once, so they do not grow with the number of microbatches. With several chunks
 Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
-where 11 are in flight at once). A graph reads and writes the addresses of its capture: were the 11 buffers for both
+with 11 in flight at once). A graph reads and writes the addresses of its capture: were the 11 buffers for both
 chunks, each chunk would be given all of them in turn and need as many graphs, 11 + 11 pairs, to save one slot.
 """
 
@@ -67,7 +67,7 @@ def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
 
 
 def num_graph_slots(order: Order) -> int:
-    """How many slots a layer has on all chunks together where each slot of a chunk is a pair of graphs of its own."""
+    """How many slots a layer has on all chunks together if each slot of a chunk is a pair of graphs of its own."""
     return len(set(graph_slots(order, _one_layer(order)).values()))
 
 
@@ -77,9 +77,9 @@ def num_graphs_by_microbatch(order: Order, num_layers: Sequence[int]) -> int:
 
 
 def order_by_microbatch(order: Order) -> Order:
-    """The actions of the microbatches that need graphs of their own where a graph knows no slots.
+    """The actions of the microbatches that need graphs of their own if graphs do not share slots.
 
-    That is the whole order; but where each backward directly follows its forward, one microbatch's graphs serve all.
+    That is the full order; but if each backward directly follows its forward, one microbatch's graphs serve all.
     """
     order = without_weights(order)
     pairs = list(zip(order[::2], order[1::2], strict=False))

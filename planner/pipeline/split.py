@@ -1,12 +1,12 @@
-"""How the spec deals blocks out to stages: every way of saying it becomes one layout.
+"""The spec's split of blocks into stages: every notation becomes one layout.
 
     [6, 6]                      blocks of each stage, in the order of the model
     [[3, 3], [2, 4]]            of each pp rank the blocks of each of its chunks
-    Et*3|t*4|tL                 a layout: embedding and loss stand where it says
+    Et*3|t*4|tL                 a layout: it places embedding and loss
     {first: 4, last: 5}         evenly, but so many on the first and on the last rank
-    {embedding: true}           evenly, where the embedding (or the loss) counts as a block
+    {embedding: true}           evenly, with the embedding (or the loss) as a block
 
-Evenly means without a rest: blocks (with embedding and loss, where they count) divide by the ranks left, and those of
+Evenly means without a rest: blocks (with embedding and loss, if they count) divide by the ranks left, and those of
 a rank by its chunks. `auto`, the default, asks for none of this and balances costs.
 """
 
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
-    """Where ``split`` has more or fewer stages than there are: that is known before the model is."""
+    """The errors of a ``split`` with too many or too few stages: known before the model is."""
     stages = f"mesh.pp · mesh.vpp = {pp} · {vpp} = {pp * vpp}"
     if isinstance(split, str) and split != AUTO:
         layout = read_layout(split)
@@ -41,7 +41,7 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
 
 
 def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP) -> Layout:
-    """The layout that ``split`` (not auto) says for a model. Raises PlanError where it does not fit."""
+    """The layout that ``split`` (not auto) says for a model. Raises PlanError if it does not fit."""
     for problem in stage_problems(split, pp, vpp) if isinstance(split, str) or _is_rows(split) else ():
         raise problem
     if isinstance(split, str):
@@ -72,7 +72,7 @@ def even_split(
     embedding: bool = False,
     loss: bool = False,
 ) -> list[list[int]]:
-    """Of each pp rank, the blocks of each of its chunks. Raises PlanError where something would be left over."""
+    """Of each pp rank, the blocks of each of its chunks. Raises PlanError if something would be left over."""
     if embedding or loss:
         if first is not None or last is not None:
             raise _problem("embedding and loss count as blocks only if first and last are not given", "keep one")
@@ -92,7 +92,7 @@ def even_split(
 
 
 def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
-    """Evenly, with the embedding on the first stage and the loss on the last, each in the place of a block."""
+    """Evenly, with the embedding on the first stage and the loss on the last, each instead of a block."""
     total = num_blocks + embedding + loss
     if total % pp:
         counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])

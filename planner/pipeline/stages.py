@@ -2,11 +2,11 @@
 
     minimise over contiguous ranges of blocks   max over stages of  Σ cost(block and what runs after it)
 
-What is in no block runs as early as what it reads allows: the embedding with the first block, an encoder's last norm
+Ops outside of blocks run as early as their inputs allow: the embedding with the first block, an encoder's last norm
 with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
-and a large vocabulary gives its last stage fewer layers, and none where the slowest stage is then faster by a
-twentieth. A layout (``planner.pipeline.layout``) may give either end, the embedding or what follows the last block,
-a stage of its own.
+and a large vocabulary gives its last stage fewer layers, and none if the slowest stage is then faster by a twentieth. A
+layout (``planner.pipeline.layout``) may give either end, the embedding or the ops after the last block, a stage of its
+own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatche
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Which stage runs what; which rank runs a stage is of ``planner.fold``.
+    """The stage of each call; ``planner.fold`` decides which rank runs a stage.
 
     ``stage_of``           call that the loss needs → its stage; for a recomputed one the first that reads it
     ``recomputed``         calls that each stage of ``copies`` computes for itself
@@ -76,8 +76,8 @@ def assign_stages(
     where: Where | str | None = None,
     fold: Fold = LOOP,
 ) -> StageAssignment:
-    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or what ``planner.pipeline.split`` reads;
-    ``fold`` says which of them the rows of a split are about.
+    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or a notation of ``planner.pipeline.split``;
+    ``fold`` maps the rows of a split to stages.
 
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
@@ -100,8 +100,9 @@ def assign_stages(
 
 
 def _balanced(of_blocks: list[int], num_stages: int, tail: int) -> Layout:
-    """Blocks of each stage. ``tail``: what follows the last block costs, and is in its cost: where that fills a stage,
-    it has the last one for itself. 0 where it may not."""
+    """Blocks of each stage. ``tail``: the cost of the ops after the last block, included in its cost: if they fill a
+    stage, they get the last one. 0 if they may not.
+    """
     if not of_blocks:
         return layout_of_sizes([0])
     layout = layout_of_sizes(balance(of_blocks, num_stages))
@@ -125,7 +126,7 @@ def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_
 
 
 def block_costs(program: Program, blocks: Blocks) -> list[int]:
-    """Of each block, with all that is anchored to it: what ``assign_stages`` balances."""
+    """The cost of each block with the calls anchored to it, which ``assign_stages`` balances."""
     recomputed, needed = recomputed_nodes(program), needed_nodes(program)
     anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
     return _costs_of_blocks(anchor, {node: node_cost(node) for node in anchor}, len(blocks.instances))
@@ -134,7 +135,7 @@ def block_costs(program: Program, blocks: Blocks) -> list[int]:
 def _stage_of_calls(
     anchor: dict[fx.Node, int], layout: Layout, before: set[fx.Node], after: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Calls go with the block that they are anchored to; what is before or after all of them where E and L stand."""
+    """Calls go with the block that they are anchored to; calls before or after all blocks go with E and L."""
     stage_of_block = [s for s, size in enumerate(layout.sizes) for _ in range(size)] or [0]
     stage = {node: stage_of_block[block] for node, block in anchor.items()}
     stage.update(dict.fromkeys(sorted(before), layout.stage_of("E")))

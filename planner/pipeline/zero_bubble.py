@@ -1,7 +1,7 @@
-"""Where the gradients of weights go: each W is put where its rank would wait (ZB-H1 of Qi et al. 2023, section 2.2).
+"""The placement of weight gradients: each W fills a wait of its rank (ZB-H1 of Qi et al. 2023, section 2.2).
 
     F and B   in the order in which they are given
-    W         where the next F or B cannot start yet, and before an F that would hold more than is allowed
+    W         if the next F or B cannot start yet, and before an F that would hold more than is allowed
     held      of a rank, at most ``most_held`` pairs of microbatch and chunk between their F and their W
 
 The ranks are run in the order of time, each W decided when its rank is free. How much of a W must fit into a wait is
@@ -37,7 +37,7 @@ class StageCosts(NamedTuple):
 
     @property
     def ticks(self) -> tuple[list[int], list[int], list[int]]:
-        """In whole numbers."""
+        """In integers."""
         longest = max(map(max, self)) or 1.0
         forward, backward, weights = ([round(cost * _TICKS / longest) for cost in costs] for costs in self)
         return forward, backward, weights
@@ -57,9 +57,9 @@ def best_share(orders: Sequence[Order], costs: StageCosts, most_held: int, fold:
 
 
 def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold = LOOP) -> Tried:
-    """``orders``: of each rank its forwards and backwards, which can run to their end; ``costs``: of each stage.
+    """``orders``: of each rank its forwards and backwards, which complete without deadlock; ``costs``: of each stage.
 
-    ``most_held`` is at least what ``orders`` have in flight themselves. ``share``: of a W, that must fit into a wait.
+    ``most_held`` is at least the peak in flight of ``orders``. ``share``: of a W, that must fit into a wait.
     """
     ranks = _Ranks(orders, costs, most_held, share, fold)
     ranks.run()
@@ -67,7 +67,7 @@ def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, shar
 
 
 class _Ranks:
-    """Owns how far each rank is, what has ended when, and who sleeps until a neighbour has begun something."""
+    """Owns how far each rank is, when each action ended, and the ranks that sleep until a neighbour acts."""
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold) -> None:
         self.orders, self.pp = orders, len(orders)
@@ -99,7 +99,7 @@ class _Ranks:
         assert not self.asleep, "the forwards and backwards wait for each other"
 
     def _next(self, rank: int) -> tuple[Action | None, int | None]:
-        """The next F or B, and when it can start; None while nobody knows, or it would hold too much."""
+        """The next F or B, and when it can start; None while that is unknown, or if it would hold too much."""
         if self.at[rank] == len(self.orders[rank]):
             return None, None
         action = self.orders[rank][self.at[rank]]

@@ -2,16 +2,16 @@
 
     stages    of 4 ranks  0 1 2 3      a microbatch comes down the first row and back along the second: its loss is
                           7 6 5 4      on rank 0, and no rank waits for a message at the turn
-    next      of what can start, what the rank prefers; nothing can: the W that has waited longest
-    held      of a rank, at most pp whole microbatches: one is let in when both its chunks, to their W, have a place
+    next      of work that can start, the rank's preference; if none can: the W that has waited longest
+    held      of a rank, at most pp whole microbatches: one is admitted when both its chunks, to their W, have a place
 
-All ranks are run in the order of time. Which rank should prefer what depends on the costs: the ways of _PREFERENCES are
-tried on a few microbatches, and the shortest run is taken. (Qi et al. 2024, "Pipeline Parallelism with Controllable
-Memory", section 4: memory as 1f1b's. Their orders repeat one pattern, which takes F, B and W to cost about the same;
-these follow the costs of each stage.)
+All ranks are run in the order of time. The best preference of each rank depends on the costs: the variants of
+_PREFERENCES are tried on a few microbatches, and the shortest run is taken. (Qi et al. 2024, "Pipeline Parallelism with
+Controllable Memory", section 4: memory as 1f1b's. Their orders repeat one pattern, which takes F, B and W to cost about
+the same; these follow the costs of each stage.)
 
     equal F, B, W of a chunk    a rank is idle for (pp − 1)·F, as long as the first microbatch takes to the last rank:
-                                no order is shorter; zero_bubble, whose F is two chunks long, idles 2·(pp − 1)·F
+                                no order is shorter; zero_bubble, with an F of two chunks, idles 2·(pp − 1)·F
                                 (up to 4·pp microbatches; of more a little longer)
 """
 
@@ -41,7 +41,7 @@ _SHARES = (0.5, 0.0)  # of a W, that must fit into a wait
 
 
 class _Way(NamedTuple):
-    """One way to choose: what the ranks prefer, and how much of a W must fit into a wait."""
+    """One way to choose: the preferences of the ranks, and how much of a W must fit into a wait."""
 
     preferences: tuple[tuple[_Work, ...], tuple[_Work, ...]]
     share: float
@@ -66,7 +66,7 @@ def _orders(
 
 
 class _Ranks:
-    """Owns how far each rank is, what has ended when, and when each rank looks for work again."""
+    """Owns how far each rank is, when each action ended, and when each rank next looks for work."""
 
     def __init__(self, pp: int, num_microbatches: int, costs: dict[str, tuple[int, ...]], way: _Way) -> None:
         self.pp, self.num_microbatches, self.costs, self.share = pp, num_microbatches, costs, way.share
@@ -74,7 +74,7 @@ class _Ranks:
         self.stages = [stages_of(rank, pp, 2 * pp, V) for rank in range(pp)]
         self.preferred = [way.preferences[rank >= max(1, pp // 2)] for rank in range(pp)]
         self.begun: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
-        self.places = [2 * pp] * pp  # for what is kept of a microbatch on a chunk, not yet promised to one
+        self.places = [2 * pp] * pp  # places for saved tensors of one microbatch on one chunk, not yet reserved
         self.free = [0] * pp
         self.waiting: list[deque[Action]] = [deque() for _ in range(pp)]
         self.done: list[list[Action]] = [[] for _ in range(pp)]
@@ -86,7 +86,7 @@ class _Ranks:
         while self.agenda:
             now, rank = heappop(self.agenda)
             if self.looks[rank] != now:
-                continue  # it has looked before, for what came sooner
+                continue  # the rank has looked earlier, for earlier work
             self.looks[rank] = None
             ready = {work: at for work in self.preferred[rank] if (at := self._ready(rank, work)) is not None}
             work = next((work for work, at in ready.items() if at <= now), None)
@@ -103,7 +103,7 @@ class _Ranks:
         return self
 
     def _ready(self, rank: int, work: _Work) -> int | None:
-        """When the rank's next microbatch of ``work`` can start; None while nobody knows, or it has no place."""
+        """When the rank's next microbatch of ``work`` can start; None while that is unknown, or if it has no place."""
         (kind, chunk), microbatch = work, self.begun[rank][work]
         stage = self.stages[rank][chunk]
         if microbatch == self.num_microbatches:
@@ -135,7 +135,7 @@ class _Ranks:
             self._look(neighbour, max(end, self.free[neighbour]))
 
     def _look(self, rank: int, at: int) -> None:
-        """For work, at ``at``, where it would not sooner."""
+        """Look for work at ``at``, unless the rank looks sooner."""
         sooner = self.looks[rank]
         if sooner is None or at < sooner:
             self.looks[rank] = at

@@ -1,7 +1,7 @@
-"""Which cuts are worth discussing for each value: rules are asked until they name no new one.
+"""The candidate placements of each value: rules are asked until they name no new one.
 
 Linears, embeddings and attention seed cuts of their weights and heads; every other rule carries them one step, forward
-or backward. What nobody asks for is never considered, so a block of 80 nodes has a handful of cuts a value.
+or backward. A cut that no rule names is never considered, so a block of 80 nodes has a handful of cuts a value.
 """
 
 from __future__ import annotations
@@ -70,24 +70,24 @@ class Candidates:
         return self.sizes[axis_of(node)]
 
     def making(self, reader: fx.Node, position: int) -> list[fx.Node]:
-        """Every node that feeds an input of ``reader``: of a block's input, what comes before any of its copies."""
+        """Every node that feeds an input of ``reader``: for a block's input, the nodes before any of its copies."""
         value = reader.all_input_nodes[position]
         return self._producers.get(value.name, [value])
 
     def reading(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """Who reads ``node``, and as which of its inputs."""
+        """(reader of ``node``, position among the reader's inputs)."""
         for reader in self._readers.get(node.name, ()):
             for position in range(len(reader.all_input_nodes)):
                 if node in self.making(reader, position):
                     yield reader, position
 
     def _siblings(self, node: fx.Node) -> list[fx.Node]:
-        """The split, or the tensor, whose pieces' wishes are joined."""
+        """The split, or the tensor, with pieces that share candidates."""
         found = (n for position in range(len(node.all_input_nodes)) for n in self.making(node, position))
         return [n for n in found if n.op == "call_function"]
 
     def _visit(self, node: fx.Node) -> list[fx.Node]:
-        """Ask the rule of ``node``; returns the nodes whose cuts grew."""
+        """Ask the rule of ``node``; returns the nodes with new candidates."""
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []

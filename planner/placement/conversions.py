@@ -1,11 +1,11 @@
-"""Which type may become which, and what moves: every change of type over the tp axis is a named collective.
+"""The allowed changes of type and their communication: every change of type over the tp axis is a named collective.
 
 f       I → R    forward nothing, backward all-reduce          g       P → I    forward all-reduce, backward nothing
 slice   I → V    forward slice, backward all-gather            slice   R → V    forward slice, backward nothing
 gather  V → R    all-gather, backward reduce-scatter           gather  V → I    all-gather, backward slice
 scatter P → V    reduce-scatter, backward all-gather           first   I → P    kept on rank 0, backward nothing
 g f     P → R    all-reduce, backward all-reduce
-exchange V → V   all-to-all, backward all-to-all: of what is made of weights alone, from one dim to another
+exchange V → V   all-to-all, backward all-to-all: of values made of weights alone, from one dim to another
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TABLE: dict[tuple[str, str], Conversion] = {
 def conversion(
     before: Placement, after: Placement, *, grad: bool, parameter: bool, exchange: bool = False
 ) -> Conversion | None:
-    """The conversion between two types; None where there is none. ``exchange``: whether a cut may go to another dim.
+    """The conversion between two types; None if there is none. ``exchange``: whether a cut may go to another dim.
 
     Without a gradient only the forward counts. A parameter is never gathered: it is held as its readers want it, and
     with the padding that they want.
@@ -59,7 +59,7 @@ def conversion(
 
 
 def _possible(before: Placement, after: Placement, grad: bool) -> bool:
-    """Collectives move evenly cut dims alone: whole segments have no one owner. Taking a part moves nothing.
+    """Collectives move evenly sharded dims only: replicated segments have no single owner. Taking a part moves nothing.
 
     Padding comes with a cut and goes with it; from one dim to another it would have to do both at once.
     """

@@ -29,7 +29,8 @@ from planner.placement.types import Placement, evenly
 class Placements:
     """The chosen option of every node (parameters included), by node name.
 
-    ``origins``: "solver", or the override that decided. ``styles``: what that asked for, of the parameters it decided.
+    ``origins``: "solver", or the override that decided. ``styles``: the overrides' styles, of the parameters that they
+    decided.
     ``etp``: the size of the axis over which values in the experts' domain are typed.
     """
 
@@ -64,7 +65,7 @@ def decide_placements(
 ) -> Placements:
     """Type every node, those in the experts' domain over ``etp``.
 
-    Raises PlanError where an override, or a cut of the sequence, is not possible."""
+    Raises PlanError if an override, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     times = blocks.times_of_nodes(program)
@@ -93,7 +94,7 @@ def decide_placements(
 def _edges(
     program: Program, nodes: list[fx.Node], rep: dict[str, str], times: Mapping[str, int]
 ) -> tuple[dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
-    """Who feeds and who reads a representative, over all its copies: a block is fed by what comes before any."""
+    """The producers and readers of a representative, over all its copies: a block's producers are those of any copy."""
     copies: dict[tuple[str, str], set[str]] = {}
     producers: dict[str, dict[str, fx.Node]] = {}
     readers: dict[str, dict[str, fx.Node]] = {}
@@ -140,7 +141,7 @@ def _costs(
 
 
 def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node], times: Mapping[str, int]) -> float:
-    """Of what passes between blocks the median; without blocks, the lower quartile of what products make."""
+    """The median size of values between blocks; without blocks, the lower quartile of products' results."""
     between = _between_blocks(program, blocks)
     sizes = sorted(value_bytes(n) for n in between for _ in range(times.get(n.name, 1)))
     if sizes:
@@ -170,10 +171,10 @@ def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], 
 
 
 def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int) -> dict[str, Placement]:
-    """Cuts of what passes between blocks, along the dim before the features: by representative name.
+    """Cuts of values between blocks, along the dim before the features: by representative name.
 
     A sequence that tp does not divide is padded: of 17 tokens over tp = 2 each rank has 9, the last of them no data.
-    Raises PlanError where ranks would have nothing but padding.
+    Raises PlanError if ranks would have nothing but padding.
     """
     cuts: dict[str, Placement] = {}
     for node in _between_blocks(program, blocks):

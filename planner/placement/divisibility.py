@@ -18,7 +18,7 @@ def valid_tp(sizes: Iterable[int]) -> list[int]:
 
 
 def nearest_tp(sizes: Iterable[int], tp: int) -> list[int]:
-    """The nearest valid tp below and above ``tp`` (itself where it is valid); 1 is always valid."""
+    """The nearest valid tp below and above ``tp`` (itself if it is valid); 1 is always valid."""
     valid = valid_tp(sizes)
     if tp in valid:
         return [tp]

@@ -5,10 +5,10 @@
                                                                        Σ_t y[v, s, r, t] = Σ_{o gives s} x[v, o]
     z[v, s, t] ∈ [0, 1]    v is converted from s to t, once for all    y[v, s, r, t] ≤ z[v, s, t] for each reader r
 
-so that all readers share one f. Both sums being equalities, the relaxation is nearly integral: where each value has one
-reader it is so exactly, and what is left to branch on are the shared conversions. The cost of a block, first to last in
-weight: FLOPs that every rank repeats, matrices that every rank holds whole, bytes moved, number of collectives; the
-weights and their bounds are in ``Weights``. One block of each kind is decided; copies follow it.
+so that all readers share one f. Both sums being equalities, the relaxation is nearly integral: if each value has one
+reader, it is exactly so, and only the shared conversions need branching. The cost of a block, first to last in weight:
+FLOPs that every rank repeats, matrices that every rank holds in full, bytes moved, number of collectives; the weights
+and their bounds are in ``Weights``. One block of each kind is decided; copies follow it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Edge:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a typing costs, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call.
+    """The cost of a typing, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call.
 
-    One sum stands for the order FLOPs, matrices, bytes, calls, as far as what comes later cannot outweigh what comes
-    first. Of a block, where s = 1 − 1/tp ≥ 1/2 of the work is repeated on a rank that cuts nothing:
+    One sum represents the order FLOPs, matrices, bytes, calls, if later terms cannot outweigh earlier ones. For a
+    block, with s = 1 − 1/tp ≥ 1/2 the share of the work that is repeated on a rank without sharding:
 
         moved     up to 8 changes of type of a residual, 2 calls each:     16 · (bytes + call)            =  17
         matrices  all of them whole:                                       s · parameters                 ≥  50 > moved
         FLOPs     all of them repeated:                                    s · flops                      ≥ 500 > both
 
-    so a block is cut unless that saves less than 17/50 of its matrices and (17 + 100)/500 of its FLOPs. In between:
+    so a block is sharded unless that saves less than 17/50 of its matrices and (17 + 100)/500 of its FLOPs. In between:
 
         reshard   parameters + moved = 117 < reshard < s · flops: no matrix is cut at the price of an activation that
                   goes back and forth; FLOPs are, from 300/(1000 s) of a block's on: 60 % at tp 2, a third at tp 16
@@ -65,7 +65,7 @@ class Weights:
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut
-    logits: float = 300.0  # a loss that sees whole logits and need not, whatever they cost to make
+    logits: float = 300.0  # a loss that sees full logits and need not, whatever they cost to make
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
     detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
@@ -83,7 +83,7 @@ class Costs:
         frozenset()
     )  # (value, cut) along the sequence: re-sharding these is the plan
     of_weights: frozenset[str] = frozenset()  # made of parameters alone, as a stack of them: cutting one costs little
-    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are held whole
+    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are replicated
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
@@ -94,7 +94,7 @@ def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
 
 
 def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
-    """Every value the same on the one rank of tp, which is the cheapest; None where an override says otherwise."""
+    """Every value the same on the one rank of tp, which is the cheapest; None if an override says otherwise."""
     chosen: dict[str, Option] = {}
     for node in candidates.nodes:
         options = candidates.options[node.name]
@@ -180,7 +180,7 @@ class _Program:
             self.rows.append(([*flows, *variables], [1.0] * len(flows) + [-1.0] * len(variables), 0.0, 0.0))
 
     def _converted(self, edge: Edge, before: Placement, after: Placement, picks: bool) -> int | None:
-        """A flow variable of one reader; where there are several, its cost is that of the conversion they share."""
+        """A flow variable of one reader; with several readers, its cost is that of the conversion that they share."""
         cost = self._conversion_cost(edge.value, before, after, picks, edge.times)
         if cost is None:
             return None
@@ -218,7 +218,7 @@ class _Program:
         ) * times
 
     def _run(self) -> np.ndarray:
-        # here, not above: where nothing is to be decided, a rank does without its 36 MiB
+        # here, not above: a rank with nothing to decide saves the 36 MiB of SciPy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 

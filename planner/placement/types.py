@@ -24,7 +24,7 @@ MOST_RUNS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """A run of ``size`` elements of a sharded dim (global size); held whole by every rank unless ``sharded``."""
+    """A run of ``size`` elements of a sharded dim (global size); replicated unless ``sharded``."""
 
     size: int
     sharded: bool = True
@@ -77,7 +77,7 @@ class Placement:
         return tuple(self.local_size(tp) if d == self.dim else n for d, n in enumerate(shape))
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Global ``shape`` with the padding: what all ranks hold together."""
+        """Global ``shape`` with the padding: the parts of all ranks together."""
         return tuple(n + self.padding if d == self.dim else n for d, n in enumerate(shape))
 
     def slices(self, tp: int, rank: int) -> tuple[tuple[int, int], ...]:
@@ -100,9 +100,8 @@ class Placement:
         return prod(shape[: self.dim])
 
     def in_place(self, shape: Sequence[int]) -> bool:
-        """Whether ranks exchange parts of a tensor of ``shape``, whole or cut, from where they lie to where they go.
-
-        Not with padding, which the whole does not have.
+        """Whether ranks exchange parts of a tensor of ``shape``, full or sharded, in place. Not with padding, which the
+        full tensor does not have.
         """
         return not self.padding and len(self.segments) == 1 and 0 < self.num_runs(shape) <= MOST_RUNS
 
@@ -124,7 +123,7 @@ def V(dim: int, *sizes: int, padding: int = 0) -> Placement:
 
 
 def evenly(dim: int, size: int, tp: int) -> Placement:
-    """A dim of ``size`` in one segment, padded to the next multiple of ``tp`` where it does not divide."""
+    """A dim of ``size`` in one segment, padded to the next multiple of ``tp`` if it does not divide."""
     return V(dim, size, padding=-size % tp)
 
 

@@ -17,7 +17,7 @@ _TRIES = 3  # sizes tried on each side; each costs a decision of its own
 def check_something_is_cut(
     program: Program, blocks: Blocks, placements: Placements, sites: tuple[AttentionSite, ...], vocabulary_multiple: int
 ) -> None:
-    """Raise PlanError where tp was asked for and cuts nothing, unless overrides ask for every matrix to be whole."""
+    """Raise PlanError if tp > 1 and shards nothing, unless overrides replicate every matrix."""
     tp = placements.tp
     if tp == 1 or any(option.out.is_sharded for option in placements.options.values()):
         return

@@ -1,4 +1,4 @@
-"""What the spec's ``recompute`` asks of each block: one kind for all, or globs over dotted names of blocks.
+"""The kind of ``recompute`` that the spec gives each block: one for all, or globs over dotted names of blocks.
 
 full                                    all blocks
 {"h.*": selective, "h.[0-3]": full}     of the globs that name a block the last one decides; of the others: none
@@ -17,7 +17,7 @@ NONE, FULL, SELECTIVE = "none", "full", "selective"
 
 
 def kinds_of_blocks(asked: str | Mapping[str, str], blocks: Blocks) -> dict[int, str]:
-    """Index of each block that is computed again → its kind. Raises PlanError for a glob that names no block."""
+    """Index of each recomputed block → its kind. Raises PlanError for a glob that names no block."""
     paths = [block.path for block in blocks.instances]
     globs = {"*": asked} if isinstance(asked, str) else asked
     if globs and set(globs.values()) != {NONE} and not paths:

@@ -1,9 +1,10 @@
-"""Decide for each block that is to be computed again what is let go, and from what it is computed.
+"""Decide for each recomputed block which saved tensors are freed, and from which values they are recomputed.
 
-    full         all that autograd keeps of the block alone; the rerun begins at its inputs
-    selective    what is cheap for its bytes (planner.recompute.selective); the rerun begins at what is kept
+    full         all tensors that autograd saves for this block alone; the rerun begins at its inputs
+    selective    tensors that are cheap for their bytes (planner.recompute.selective); the rerun begins at those that
+    are kept
 
-What others read (the block's outputs), what the experts' domain holds and what they exchange is never let go.
+Values that others read (the block's outputs), the experts' domain and its exchanged values are never freed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def decide_recompute(
     regions: Sequence[Region],
     traced: Callable[[int], StageTrace] | None = None,
 ) -> tuple[Piece, ...]:
-    """The pieces of all stages that let something go. ``traced``: the trace of a stage, where the caller has it.
+    """The pieces of all stages that free some tensor. ``traced``: the trace of a stage, if the caller has it.
 
     Raises PlanError for a glob that names no block.
     """

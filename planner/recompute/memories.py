@@ -1,4 +1,4 @@
-"""A piece as calls over memories: what may be let go, what must be kept, and what each call costs to run again."""
+"""A piece as calls over memories: those that may be freed, those that must be kept, and the cost of each rerun call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planner.sharding.type_changes import type_at
 
 @dataclass(frozen=True)
 class Scene:
-    """One stage: its calls, and where each runs."""
+    """One stage: its calls, and the home of each."""
 
     decisions: Decisions
     trace: StageTrace
@@ -39,7 +39,7 @@ class Scene:
 
     @cached_property
     def elsewhere(self) -> Mapping[int, set[int | None]]:
-        """Memory → the pieces (None: no piece) whose calls read or keep it."""
+        """Memory → the pieces (None: no piece) with calls that read or save it."""
         found: dict[int, set[int | None]] = {}
         for call, home in zip(self.trace.calls, self.home, strict=True):
             for memory in (*call.reads, *call.keeps):
@@ -48,7 +48,7 @@ class Scene:
 
     @cached_property
     def kept_by(self) -> Mapping[int, set[int | None]]:
-        """Memory → the pieces whose calls keep it for their backward."""
+        """Memory → the pieces with calls that save it for their backward."""
         found: dict[int, set[int | None]] = {}
         for call, home in zip(self.trace.calls, self.home, strict=True):
             for memory in call.keeps:
@@ -107,11 +107,11 @@ class Scene:
 
 @dataclass
 class Memories:
-    """One piece of a stage. ``maker``: memory → the call that made it, of those made here. ``writers``: all calls whose
-    results lie in it, views and what is summed in place too.
+    """One piece of a stage. ``maker``: memory → the call that made it, of those made here. ``writers``: all calls with
+    results in it, views and in-place sums too.
 
     ``given``: memory from outside that its calls read. ``seen``: made here and read elsewhere, so there anyway.
-    ``saved``: made here, and only this piece's backward reads it: what may be let go.
+    ``saved``: made here, and only this piece's backward reads it, so it may be freed.
     """
 
     scene: Scene
@@ -141,14 +141,14 @@ class Memories:
                 self.saved.add(memory)
 
     def made(self, call: Call) -> list[int]:
-        """Memory that ``call`` makes anew."""
+        """New memory that ``call`` makes."""
         return [memory for memory in dict.fromkeys(call.makes) if self.maker.get(memory) is call]
 
     def bytes(self, memory: int) -> int:
         return self.scene.trace.bytes_of[memory]
 
     def costs_to_keep(self, memory: int) -> int:
-        """Bytes that are held for it alone; 0 for what is there anyway."""
+        """Bytes that are held for it alone; 0 for memory that lives anyway."""
         trace, scene = self.scene.trace, self.scene
         if memory in trace.outside or memory in self.seen or memory in scene.received:
             return 0
@@ -159,7 +159,7 @@ class Memories:
     # ---- calls
 
     def runs_once(self, call: Call) -> bool:
-        """What the experts' domain holds, and what is no op of PyTorch, is never computed again."""
+        """Whether a call is never recomputed: calls of the experts' domain, and those that are no op of PyTorch."""
         node = self.scene.node(call)
         if domain_of(node) is not None or (call.changed is None and call.name in self.scene.fused_across):
             return True
@@ -191,7 +191,7 @@ class Memories:
         return sum(map(self.bytes, (*dict.fromkeys(call.reads), *made))) if made else 0
 
     def cost(self, call: Call) -> float:
-        """In operations: a product costs its own, anything else what it moves."""
+        """In operations: a product costs its own, any other op the bytes that it moves."""
         return self.flops(call) or self.moved(call) * FLOPS_PER_BYTE
 
     def reads_weights(self, call: Call) -> bool:
@@ -199,7 +199,7 @@ class Memories:
 
 
 def closure(memories: Memories, needed: Sequence[int], insides: Sequence[Call], kept: set[int]) -> list[Call]:
-    """The calls that give ``needed`` again and run ``insides`` again, from what is given and kept, in their order."""
+    """The calls that recompute ``needed`` and rerun ``insides``, from given and kept memory, in their order."""
     blank = [call for call in insides if memories.is_of_shape_alone(call)]
     found: dict[int, Call] = {}
     open_calls = [c for m in needed for c in memories.writers[m]] + [call for call in insides if call not in blank]
@@ -214,7 +214,7 @@ def closure(memories: Memories, needed: Sequence[int], insides: Sequence[Call], 
 
 
 def sources_of(memories: Memories, needed: Sequence[int], again: Sequence[Call]) -> set[int]:
-    """What the calls of a rerun read that none of them makes, without weights and batches."""
+    """The memory that calls of a rerun read and none of them makes, without weights and batches."""
     made = {m for call in again for m in memories.made(call)}
     wanted = set(needed) | {m for call in again for m in call.reads}
     blank = [c for c in again if memories.is_of_shape_alone(c) and wanted.isdisjoint(memories.made(c))]

@@ -1,6 +1,6 @@
-"""A piece: what of one block is computed again together. A block is one, or one for each of its captured parts.
+"""A piece: the part of one block that is recomputed together. A block is one, or one for each of its captured parts.
 
-A CUDA graph holds its own recompute: the backward that is captured has the rerun of what its forward let go.
+A CUDA graph holds its own recompute: the captured backward contains the rerun for the tensors that its forward freed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Key = tuple[str, Placement]  # captured name of a value, and the type in which i
 
 @dataclass(frozen=True, slots=True)
 class AgainCall:
-    """A call of the rerun. ``bytes``: of what it gives back, for one microbatch; ``flops``, ``moved``: what it costs.
+    """A call of the rerun. ``bytes``: of the freed memory that it restores, for one microbatch; ``flops``, ``moved``:
+    its cost.
 
-    ``changed``: where it is no op but a change of type.
+    ``changed``: if it is not an op but a change of type.
     """
 
     name: str
@@ -32,12 +33,12 @@ class AgainCall:
 
 @dataclass
 class Piece:
-    """``nodes``: captured names. ``region``: the captured part of the block that it is; None for what is not captured.
+    """``nodes``: captured names. ``region``: the captured part of the block that it is; None for a part that is not
+    captured.
 
-    ``needed``: of each memory that is let go, the values that lie in it. ``kept``: values at which the rerun begins,
-    beside what comes from outside. ``insides``: captured names of the ops of which the insides are let go. ``again``:
-    calls of the rerun. As memory of the stage's trace (planner.saved.trace): ``let_go`` after the forward, ``sources``
-    held for the rerun.
+    ``needed``: for each freed memory, the values in it. ``kept``: values at which the rerun begins, beside inputs from
+    outside. ``insides``: captured names of the ops with freed internal tensors. ``again``: calls of the rerun. As
+    memory of the stage's trace (planner.saved.trace): ``let_go`` after the forward, ``sources`` held for the rerun.
     """
 
     index: int
@@ -55,7 +56,7 @@ class Piece:
 
 
 class Homes:
-    """Where calls and changes of type of one stage run. Owns: captured name → its piece, and → its captured region."""
+    """The homes of one stage's calls and type changes. Owns: captured name → its piece, and → its captured region."""
 
     def __init__(self, stage: int, pieces: Sequence[Piece], regions: Sequence[Region]) -> None:
         mine = [piece for piece in pieces if piece.stage == stage]
@@ -74,7 +75,7 @@ class Homes:
 
 
 def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[Region]) -> list[Piece]:
-    """The pieces of the blocks that ``kinds`` names, with what is in them."""
+    """The pieces of the blocks that ``kinds`` names, with their nodes."""
     region_of = {name: region.index for region in regions if not region.refused for name in sorted(region.nodes)}
     pieces: list[Piece] = []
     for block in decisions.blocks.instances:

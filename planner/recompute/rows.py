@@ -1,4 +1,4 @@
-"""The rows of what is computed again: each call of each rerun, what it gives back and what it costs."""
+"""The rows of recomputation: each call of each rerun, the memory that it restores, and its cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.recompute.pieces import AgainCall, Piece
 class RecomputeRow:
     """``ops`` of one line run again in the backward of ``block``, on each rank of ``stage``, once a microbatch.
 
-    ``bytes``: of what was let go and they give back (0: they stand on the way). ``flops``: of products; ``moved``:
+    ``bytes``: of the freed memory that they restore (0: intermediate values). ``flops``: of products; ``moved``:
     bytes that they read and write. ``where``: the user's module and line.
     """
 
@@ -35,7 +35,7 @@ class RecomputeRow:
 
 
 def rows_of(pieces: Sequence[Piece], decisions: Decisions, places: Places) -> tuple[RecomputeRow, ...]:
-    """A row for each line of each piece of which something runs again, in the order of its first op."""
+    """A row for each line of each piece with a recomputed op, in the order of its first op."""
     return tuple(row for piece in pieces for row in _rows(piece, decisions, places))
 
 

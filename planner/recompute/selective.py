@@ -1,6 +1,6 @@
-"""Which memories a selective piece keeps: the fewest bytes from which all that was let go is cheap to compute.
+"""Which memories a selective piece keeps: the fewest bytes from which all freed memory is cheap to recompute.
 
-A minimum cut between what is dear to compute and what the backward reads:
+A minimum cut between values that are expensive to compute and values that the backward reads:
 
     dear → m        m is made by a product with weights, an exchange, or an op too dear for its bytes
     m in → m out    the bytes of m: to cut here is to keep m
@@ -20,10 +20,11 @@ from planner.saved.trace import Call
 if TYPE_CHECKING:
     import networkx as nx
 
-# Operations for a byte that is let go. A linear of 768 features costs 384 in float32, attention scores of heads of 64
-# cost 32, and an op that reads one value and writes one 16 (what it moves, at planner.graph.ops.flops.FLOPS_PER_BYTE).
+# Operations per freed byte. A linear of 768 features costs 384 in float32, attention scores of heads of 64
+# cost 32, and an op that reads one value and writes one 16 (the bytes that it moves, at
+# planner.graph.ops.flops.FLOPS_PER_BYTE).
 MOST_PER_BYTE = 128.0
-# Likewise for what an op holds inside: scores of attention cost 20, the mask of a dropout, drawn one by one, 64.
+# Likewise for the internal tensors of an op: scores of attention cost 20, the mask of a dropout, drawn one by one, 64.
 MOST_PER_BYTE_INSIDE = 32.0
 _SOURCE, _SINK = -1, -2
 
@@ -45,7 +46,7 @@ def _graph(memories: Memories, insides: list[Call]) -> nx.DiGraph:
     graph = nx.DiGraph()
     insides = [call for call in insides if not memories.is_of_shape_alone(call)]
     runs_anyway = {id(call) for call in insides}
-    overwritten = {call.reads[0] for call in memories.calls if call.in_place}  # nobody can read it again
+    overwritten = {call.reads[0] for call in memories.calls if call.in_place}  # it cannot be read again
     for memory in memories.given:
         graph.add_edge(_SOURCE, 2 * memory)
         graph.add_edge(2 * memory, 2 * memory + 1, capacity=memories.costs_to_keep(memory))

@@ -1,12 +1,12 @@
-"""The parts of a block with a layer of experts: what is made before any expert computes, and what follows.
+"""The parts of a block with a layer of experts: the ops before any expert computes, and the rest.
 
-    moe_router       norm → scores → choices and weights; and what runs beside the experts, as one that all tokens share
+    moe_router       norm → scores → choices and weights; and ops beside the experts, such as a shared expert
     moe_preprocess   the order that sorts rows by expert, how many each gets, the rows
-    moe              all that is not attention
+    moe              everything except attention
     in no part       rows to their experts' ranks, the experts, rows back in order, weighted, summed
 
-The cut is where rows leave, or meet the first weights of experts: how many go where the host learns behind it, not
-before. A value that the rest reads is made in front of the cut if it can be.
+The parts end at the dispatch of rows, or at the first weights of experts: only after it does the host know the counts
+of rows. A value that the rest reads is computed before the dispatch if possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPERT_PARTS = frozenset({ROUTER, PREPROCESS, WHOLE})
 
 
 def layers_of(block: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[ExpertLayer]:
-    """Those whose router stands in a block."""
+    """The layers with their router in a block."""
     names = {node.name for node in block}
     return [layer for layer in layers if layer.logits in names]
 
@@ -33,9 +33,10 @@ def layers_of(block: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[E
 def expert_parts_of(
     rest: Sequence[fx.Node], layers: Sequence[ExpertLayer], on_batch: Collection[fx.Node]
 ) -> list[tuple[str, list[fx.Node]]]:
-    """(part, nodes) of what a block has beside its attention, but for ``moe``, in the order in which they run.
+    """(part, nodes) of a block without its attention, except ``moe``, in the order in which they run.
 
-    A part is closed upwards within ``rest`` but for the part before it. ``on_batch``: nodes that read a batch tensor.
+    A part contains all its inputs within ``rest`` that are not in the part before it. ``on_batch``: nodes that read a
+    batch tensor.
     """
     inside = set(rest)
     behind = set(walk(_by_expert(rest, layers), readers, into=lambda n: n in inside))
@@ -73,8 +74,9 @@ def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[f
 
 
 def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:
-    """What would change the order in which addends of a gradient meet: readers of a value that others read before them,
-    as an expert that all tokens share does behind a loop over experts. And all that depends on such."""
+    """Nodes that would change the order of addends of a gradient: readers of a value that others read before them, such
+    as a shared expert after a loop over experts. Their dependents too.
+    """
     late = set[fx.Node]()
     for value in dict.fromkeys(v for node in part for v in node.all_input_nodes if v.meta.get("grad")):
         mine = [user for user in value.users if user in part]
@@ -95,7 +97,7 @@ def _for_alone(part: Collection[fx.Node], nodes: Sequence[fx.Node], on_batch: Co
 
 
 def of_uncertain_size(nodes: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> fx.Node | None:
-    """The first product among ``nodes`` of which each expert gets as many rows as chose it; None where each has slots,
+    """The first product among ``nodes`` in which each expert gets as many rows as chose it; None if each has slots,
     or all rows."""
     products = {name for layer in layers if layer.dispatch is Dispatch.OFFSETS for name in layer.products}
     return next((node for node in nodes if node.name in products), None)

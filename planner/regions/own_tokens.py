@@ -1,9 +1,9 @@
-"""Which values that are gathered along the sequence are not kept for the backward of the product that reads them.
+"""The values gathered along the sequence that are not saved for the backward of the product that reads them.
 
-    scores = q @ gather(k)ᵀ: kept, k of all tokens would be as large on each rank whatever cp is; gathered again in the
-    backward, a rank keeps its own.
+    scores = q @ gather(k)ᵀ: a saved k of all tokens would be equally large for every cp; if the backward gathers it
+    again, a rank keeps only its own tokens.
 
-What attention gathers for itself is not among them (planner.context.own_keys).
+The values that attention itself gathers are not among them (planner.context.own_keys).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME_OP = {Form.WHOLE, Form.PARTS, Form.COLUMN, Form.ROW}
 
 
 def keep_own_tokens(decisions: Decisions, shards: Shards) -> Context:
-    """The context, in which such exchanges say by which way what is gathered comes to its reader."""
+    """The context with exchanges that state the path of a gathered value to its reader."""
     changed = {change.value for of_stage in shards.changes for change in of_stage}
     found = [_kept_apart(decisions, exchange, changed) for exchange in decisions.context.exchanges]
     return replace(decisions.context, exchanges=tuple(found))
@@ -48,7 +48,7 @@ def _kept_apart(decisions: Decisions, exchange: Exchange, changed: set[str]) -> 
 
 
 def _reads_once(decisions: Decisions, reader: fx.Node, value: fx.Node) -> bool:
-    """Whether one product reads the value, in one place, as it is."""
+    """Whether one product reads the value, as one operand, unchanged."""
     if reader.target not in READERS or not reader.meta["grad"] or len(reader.all_input_nodes) < 2:
         return False
     left, right = (shape_of(n)[:-2] for n in reader.all_input_nodes)

@@ -1,11 +1,12 @@
-"""The parts of one block: its attention, and the rest. Found by what computes scores, never by a module's name.
+"""The parts of one block: its attention, and the rest. Found by the ops that compute scores, never by a module's name.
 
-    attn    the scores times the values, what feeds them, and what follows until it meets the residual:
+    attn    the scores times the values, their inputs, and the ops up to the residual add:
             norm → q, k, v → scores → @ v → output projection | + x
     mlp     the rest of the block
 
-A block with two attentions (a decoder that also reads an encoder) has a part for each. A part is closed upwards within
-its block but for the parts before it, so nothing that it feeds feeds it: it can run as one call.
+A block with two attentions (a decoder that also reads an encoder) has a part for each. A part contains all its inputs
+within the block that are not in the parts before it, so none of its inputs depends on its outputs: it can run as one
+call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def parts_of(block: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> list[tu
 
 
 def _until_the_residual(mixed: fx.Node, inside: Collection[fx.Node], on_batch: Collection[fx.Node]) -> list[fx.Node]:
-    """The scores times values and what is made of them, up to a sum with something of the batch that is not."""
+    """The scores times values and their dependents, up to a sum with another value of the batch."""
     made = set(walk([mixed], readers, into=lambda n: n in inside))
 
     def goes_on(node: fx.Node) -> bool:

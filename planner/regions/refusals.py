@@ -1,8 +1,8 @@
-"""What no CUDA graph captures: calls that wait for the device, have no fixed shape, or run Python of their own.
+"""Calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own.
 
-Of experts: where ranks tell each other of their routing the host waits for it, and what follows until rows are back has
-as many rows as it says. Also a part that cannot run as one call: cut in two by a stage, or reading what was made of its
-own values outside.
+For experts: the host waits for the exchange of counts, and all ops up to the combine have a number of rows that depends
+on it. Also a part that cannot run as one call: one that a stage boundary splits, or one that reads values made from its
+own outputs outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUTED = {exchange.meet, exchange.dispatch, exchange.give_back}
 
 
 def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:
-    """Why no graph captures a part of a block; None where one does."""
+    """Why no graph captures a part of a block; None if one does."""
     for found in uncapturable(nodes):
         return found
     for node in nodes:
@@ -54,7 +54,7 @@ def _is_routed(node: fx.Node) -> bool:
 
 
 def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """A node of the region that reads what others made of the region's values."""
+    """A node of the region that reads a value made outside from the region's values."""
     inside, outside = set(nodes), set[fx.Node]()
     node, last = nodes[0], nodes[-1]
     while node is not last.next:

@@ -1,11 +1,11 @@
-"""Which values that are gathered for linears are not kept for the backward, but gathered again there.
+"""The values gathered for linears that are not saved for the backward, but gathered again there.
 
-Under sequence parallelism each rank has its part of the sequence. What a column-parallel linear reads is gathered, and
-its weight's gradient needs the whole of it once more: kept, it is t times the part that a rank holds anyway; gathered
-again while the gradient of the value is computed, only the part is kept (Korthikanti et al. 2022, section 4.2).
+Under sequence parallelism each rank has its part of the sequence. The input of a column-parallel linear is gathered,
+and its weight's gradient needs the full input again: saved, it is t times the part that a rank holds anyway; gathered
+again while the gradient of the value is computed, only the part is saved (Korthikanti et al. 2022, section 4.2).
 
     gathered value [s, h]      kept             gathered again
-    bytes a rank keeps         s·h              s·h / t, which its own op keeps or nobody
+    bytes a rank keeps         s·h              s·h / t, or 0 if no op saves it
     moved in the backward      reduce-scatter   all-gather + reduce-scatter
 """
 
@@ -27,9 +27,9 @@ _PRODUCTS = (aten.linear.default, aten.mm.default)
 
 
 def gather_again(shards: Shards, decisions: Decisions, regions: Sequence[Region]) -> Shards:
-    """``shards``, in which changes say whether the whole is gathered ``again`` in the backward.
+    """``shards``, with changes that say whether the full value is gathered ``again`` in the backward.
 
-    One op gathers and multiplies: where its linears stand in more than one region, the whole is kept.
+    One op gathers and multiplies: if its linears are in more than one region, the full value is saved.
     """
     home = {name: region.index for region in regions if not region.refused for name in sorted(region.nodes)}
     changes = tuple(
@@ -40,7 +40,7 @@ def gather_again(shards: Shards, decisions: Decisions, regions: Sequence[Region]
 
 
 def _is_for_products(change: TypeChange, decisions: Decisions, home: Mapping[str, int]) -> bool:
-    """Whether products with weights alone read what is gathered, and one of them trains."""
+    """Whether only products with weights read the gathered value, and one of the weights trains."""
     program = decisions.program
     if change.how.name != "gather" or not change.how.backward or change.axis != "tp":
         return False
@@ -54,7 +54,7 @@ def _is_for_products(change: TypeChange, decisions: Decisions, home: Mapping[str
 
 
 def _weight_of(reader: fx.Node, value: fx.Node) -> fx.Node | None:
-    """What a product without a bias multiplies ``value`` with."""
+    """The factor of ``value`` in a product without a bias."""
     is_product = reader.target in _PRODUCTS and len(reader.args) == 2 and not reader.kwargs
     weight = reader.args[1] if is_product and reader.args[0] is value else None
     return weight if isinstance(weight, fx.Node) and weight is not value else None

@@ -1,8 +1,8 @@
 """The regions that CUDA graphs capture: parts of blocks by scope, and every value that crosses their borders.
 
-A value crosses in the type that it has there. A change of type runs in the region of its readers where they are all in
-one, else where the value is made: so a gather in front of a region belongs to it, and what crosses is the smaller part.
-Partial sums are summed where they are made.
+A value crosses in the type that it has there. A change of type runs in the region of its readers if they are all in
+one, else in the region that makes the value: so a gather before a region belongs to it, and the smaller part crosses.
+Partial sums are summed in the region that makes them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ LAYER = "layer"
 
 @dataclass
 class Region:
-    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty where one does.
+    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty if one does.
 
-    ``nodes``: captured names. ``inputs`` and ``outputs``: what crosses, by (name, type), in the order of its first use.
+    ``nodes``: captured names. ``inputs`` and ``outputs``: the crossing values, by (name, type), in the order of its
+    first use.
     ``through``: inputs that are read more than once here and again after it, as a residual is. Their later gradient
-    comes in, so that addends meet in the order in which they meet without graphs: sums are the same to the last bit.
+    comes in, so that addends are summed in the same order as without graphs: sums are equal to the last bit.
     """
 
     index: int
@@ -55,14 +56,14 @@ class Region:
 
     @property
     def static_bytes(self) -> int:
-        """Of one slot: inputs and outputs, the gradients of those that carry one, and of what goes through."""
+        """Of one slot: inputs and outputs, the gradients of those that carry one, and of inputs that pass through."""
         crossing = (*self.inputs.values(), *self.outputs.values())
         of_later = sum(self.inputs[key].bytes for key in self.through)
         return sum(value.bytes * (2 if value.requires_grad else 1) for value in crossing) + of_later
 
     @property
     def num_graphs(self) -> int:
-        """Of one slot: a forward, and a backward where something that leaves carries a gradient."""
+        """Of one slot: a forward, and a backward if an output carries a gradient."""
         return 1 + any(value.requires_grad for value in self.outputs.values())
 
 
@@ -83,9 +84,10 @@ class GraphRegion:
 
 
 def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) -> tuple[Region, ...]:
-    """Every region of every stage, in the order of the blocks; none where no graphs are asked for, or one of all.
+    """Every region of every stage, in the order of the blocks; none without graphs, or with one graph of a full
+    iteration.
 
-    Raises PlanError for a scope of which the model has nothing, and where no graph captures anything of it.
+    Raises PlanError for a scope that is absent from the model, and if no graph captures any part of it.
     """
     if asked.impl == "none":
         return ()
@@ -145,7 +147,7 @@ def _nothing_captured(what: str, refused: Refusal) -> PlanError:
 
 
 def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region], list[Refusal]]:
-    """Every region, and what is in the way of those that no graph captures."""
+    """Every region, and the obstacles of those that no graph captures."""
     program, stages = decisions.program, decisions.stages
     on_batch = set(walk(map(program.node, program.inputs), readers))
     regions, refusals = list[Region](), list[Refusal]()
@@ -183,9 +185,9 @@ def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decision
 
 
 def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:
-    """The calls of a block; of what stages compute again, such as views of weights, what these calls alone read.
+    """The calls of a block; of calls that stages recompute, such as views of weights, those that only these calls read.
 
-    So a value that blocks share, as a bias of relative positions, is made outside, with all that it is made of.
+    So a value that blocks share, as a bias of relative positions, is computed outside, with all its inputs.
     """
     stages, found = decisions.stages, dict[fx.Node, None]()
     for node in map(decisions.program.node, reversed(block.nodes)):
@@ -196,7 +198,7 @@ def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:
     return list(reversed(found))
 
 
-# ---- what crosses
+# ---- values that cross borders
 
 
 def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, shards: Shards) -> None:
@@ -211,7 +213,7 @@ def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, s
         arrives = type_at(placements, stages, node, stage)
         home = homes.get((node.name, wanted)) if wanted != arrives else None
         if node.name in held and (wanted == arrives or home is read):
-            continue  # it is handed in where it lies; of one that regions share, what a change outside makes crosses
+            continue  # passed in without a copy; of a value that regions share, the result of a change outside crosses
         if made is not None and made is not read:
             leaves = wanted if home is made and wanted != arrives else arrives
             made.outputs.setdefault((node.name, leaves), value(node.name, leaves))
@@ -228,7 +230,7 @@ def _is_read_again(
     decisions: Decisions,
     homes: Mapping[tuple[str, Placement], Region | None],
 ) -> bool:
-    """Whether an input gets several addends of its gradient in the region, and more from what runs after it."""
+    """Whether an input gets several addends of its gradient in the region, and more from ops that run after it."""
     (name, kind), program, stages = key, decisions.program, decisions.stages
     node = program.node(name)
     if not node.meta.get("grad"):
@@ -246,9 +248,9 @@ def _is_read_again(
 
 
 def _some_after(outer: Collection[fx.Node], region: Region, program: Program) -> bool:
-    """Whether some of ``outer`` run after the region: it runs as soon as it can, so behind all that it needs.
+    """Whether some of ``outer`` run after the region: it runs as soon as its inputs are ready.
 
-    One walk, no further up than to where the region begins.
+    One walk, no further up than the region's first node.
     """
     nodes = sorted(map(program.node, region.nodes))  # nodes of one graph are in its order
     first = nodes[0]
@@ -262,7 +264,7 @@ _Home = TypeVar("_Home")
 def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
     """The region (or other part of the graph) in which a change of type runs; None outside of all.
 
-    What is gathered crosses no border whole.
+    A gathered value never crosses a border in full.
     """
     made = owner.get(change.value)
     if change.before.kind == "P":

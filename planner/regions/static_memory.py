@@ -1,4 +1,4 @@
-"""The slots of a rank's graphs, and the static memory that they hold: what each chunk captures, replays and keeps.
+"""The slots of a rank's graphs, and the static memory that they hold: the captures, replays and bytes of each chunk.
 
     graphs    = Σ over regions of the chunk   (forward, and backward where one follows) · slots
     replays   = Σ over regions of the chunk   (forward, and backward where one follows) · microbatches
@@ -6,7 +6,7 @@
 
 A slot serves one microbatch from its forward to its backward, so a chunk has as many as it has microbatches in flight.
 make_graphed_callables of Transformer Engine captures for each microbatch, and regions of one signature take their
-inputs in turn from one queue. A whole iteration is one graph, replayed once: static are the batch and its denominators,
+inputs in turn from one queue. A full iteration is one graph, replayed once: static are the batch and its denominators,
 and the buffers of messages between stages.
 """
 
@@ -29,7 +29,7 @@ from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 @dataclass(frozen=True, slots=True)
 class GraphSlots:
-    """A row: the graphs of one chunk of a pp rank, or of the whole rank where ``chunk`` is None.
+    """A row: the graphs of one chunk of a pp rank, or of the full rank if ``chunk`` is None.
 
     ``num_regions`` are those that are captured; ``num_replays`` a step; bytes on one rank, of all slots together.
     ``slots``: of each microbatch, in their order.
@@ -45,7 +45,7 @@ class GraphSlots:
     output_bytes: int = 0
     gradient_bytes: int = 0
     slots: tuple[int, ...] = ()
-    message_bytes: int = 0  # of a whole iteration: what stages send each other
+    message_bytes: int = 0  # of a full iteration: messages between stages
 
     @property
     def bytes(self) -> int:
@@ -55,7 +55,7 @@ class GraphSlots:
 def decide_slots(
     asked: CudaGraphsSpec, decisions: Decisions, schedule: SchedulePlan, regions: Sequence[Region]
 ) -> tuple[GraphSlots, ...]:
-    """A row for each chunk of each pp rank; none where no graphs are asked for."""
+    """A row for each chunk of each pp rank; none without graphs."""
     if asked.impl == "none":
         return ()
     if FULL_ITERATION in asked.scope:
@@ -124,15 +124,15 @@ def _sizes(regions: Iterable[Region]) -> tuple[int, int, int]:
 
 
 def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """What two regions must have in common to take one buffer in turn; static inputs are contiguous."""
+    """The shapes and dtypes that two regions must share to use one buffer in turn; static inputs are contiguous."""
     return tuple((value.shape, value.dtype) for value in region.inputs.values())
 
 
-# ---- a whole iteration
+# ---- a full iteration
 
 
 def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
-    """Bytes of all that one graph of a whole iteration reads from outside on a pp rank, weights aside.
+    """Bytes of all that one graph of a full iteration reads from outside on a pp rank, weights aside.
 
     The batch tensors of every microbatch that a stage of the rank reads, and the denominators of its losses (float64).
     """

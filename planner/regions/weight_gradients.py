@@ -28,7 +28,7 @@ CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "b
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """``name``: the parameter's. ``how``: one of the four; ``reason``: why autograd makes it, "" where it does not."""
+    """``name``: the parameter's. ``how``: one of the four; ``reason``: why autograd makes it, "" if it does not."""
 
     name: str
     how: str
@@ -81,7 +81,9 @@ def lies_in_a_graph(decisions: Decisions, value: fx.Node, stage: int, home: froz
 
 
 def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The product that ``reader`` is, or whose bias it adds, where ``parameter`` is its weight or that bias."""
+    """The product that has ``parameter`` as its weight or bias: ``reader`` itself, or the product to which it adds the
+    bias.
+    """
     if is_fused_bias(decisions, reader) and reader.args[1] is parameter:
         product = reader.all_input_nodes[0]
         weight = product.args[1]

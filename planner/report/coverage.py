@@ -1,10 +1,10 @@
-"""Which ops of a model have no rule: ``python -m planner.report.coverage MODEL… [--spec SPEC]``.
+"""The ops of a model that have no rule: ``python -m planner.report.coverage MODEL… [--spec SPEC]``.
 
     no rule      carries a gradient, or reads a value that does: every rank computes all of it
     input-only   made of inputs and constants alone (masks, positions): the same on every rank, needs no rule
 
-MODEL is as for ``meshwright plan``. Without a spec, a Hugging Face model is given a small batch by its kind. Exit 1
-where some op has no rule.
+MODEL is as for ``meshwright plan``. Without a spec, a Hugging Face model is given a small batch by its kind. Exit 1 if
+some op has no rule.
 """
 
 from __future__ import annotations

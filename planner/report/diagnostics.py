@@ -1,4 +1,4 @@
-"""Diagnostics of a plan: warnings stand first and whole, remarks (``info``) of one kind are joined.
+"""Diagnostics of a plan: warnings come first and in full, remarks (``info``) of one kind are joined.
 
 linear [384, 128] is sharded (column): its features …     }   linear is sharded (column), 12 times: the first of them
 linear [512, 128] is sharded (column): its features …     }

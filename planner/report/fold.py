@@ -1,7 +1,7 @@
 """Fold rows that differ only in a number inside a dotted name: ``h.0.attn``, ``h.1.attn`` are ``h.{0,1}.attn``, twice.
 
-A fold stands for exactly the rows that went in: it takes one number of the name at a time, and only joins items with
-equal other parts that stand for equally many rows. Expanding the ranges gives every name equally often.
+A fold represents exactly its rows: it takes one number of the name at a time, and only joins items with
+equal other parts and equal numbers of rows. Expanding the ranges gives every name equally often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_PARTS = 100  # of a dotted name; more are no modules in modules
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """``rows`` that print as one; ``name`` has ranges where their names have different numbers."""
+    """``rows`` that print as one; ``name`` has ranges for numbers that differ between their names."""
 
     name: str
     rows: tuple[Any, ...]
@@ -24,14 +24,14 @@ class Fold:
 @dataclass(frozen=True, slots=True)
 class _Item:
     parts: tuple[str, ...]
-    key: tuple[Hashable, ...]  # what must be equal, with the words after the name first
+    key: tuple[Hashable, ...]  # these must be equal; the words after the name come first
     rows: tuple[Any, ...]
 
 
 def fold(rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], Hashable]) -> list[Fold]:
     """Fold rows that are equal under ``same``, in the order in which each fold begins.
 
-    Only the first word of ``name(row)`` is folded; what follows it, a place in a file, must be equal.
+    Only the first word of ``name(row)`` is folded; the rest, a place in a file, must be equal.
     """
     items = []
     for row in rows:

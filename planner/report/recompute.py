@@ -11,7 +11,7 @@ from planner.tables.tables import Tables
 
 
 def recompute_section(plan: Tables, *, full: bool) -> Section:
-    """What runs again, line by line; equal blocks share a row."""
+    """The recomputed ops, line by line; equal blocks share a row."""
 
     def name(row: RecomputeRow) -> str:
         return row.where if row.where.startswith(row.block) else f"{row.block} {row.where}"

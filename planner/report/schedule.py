@@ -35,12 +35,12 @@ def _rank_to_dict(schedule: Schedule, rank: int) -> dict[str, Any]:
 
 
 def costs_in_words(schedule: Schedule) -> str:
-    """What the simulation takes an action to cost where nothing else is known."""
+    """The costs that the simulation assumes if no others are known."""
     return "F, B and W cost the same" if schedule.has_weights else "a backward costs two forwards"
 
 
 def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
-    """The step by rank grid, then what it costs."""
+    """The step by rank grid, then its costs."""
     peaks = " ".join(map(str, simulation.peak_in_flight))
     warmups = " ".join(str(schedule.num_warmup(rank)) for rank in range(schedule.pp))
     slots = " ".join(str(num_static_input_slots(order)) for order in schedule.orders)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TIMES = "\N{MULTIPLICATION SIGN}"  # heading: how many rows this one stands for
+TIMES = "\N{MULTIPLICATION SIGN}"  # heading: the number of rows in this one
 
-# Columns that may wrap; names and shapes stay whole.
+# Columns that may wrap; names and shapes are not wrapped.
 PROSE = frozenset(
     {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs", "before", "after"}
     | {"choice", "layout"}

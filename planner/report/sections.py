@@ -29,7 +29,7 @@ _LONG_ORDER = 24  # actions that still read well one by one
 def sections(plan: Tables, *, full: bool = False, each_remark: bool = False) -> list[Section]:
     """All sections in reading order; a table without rows is left out, but not parameters and collectives.
 
-    ``full``: a row for every block. ``each_remark``: remarks of one kind are not joined, also where blocks are.
+    ``full``: a row for every block. ``each_remark``: remarks of one kind are not joined, even if blocks are.
     """
     warned = [section for section in (warnings_section(plan, full),) if section.rows]
     decided = [_parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]

@@ -1,4 +1,4 @@
-"""Scales and shapes of every picture: where a value lies in pixels, round ticks, and boxes as SVG paths."""
+"""Scales and shapes of every picture: the place of a value in pixels, round ticks, and boxes as SVG paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scale:
 
     @classmethod
     def around(cls, values: Sequence[float], start: float, end: float) -> Scale:
-        """With room for all: from zero, or by logarithms where they differ by more than ``_LOG`` times."""
+        """With room for all: from zero, or by logarithms if they differ by more than ``_LOG`` times."""
         low, high = min(values), max(values) or 1.0
         if low > 0 and high / low > _LOG:
             return cls(low / 1.3, high * 1.3, start, end, True)
@@ -35,7 +35,7 @@ class Scale:
         return self.low <= value <= self.high
 
     def ticks(self, most: int = 5, *, whole: bool = False) -> list[float]:
-        """Round values between both ends; ``most`` of them or a few less where steps are linear."""
+        """Round values between both ends; ``most`` of them or a few less if steps are linear."""
         if not self.is_log:
             return round_ticks(self.low, self.high, most, whole=whole)
         powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)

@@ -1,7 +1,7 @@
 """Print a plan: the same sections as a terminal table, plain text or YAML.
 
-Repeated blocks share one row whose name has ranges (``h.{0..11}.attn``) and whose count says how many rows it stands
-for; nothing is left out. ``full`` gives each its own row. The text is the same on every machine.
+Repeated blocks share one row; its name has ranges (``h.{0..11}.attn``), and its count is the number of rows; nothing is
+left out. ``full`` gives each its own row. The text is the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.report.sections import sections
 from planner.tables.tables import Tables
 
 WIDTH = 160
-_PROSE_WIDTH = 30  # of a column that may wrap, where the others leave less
+_PROSE_WIDTH = 30  # of a column that may wrap, if the others leave less
 _GAP = 2  # blanks between columns
 
 
@@ -57,7 +57,7 @@ def _print(section: Section, console: Console) -> None:
 
 
 def _needed(section: Section) -> int:
-    """Columns of text in which every value stands whole; prose wraps."""
+    """Columns of text with every value in full; prose wraps."""
     most = [max(map(cell_len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
     shown = zip(section.columns, most, strict=True)
     widths = [min(wide, _PROSE_WIDTH) if column in PROSE else wide for column, wide in shown]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Allocations(TorchDispatchMode):
-    """Owns what was made under it and lives on, by memory; ``peak``: the most bytes at once since ``restart``.
+    """Owns the live allocations made under it, by memory; ``peak``: the most bytes at once since ``restart``.
 
     ``known``: tensors without counted memory. Workspaces inside a kernel are not seen.
     """
@@ -36,7 +36,7 @@ class Allocations(TorchDispatchMode):
         return {memory: size for memory, (_, size) in self._made.items()}
 
     def restart(self) -> None:
-        """What lives now is known from here on."""
+        """Count the live allocations no longer, and reset the peak."""
         self._known |= {memory: storage for memory, (storage, _) in self._made.items()}
         self._made, self.peak = {}, 0
 

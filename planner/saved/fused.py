@@ -40,7 +40,7 @@ def is_fused_bias(decisions: Decisions, node: fx.Node) -> bool:
 
 
 def is_summed_in_place(decisions: Decisions, node: fx.Node, change: TypeChange, stage: int) -> bool:
-    """Whether nothing but the sum ``change`` reads what the product ``node`` makes."""
+    """Whether only the sum ``change`` reads the result of the product ``node``."""
     placements, stages = decisions.placements, decisions.stages
     is_product = node.target in OVERWRITTEN or placements.options[node.name].form is Form.VOCABULARY
     if not is_product or not stages.runs_on(node.name, stage):
@@ -68,9 +68,9 @@ def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
 
 
 def loses_logits(node: fx.Node) -> bool:
-    """Whether a cross-entropy may overwrite its logits: of no half precision, and only it reads them.
+    """Whether a cross-entropy may overwrite its logits: in no half precision, and if it is their only reader.
 
-    What made them must have memory of its own for them, and not read them in its backward. The target [n] are classes:
+    The op that makes them must allocate them, and not read them in its backward. The target [n] are classes:
     probabilities of classes stay with torch.
     """
     logits, target = (*node.args, None, None)[:2]

@@ -1,4 +1,4 @@
-"""The call that stands for a captured node on one rank: which function, of which sizes, as passes.localize has it."""
+"""The call that represents a captured node on one rank: the function and sizes of passes.localize."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 WITH_SIZES = {aten.reshape.default, aten.expand.default}
 SPELLED_ANEW = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED}
-# Values of experts: what the exchange does is known when rows are routed, so these are only as large as the even case
+# Values of experts: the exchanged counts are known once rows are routed, so these have the size of the even case
 OF_EXPERTS = {
     exchange.dispatch,
     exchange.give_back,
@@ -43,7 +43,7 @@ def _by_kernel(target: Any) -> Callable[[dict[str, Any]], tuple[Any, dict[str, A
     return lambda kwargs: (target, {**kwargs, "attend": attention_kernels.attention})
 
 
-# What stands for attention and norms on a GPU, from its keywords.
+# Stand-ins for attention and norms on a GPU, from their keywords.
 ON_GPU: dict[Any, Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
     aten.scaled_dot_product_attention.default: lambda kwargs: (attention_kernels.attention, kwargs),
     aten.rms_norm.default: lambda kwargs: (stand_ins.rms_norm_kernel, kwargs),
@@ -53,9 +53,9 @@ ON_GPU: dict[Any, Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
 
 
 def local_call(node: fx.Node, option: Option, tp: int, shape: Sequence[int]) -> Call | None:
-    """Target, arguments and keywords (nodes among them) of ``node`` on one of ``tp`` ranks, whose result has ``shape``.
+    """Target, arguments and keywords (nodes among them) of ``node`` on one of ``tp`` ranks, with a result of ``shape``.
 
-    None where there is none that could be looked at.
+    None if no such call can be observed.
     """
     if node.target in OF_EXPERTS:
         return None

@@ -5,7 +5,7 @@
     layer_norm(x, w, b)    keeps x, w, and two tensors that are no operand and no result: mean and 1 / deviation
 
 A tensor is known by its memory, so a kept view of an operand is that operand. Which kernel an op takes is that of the
-CPU, but for attention of a cluster of GPUs (planner.saved.attention_kernels). Each signature (op, shapes, strides,
+CPU, except attention of a cluster of GPUs (planner.saved.attention_kernels). Each signature (op, shapes, strides,
 dtypes, constants) is seen once.
 """
 
@@ -76,11 +76,11 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a call makes and keeps. ``operands``, ``results``: numbers of those whose memory is kept; ``hidden``: bytes
-    of each memory that is kept and is neither; ``is_tuple``: whether its value is a tuple of the results.
+    """The memory that a call makes and saves. ``operands``, ``results``: numbers of those with saved memory;
+    ``hidden``: bytes of each saved memory that is neither; ``is_tuple``: whether its value is a tuple of the results.
 
-    ``peak``: the most new bytes at once in the forward, results and what is kept among them; ``backward_peak`` in the
-    backward, gradients among them. ``gradients``: of each operand; empty where the backward could not be seen.
+    ``peak``: the most new bytes at once in the forward, with results and saved tensors; ``backward_peak`` in the
+    backward, with gradients. ``gradients``: of each operand; empty if the backward could not be seen.
     """
 
     made: tuple[Made, ...]
@@ -95,13 +95,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands for a tensor among the arguments of a signature; the same tensor twice is one operand."""
+    """Replaces a tensor among the arguments of a signature; the same tensor twice is one operand."""
 
     number: int
 
 
 def observe(target: Callable[..., Any], args: Any, kwargs: dict[str, Any], operands: Sequence[Like]) -> Seen:
-    """What ``target(*args, **kwargs)`` keeps; the arguments have Operands where it reads tensors.
+    """The memory that ``target(*args, **kwargs)`` makes and saves; the arguments have Operands in place of tensors.
 
     Raises whatever the op raises on tensors without values.
     """
@@ -151,14 +151,16 @@ def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Li
 def _gradients(
     operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
 ) -> tuple[Gradient | None, ...] | None:
-    """What the backward makes of gradients as large as the results; None where it cannot run without values."""
+    """The gradients that the backward makes from gradients as large as the results; None if it cannot run without
+    values.
+    """
     results = [tensor for tensor in made if tensor.requires_grad]
     leaves = [tensor for tensor in operands if tensor.requires_grad]
     given = [torch.empty_like(tensor) for tensor in results]
     allocations.restart()
     try:
         found = torch.autograd.grad(results, leaves, given, allow_unused=True) if results and leaves else ()
-    except Exception:  # a backward of a user's own may do what it likes
+    except Exception:  # a user's own backward may raise anything
         return None
     of_given, of_operands = {_memory(tensor) for tensor in given}, {_memory(tensor) for tensor in operands}
     rest = iter(found)

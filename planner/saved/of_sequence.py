@@ -1,10 +1,10 @@
 """Stand-ins for the collectives of cp, with the same memory (planner.saved.stand_ins has those of tp).
 
 local_rows              two chunks in memory of their own, nothing kept
-gather_sequence         the whole, nothing kept
+gather_sequence         the full tensor, nothing saved
 causal_attention        q, k, v, the result, and a number for each row; no scores
 gathered_attention      the same of this rank's own k and v
-either without flash    what plain attention keeps, with a mask for each chunk; or q, k, v alone, and all of it again
+either without flash    tensors saved by plain attention, with a mask for each chunk; or q, k, v alone, with a rerun
 """
 
 from __future__ import annotations

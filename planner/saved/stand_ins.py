@@ -32,7 +32,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _New(torch.autograd.Function):
-    """A tensor of the shape of x in memory of its own, and so is its gradient. ``more``: what is kept."""
+    """A tensor of the shape of x in memory of its own, and so is its gradient. ``more``: saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *more: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def converted(x: Tensor, name: str, before: Placement, after: Placement, size: i
 # how a value goes, and its gradient back
 WAYS = {
     "f": ("view", "sum"),
-    "f overlapped": ("view", "view"),  # summed where the linears behind it made it
+    "f overlapped": ("view", "view"),  # summed in the memory that the linears after it made
     "g": ("sum", "view"),
     "g f": ("sum", "sum"),
     "slice": ("own", "gather"),
@@ -104,7 +104,7 @@ def _scatter(x: Tensor, cut: Placement, size: int) -> Tensor:
 
 
 def _part(x: Tensor, cut: Placement, size: int) -> Tensor:
-    """Of the last rank, which makes a copy where there is padding."""
+    """The part of the last rank, which makes a copy if there is padding."""
     last, pieces = size - 1, []
     for (start, stop), num_data in zip(cut.slices(size, last), cut.data_sizes(size, last), strict=True):
         pieces += [x.narrow(cut.dim, start, num_data)] if num_data else []
@@ -187,7 +187,7 @@ def cross_entropy(
 def overwriting_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, **rest: Any
 ) -> Tensor:
-    """The same, keeping what it needs where the logits were."""
+    """The same, with its saved tensor in the memory of the logits."""
     losses = _Overwriting.apply(logits, target, weight)
     return losses if reduction == 0 else losses.sum()
 
@@ -268,7 +268,7 @@ class _NormKernel(torch.autograd.Function):
 
 
 def rms_norm_kernel(x: Tensor, size: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """As a GPU has it: one kernel each way, which keeps what it reads and the root of each row."""
+    """As on a GPU: one kernel each way, which saves its inputs and the root of each row."""
     return _NormKernel.apply(x, weight)
 
 
@@ -300,7 +300,7 @@ def _mean(x: Tensor) -> Tensor:
 def shared_key_attention(
     q: Tensor, k: Tensor, v: Tensor, tp: int, *, attend: Any = F.scaled_dot_product_attention, **given: Any
 ) -> Tensor:
-    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] whole: it picks the key heads that they read.
+    """q [b, h/tp, s, d] of this rank's heads, k and v [b, g, t, d] replicated: it picks the key heads that they read.
 
     ``attend``: by which kernel.
     """

@@ -39,10 +39,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``name``: of the captured node, or of the value whose type is ``changed``. Memory by number.
+    """``name``: of the captured node, or of the value with the ``changed`` type. Memory by number.
 
     ``hidden``: bytes of each saved tensor outside the graph. ``operands``, ``results``: numbers of values.
-    ``in_place``: what it makes takes the place of what it reads first, as lowering has it (planner.saved.fused).
+    ``in_place``: its result overwrites its first input, as in lowering (planner.saved.fused).
     """
 
     name: str
@@ -87,13 +87,13 @@ class StageTrace:
 
     @property
     def kept(self) -> dict[int, int]:
-        """Memory that autograd keeps of one microbatch, each once → bytes; what is ``hidden`` is not in it."""
+        """Memory that autograd saves of one microbatch, each once → bytes; without ``hidden``."""
         found = dict.fromkeys(m for call in self.calls for m in call.keeps if m not in self.outside)
         return {memory: self.bytes_of[memory] for memory in found}
 
     @property
     def hidden(self) -> int:
-        """Bytes of what is kept and is no value of the graph."""
+        """Bytes of saved tensors that are no value of the graph."""
         return sum(sum(call.hidden) for call in self.calls)
 
     @property
@@ -103,12 +103,12 @@ class StageTrace:
 
 
 def trace_stage(decisions: Decisions, shards: Shards, index: int) -> StageTrace:
-    """What rank 0 of every axis but pp runs as stage ``index``; the other ranks hold as much."""
+    """The trace of stage ``index`` on rank 0 of every axis but pp; the other ranks hold as much."""
     return _Tracer(decisions, shards, index).run()
 
 
 class _Tracer:
-    """Owns the trace while it grows, and the values of the stage: by name, and by name and type where it changes."""
+    """Owns the trace while it grows, and the values of the stage: by name, and by name and type if it changes."""
 
     def __init__(self, decisions: Decisions, shards: Shards, index: int) -> None:
         self.decisions, self.shards, self.index = decisions, shards, index
@@ -116,8 +116,8 @@ class _Tracer:
         self.trace = StageTrace(index)
         self.values: dict[str, Any] = {}
         self.changed: dict[tuple[str, Placement], Any] = {}
-        self.parts: dict[int, int] = {}  # memory of a whole that is gathered again in the backward → of what is kept
-        self.copies: dict[int, int] = {}  # such memory → bytes that gathering it, and summing its gradient, take beside
+        self.parts: dict[int, int] = {}  # memory of a value that the backward gathers again → of its saved part
+        self.copies: dict[int, int] = {}  # such memory → further bytes of gathering it and summing its gradient
         self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
         self.changes: dict[str, list[TypeChange]] = {}
         for change in shards.changes[index]:
@@ -252,7 +252,9 @@ class _Tracer:
         return made
 
     def _adds_in_place(self, node: fx.Node, operands: list[Value]) -> bool:
-        """Whether the gradient of the second operand is added into its buffer as it is made (passes.own_linears)."""
+        """Whether the gradient of the second operand is added into its buffer by the product itself
+        (passes.own_linears).
+        """
         if node.target not in PRODUCTS or len(operands) != 2 or node.kwargs:
             return False
         x, weight = operands
@@ -266,7 +268,7 @@ class _Tracer:
         return operands[result.shares].memory if result.shares >= 0 else made[-1 - result.shares].memory
 
     def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
-        """New memory of the planned shapes; every operand is kept that has a gradient, or whose neighbour has one."""
+        """New memory of the planned shapes; floating-point operands are saved if the result has a gradient."""
         grad = bool(node.meta.get("grad"))
         values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         likes = [Like.contiguous(self._shape(node, tuple(v.shape)), v.dtype, grad) for v in values]
@@ -290,7 +292,7 @@ class _Tracer:
 
 def _copies(cut: Placement, part: Value, whole: Value) -> int:
     """Bytes that live at once beside the gradient of ``whole``, in the backward of products that gather it again
-    (passes.ops.column_linear): what is gathered, that gradient with each rank's part behind the others', and the sum.
+    (passes.ops.column_linear): the gathered value, that gradient with each rank's part behind the others', and the sum.
     Along dim 0 parts lie behind each other anyway."""
     lies_so = cut.dim == 0 and len(cut.segments) == 1 and not cut.padding
     return (1 if lies_so else 2) * whole.like.bytes + part.like.bytes
@@ -312,7 +314,7 @@ def _unread_inside(node: fx.Node, seen: Seen) -> Seen:
 
 
 def _without_gradient(seen: Seen, number: int) -> Seen:
-    """The same call where no memory is taken for the gradient of an operand."""
+    """The same call without memory for the gradient of an operand."""
     if number >= len(seen.gradients) or (gradient := seen.gradients[number]) is None:
         return seen
     gradients = tuple(None if n == number else of for n, of in enumerate(seen.gradients))
@@ -320,7 +322,7 @@ def _without_gradient(seen: Seen, number: int) -> Seen:
 
 
 def _observed(target: Any, args: Any, kwargs: dict[str, Any], operands: list[Like]) -> Seen | None:
-    """None for an op that cannot be run without values, such as one whose sizes follow them."""
+    """None for an op that cannot be run without values, such as one with sizes that depend on them."""
     try:
         return observe(target, args, kwargs, operands)
     except Exception:  # whatever an op, or a user's function, says of tensors without values

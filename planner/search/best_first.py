@@ -19,7 +19,7 @@ from planner.search.choice import Point
 
 
 class Estimated(Protocol):
-    """What is read of planner.cost.estimate.Estimate."""
+    """The part of planner.cost.estimate.Estimate that the search reads."""
 
     @property
     def cost(self) -> Any: ...
@@ -46,14 +46,15 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Fastest first; ties by what is simpler."""
+        """Fastest first; the simpler one first among equals."""
         return self.seconds, self.point.key
 
 
 @dataclass
 class Found:
-    """``best`` in order; ``too_large``: what was estimated and does not fit; ``num_fixed``: was not even estimated, as
-    what training holds all the time does not fit."""
+    """``best`` in order; ``too_large``: estimated, and does not fit; ``num_fixed``: layouts that were not estimated,
+    since their lasting memory alone does not fit.
+    """
 
     best: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
@@ -144,5 +145,5 @@ def _first(row: tuple[float, Point | None]) -> tuple[Any, ...]:
 
 
 def of_weights(point: Point) -> Any:
-    """What the memory of weights depends on."""
+    """The choices on which the memory of weights depends."""
     return point.cut, point.layout.mesh, point.layout.sizes

@@ -68,7 +68,7 @@ class Point:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What was chosen, by the name under which a reason speaks of it."""
+        """The choices, by the names that reasons use."""
         mesh, layout = self.layout.mesh, self.layout
         return {
             "tp": mesh.tp,

@@ -57,7 +57,7 @@ class Cuts:
     """Owns the folded model, its variants and the work of each cut. The captured program does not change."""
 
     def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
-        """``kinds``: of recompute that will be asked about."""
+        """``kinds``: the kinds of recompute to compare."""
         self.prepared, self.spec, self.on_gpu = prepared, spec, on_gpu
         program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
@@ -68,7 +68,7 @@ class Cuts:
 
     @property
     def facts(self) -> Facts:
-        """What a space asks of the model."""
+        """The facts of the model that bound the search space."""
         values = [self.prepared.program.node(name).meta["val"] for name in self.prepared.program.inputs]
         layers = find_experts(self.folded.program).layers
         return Facts(
@@ -78,9 +78,9 @@ class Cuts:
         )
 
     def works(self, cut: Cut) -> dict[str, CutWork]:
-        """What the cut costs under each kind of recompute, for all blocks of the model.
+        """The cost of the cut under each kind of recompute, for all blocks of the model.
 
-        Raises PlanError where the model does not admit it.
+        Raises PlanError if the model does not admit it.
         """
         variant, mesh = self._variant(cut), mesh_of(cut)
         asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
@@ -173,7 +173,7 @@ def _whole(program: Program, blocks: Blocks) -> Folded:
 
 
 def _key(cut: Cut) -> tuple[int, ...]:
-    """What the program of a cut depends on; over cp it depends on tp too."""
+    """The choices on which the program of a cut depends; over cp it depends on tp too."""
     return cut.cp, cut.ep, cut.etp if cut.has_expert_axes else 0, cut.tp if cut.cp > 1 else 0
 
 

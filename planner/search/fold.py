@@ -3,9 +3,9 @@
     kinds    a a a a a a a b b b b b        a a a b b b        of a row of equal blocks three are left:
     source   0 1 1 1 1 1 2 3 4 4 4 5                           the first, one between, the last
 
-The first has before it what no other has (an embedding), the last behind it (a head); those between are alike, so one
-stands for all. What a row makes is then read from its blocks that are left. A model is folded only where that changes
-nothing else: where what blocks in between make is read by their neighbours alone, and nothing but blocks computes.
+The first block follows something unique (an embedding), and the last precedes a head; those between are alike, so one
+represents all. Readers of a row's results then read the remaining blocks. A model is folded only if that is exact: the
+results of the blocks in between are read by their neighbours alone, and only blocks compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEFT = 3  # blocks of a row: the first, one between, the last
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """``source``: for each block of the model, which of ``blocks`` stands for it; it ascends."""
+    """``source``: for each block of the model, the index in ``blocks`` that represents it; it ascends."""
 
     program: Program
     blocks: Blocks
@@ -39,7 +39,7 @@ class Folded:
 
 
 def fold(program: Program, blocks: Blocks) -> Folded:
-    """A copy of ``program`` with three blocks of each row of equal ones; with all of them where that is not exact."""
+    """A copy of ``program`` with three blocks of each row of equal ones; with all of them if that is not exact."""
     rows = [row for row in _rows(blocks) if len(row) > _LEFT and _is_foldable(program, blocks, row)]
     whole = Folded(copied(program), blocks, tuple(range(len(blocks.instances))))
     if not rows:
@@ -103,7 +103,7 @@ def _homes_outside(program: Program, block_of: Mapping[str, int]) -> dict[str, i
 
 
 def _read_of_all(program: Program, blocks: Blocks, block: Block) -> set[str]:
-    """What ``block`` reads that belongs to no block: a mask of some layers alone is not read by the others."""
+    """The operands of ``block`` that belong to no block: a mask of some layers alone is not read by the others."""
     operands = {n.name for name in block.nodes for n in program.node(name).all_input_nodes}
     block_of = blocks.block_of()
     return {name for name in operands if name not in block_of and blocks.representative.get(name, name) == name}
@@ -119,7 +119,9 @@ def _instead(blocks: Blocks, rows: list[list[Block]]) -> dict[str, str]:
 
 
 def _without(program: Program, dropped: set[str], instead: dict[str, str]) -> Program | None:
-    """The program without these nodes, whose readers read others; None where something would be left without any."""
+    """The program without these nodes, with other nodes as inputs of their readers; None if a node would lose all
+    readers.
+    """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
     for node in program.graph.graph.nodes:
@@ -138,7 +140,7 @@ def _read_by(node: fx.Node) -> set[str]:
 
 
 def _stands_for(index: int, kept: list[Block], rows: list[list[Block]]) -> int:
-    """The place among ``kept`` of what stands for the block ``index``."""
+    """The place among ``kept`` of the block that represents the block ``index``."""
     row = next((row for row in rows if row[2].index <= index < row[-1].index), None)
     own = index if row is None else row[1].index
     return next(place for place, block in enumerate(kept) if block.index == own)

@@ -17,7 +17,7 @@ from planner.cost.memory import MemoryRow
 from planner.mesh import Mesh
 from planner.search.best_first import BestFirst, Candidate, Found
 
-MOST_TRIED = 16  # layouts of one choice that do not fit, before it is told that they do not
+MOST_TRIED = 16  # layouts tried for one choice before it is reported as too large
 MOST_NAMED = 3
 PARTS = {
     "compute": "compute",
@@ -125,7 +125,7 @@ def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
 
 
 def why_too_large(candidate: Candidate, memory_bytes: float) -> str:
-    """What its fullest rank needs, of what there is, and what dominates."""
+    """The memory that its fullest rank needs, the memory of a device, and the largest part."""
     row = candidate.fullest
     return f"needs {gigabytes(row.total)} of {gigabytes(memory_bytes)} on pp rank {row.pp_rank}: {dominates(row)}"
 

@@ -21,7 +21,7 @@ _KINDS = ((BEST, "among the fastest"), (FITS, "best with another choice"), (TOO_
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A candidate as it is listed; ``facts``: its details."""
+    """A candidate in the list; ``facts``: its details."""
 
     id: str
     number: str

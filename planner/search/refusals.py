@@ -21,7 +21,7 @@ _MOST_TRIED, _MOST_SHOWN = 64, 4
 
 
 def check_devices(spec: Spec, cluster: Cluster) -> int:
-    """How many devices are laid out. Raises PlanError where the cluster has fewer."""
+    """How many devices are laid out. Raises PlanError if the cluster has fewer."""
     devices = cluster.devices if spec.devices is None else spec.devices
     if devices > cluster.devices:
         raise spec.error(
@@ -35,7 +35,7 @@ def check_devices(spec: Spec, cluster: Cluster) -> int:
 
 
 def check_pins(spec: Spec, devices: int) -> None:
-    """Raises PlanError where the sizes that the spec writes cannot stand in one mesh of so many devices."""
+    """Raises PlanError if the sizes of the spec do not fit one mesh of so many devices."""
     mesh = spec.mesh
     pinned = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) != AUTO}
     product, written = prod(pinned.values()), {axis: size for axis, size in pinned.items() if size > 1}
@@ -108,7 +108,7 @@ def fits_nowhere(
     points_over: Callable[[int], Iterable[Point]],
     estimated: Callable[[Point], Candidate],
 ) -> PlanError:
-    """The layout that needs least, what dominates it, and the fewest devices on which one fits."""
+    """The error: the layout that needs least, its largest part, and the fewest devices on which a layout fits."""
     memory = cluster.device.memory * cluster.device.usable_memory
     lean = sorted((point for *_, point in order.bounds), key=attrgetter("held"))[:_MOST_TRIED]
     least = min([*found.too_large, *map(order.of, lean)], key=lambda candidate: candidate.fullest.total)
@@ -132,7 +132,7 @@ def _enough(
     points_over: Callable[[int], Iterable[Point]],
     estimated: Callable[[Point], Candidate],
 ) -> tuple[int, Candidate] | None:
-    """The fewest devices on which a layout fits: of 2, 4, … times as many, then of whole nodes below that."""
+    """The fewest devices on which a layout fits: of 2, 4, … times as many, then of full nodes below that."""
 
     def fitting(number: int) -> Candidate | None:
         points = sorted(points_over(number), key=attrgetter("held"))[:_MOST_TRIED]

@@ -29,13 +29,13 @@ from planner.search.space import BOUNDS, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
-Progress = Callable[[str, int, int], None]  # what is being done, how many are, of how many (0: not known)
+Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
 
 
 @dataclass(frozen=True)
 class Result:
     """``best``: the fastest that fit, in order. ``refused``: cuts that the model does not admit, and why. ``pruned``:
-    layouts that were not estimated, by reason. ``seconds``: of the search, by what they were spent on.
+    layouts that were not estimated, by reason. ``seconds``: of the search, by phase.
     ``estimated``: all, those that do not fit among them."""
 
     spec: Spec
@@ -60,7 +60,7 @@ class Result:
 def search(
     prepared: Prepared, spec: Spec, cluster: Cluster, top: int = 5, progress: Progress = lambda what, done, all: None
 ) -> Result:
-    """The ``top`` fastest layouts. Raises PlanError where there is none, and says what would help."""
+    """The ``top`` fastest layouts. Raises PlanError if there is none, with a fix."""
     devices = check_devices(spec, cluster)
     check_pins(spec, devices)
     return _Search(prepared, spec, cluster, devices, progress).run(top)
@@ -119,9 +119,9 @@ class _Search:
         return points
 
     def _of_cut(self, cut: Cut) -> list[Point]:
-        """Its layouts; none where the model does not admit the cut, which is decided only if there are any."""
+        """The layouts of a cut; none if the model does not admit it. The cut is decided only if it has layouts."""
         plain = self.refused.get(Cut(cut.tp, etp=cut.tp))
-        if plain is not None and not cut.has_expert_axes:  # the sequence does not change what tp can divide
+        if plain is not None and not cut.has_expert_axes:  # sequence parallelism does not change which sizes tp divides
             self.refused[cut] = plain
             return []
         try:

@@ -30,9 +30,9 @@ from planner.spec.spec import Spec
 DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
 LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
 MOST_CHUNKS, MOST_MICRO = 8, 64
-MOST_WAITING = 16  # pp of a schedule whose W are put by running all ranks: that grows with its square
-MOST_FOLDED = 8  # pp of a v, for which many ways are run
-MOST_NODES = 2  # of tp: what leaves a node only loses more with every further one
+MOST_WAITING = 16  # pp of a schedule that places W by simulating all ranks: the time grows with pp²
+MOST_FOLDED = 8  # pp of a v schedule, for which many variants are simulated
+MOST_NODES = 2  # nodes of a tp group: each further node costs more
 BOUNDS = (
     f"tp: at most {MOST_NODES} times the devices of the innermost link",
     f"cp: each of the 2 · cp chunks of a sequence has at least {LEAST_CHUNK} tokens",

@@ -36,12 +36,12 @@ def spec_to_capture(spec: Spec, example_inputs: Mapping[str, Any] | None) -> Spe
 
 
 def check_before_capture(spec: Spec, cluster: Cluster) -> None:
-    """What needs no model is refused before it is captured."""
+    """Refuse errors that need no model before it is captured."""
     check_pins(spec, check_devices(spec, cluster))
 
 
 def chosen(result: Result, candidate: Candidate) -> str:
-    """Which layout was taken, of how many, and what came second."""
+    """The chosen layout, the number of layouts, and the second best."""
     words = (
         f"chosen of {result.num_considered:,} layouts of {result.devices} devices of {result.cluster.name}: "
         f"{candidate.point}, about {seconds_text(candidate.seconds)} per step"
@@ -65,7 +65,7 @@ def planned_spec(spec: Spec, point: Point) -> Spec:
 
 
 def with_layout(values: Mapping[str, Any], point: Point, *, written: bool = False) -> dict[str, Any]:
-    """The values of a spec with the layout. ``written``: also where the layout has what is the default."""
+    """The values of a spec with the layout. ``written``: also keys that have their default."""
     layout, found = point.layout, dict(values)
     found["mesh"] = _mesh(point)
     found["batch"] = {**found["batch"], "micro": layout.micro}
@@ -96,9 +96,9 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any, default: Any
 
 
 def winner_text(path: Path, spec: Spec, point: Point, head: str) -> str:
-    """YAML: the file at ``path`` with the layout in place of what it left to the search; comments are lost.
+    """YAML: the file at ``path`` with the layout in place of the keys that it left to the search; comments are lost.
 
-    ``spec``: the file as it was read, and what the command line said. ``head``: lines of a comment above it.
+    ``spec``: the content of the file, with the options of the command line. ``head``: lines of a comment above it.
     """
     value, _ = read_yaml(path)
     values = with_layout(value, point)

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: the live values at the cut, in local shapes, never as partial sums."""
+"""The values sent from one stage to the next: the live values at the cut, in local shapes, never as partial sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BoundaryPlan:
 
 
 def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
-    """What stage ``cut`` sends to stage ``cut + 1``; nothing before the first and after the last."""
+    """The values that stage ``cut`` sends to stage ``cut + 1``; nothing before the first and after the last."""
     stages = decisions.stages
     if not 0 <= cut < stages.num_stages - 1:
         return ()

@@ -1,8 +1,9 @@
-"""Boxes of a whole tensor: what a run of a rank's flattened part is there, whatever the layout that cut it.
+"""Boxes of a full tensor: the place of a run of a rank's flattened part, for any layout.
 
-    a run of the flattened part  --rectangles-->  boxes of the part  --in_whole-->  boxes of the whole tensor
+    a run of the flattened part  --rectangles-->  boxes of the part  --in_whole-->  boxes of the full tensor
 
-A box names its elements without a word of tp, dp or padding, so that what one layout has written any other finds.
+A box names its elements without a word of tp, dp or padding, so that any layout finds the elements that another has
+written.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ class Box:
         return prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """The common elements; None where there are none."""
+        """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in a tensor that holds ``outer``."""
+        """Its slices in a tensor that holds ``outer``."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the whole tensor, and where a run of the rank's flattened part holds it.
+    """A box of the full tensor, and its place in a run of the rank's flattened part.
 
     The run's elements [``first``, ``first`` + size of ``outer``) have the shape of ``outer``, a box of the part, in
-    which ``inner`` is what ``box`` is in the whole tensor. ``is_shared``: every rank of its axis holds it.
+    which ``inner`` corresponds to ``box`` in the full tensor. ``is_shared``: every rank of its axis holds it.
     """
 
     box: Box
@@ -58,7 +59,7 @@ class Piece:
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes, one after another, whose elements are [start, stop) of a tensor of ``shape``, flattened."""
+    """Boxes, one after another, with the elements [start, stop) of a flattened tensor of ``shape``."""
     if start >= stop:
         return
     if not shape:
@@ -79,7 +80,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def pieces_of_run(
     part: Part, shape: Sequence[int], local_shape: Sequence[int], start: int, stop: int
 ) -> Iterator[Piece]:
-    """What [start, stop) of a flattened part is in the whole tensor of ``shape``; nothing for what is padding."""
+    """The pieces of [start, stop) of a flattened part in the full tensor of ``shape``; none for padding."""
     first = start
     for outer in rectangles(local_shape, start, stop):
         yield from _in_whole(part, shape, outer, first - start)
@@ -89,7 +90,7 @@ def pieces_of_run(
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Whether the boxes hold each element of ``shape`` exactly once.
 
-    The indicator functions of boxes add up to that of the whole exactly where their signed corners do.
+    The indicator functions of boxes add up to that of the full tensor exactly if their signed corners do.
     """
     boxes = list(boxes)
     if not prod(shape):
@@ -130,7 +131,9 @@ def _in_whole(part: Part, shape: Sequence[int], outer: Box, first: int) -> Itera
 def _runs_of_dim(
     part: Part, ranges: Sequence[tuple[int, int]], dim: int, size: int, outer: Box
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """(in the part, in the whole, whether all ranks of the axis hold it) of what ``outer`` has of a dim that is cut."""
+    """(range in the part, range in the full tensor, whether all ranks of the axis hold it) for ``outer`` along a
+    sharded dim.
+    """
     offset = 0
     segments = part.placement.segments if dim == part.placement.dim else ()
     for index, (start, stop) in enumerate(ranges):

@@ -1,4 +1,4 @@
-"""Where every parameter lies in the contiguous buffers of ZeRO-1, and which rank owns which part.
+"""The place of every parameter in the contiguous buffers of ZeRO-1, and the part that each rank owns.
 
     buffer      parameters in reverse order, so that the backward fills it from the front
     bucket      a run of the buffer that is reduced in one collective
@@ -37,7 +37,7 @@ class Range:
         return Range(self.start + offset, self.stop + offset)
 
     def intersection(self, other: Range) -> Range:
-        """The common elements; empty (but well formed) where there are none."""
+        """The common elements; empty (but well formed) if there are none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
@@ -81,7 +81,7 @@ class Bucket:
         return Range(start, start + size)
 
     def owned_ranges(self, rank: int, num_ranks: int) -> dict[str, OwnedRange]:
-        """Each parameter of which ``rank`` owns at least one element."""
+        """Each parameter with at least one element that ``rank`` owns."""
         shard = self.shard(rank, num_ranks)
         owned = {}
         for slot in self.slots:
@@ -122,7 +122,7 @@ class BufferLayout:
         return self.num_elements // self.num_ranks
 
     def owned_ranges(self, rank: int) -> tuple[dict[str, OwnedRange], ...]:
-        """For each bucket, each parameter of which ``rank`` owns a part."""
+        """For each bucket, each parameter with a part that ``rank`` owns."""
         return tuple(bucket.owned_ranges(rank, self.num_ranks) for bucket in self.buckets)
 
 
@@ -165,12 +165,12 @@ def lay_out(
 
 
 def start_multiple(alignment: str) -> int:
-    """What a parameter's start is a multiple of, in elements."""
+    """A parameter's start is a multiple of this, in elements."""
     return _START_MULTIPLE if alignment == "nccl" else 1
 
 
 def end_multiple(num_ranks: int, alignment: str, high_bus_bandwidth: bool = False) -> int:
-    """What a bucket's end is a multiple of, in elements."""
+    """A bucket's end is a multiple of this, in elements."""
     if alignment == "none":
         return num_ranks
     return lcm(num_ranks, _END_MULTIPLE, _BUS_BANDWIDTH_MULTIPLE if high_bus_bandwidth else 1)
@@ -202,7 +202,7 @@ class _Filler:
         return self.cursor - self.bucket_start
 
     def align(self) -> None:
-        """Move to where the next parameter would start, even if it then opens a bucket of its own."""
+        """Move to the next parameter's start, even if it then opens a bucket of its own."""
         self.cursor = padded(self.cursor, self.start_multiple)
 
     def add(self, name: str, num_elements: int) -> None:

@@ -1,6 +1,6 @@
-"""The gradient buffers of every pp rank: which parameters lie where, in which precision, and what is summed over whom.
+"""The gradient buffers of every pp rank: the places of parameters, their precision, and the axes of their sums.
 
-buffer      a rank's trainable parameters of one dtype whose gradients need the same sums (over dp, with a cp over
+buffer      a rank's trainable parameters of one dtype with gradients that need the same sums (over dp, with a cp over
             dp-cp, or edp for experts; over tp or etp; over the stages that hold a tied weight); cut into buckets, each
             bucket into one shard for each rank of dp, dp-cp or edp
 
@@ -40,7 +40,7 @@ class BucketPlan:
 class BufferPlan:
     """One contiguous gradient buffer of a pp rank: its parameters of one dtype. Sizes in elements, with padding.
 
-    ``reduced_over``: "dp", or "dp-cp" where there is a cp; "edp" for experts with axes of their own, and the names are
+    ``reduced_over``: "dp", or "dp-cp" if cp > 1; "edp" for experts with axes of their own, and the names are
     then those of ep rank 0.
     """
 
@@ -92,7 +92,7 @@ class Buffer:
 
     @property
     def reduced_over(self) -> str:
-        """The axis whose ranks share it: their gradients are added up first, and under ZeRO-1 each has its shard."""
+        """The axis of the ranks that share it: their gradients are summed first; under ZeRO-1 each has its shard."""
         return self.parameters[0].reduced_over
 
     @property
@@ -106,7 +106,7 @@ class Buffer:
 
     @property
     def has_whole_segment(self) -> bool:
-        """Over its axis only the whole segments of its parameters are summed, not what is cut beside them."""
+        """Over its axis only the replicated segments of its parameters are summed, not the sharded ones beside them."""
         return self.parameters[0].has_whole_segment
 
     @cached_property
@@ -115,8 +115,9 @@ class Buffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of one rank's moments, of a mean of the weights where there is one, and of its main parameters and
-        gradients where the buffers are less precise."""
+        """Bytes of one rank's moments, of a mean of the weights if there is one, and of its main parameters and
+        gradients if the buffers are less precise.
+        """
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
         return self.layout.shard_elements() * main * (_NUM_MOMENTS + self.averaged + copies)
@@ -143,7 +144,8 @@ def buffers_of_rank(
     sizes: Mapping[str, int],
     gradients: str | None = None,
 ) -> tuple[Buffer, ...]:
-    """The buffers of what one rank holds, in the model's order. ``sizes``: of the axes that gradients are reduced over.
+    """The buffers of one rank's parameters, in the model's order. ``sizes``: of the axes that gradients are reduced
+    over.
 
     ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 on a rank with a parameter of half
     precision, else of the parameter's dtype.

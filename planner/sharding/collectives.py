@@ -1,10 +1,10 @@
-"""What a step exchanges over the gradient buffers, after its last backward has begun.
+"""The collectives of a step over the gradient buffers, after its last backward has begun.
 
 dp, dp-cp, edp       reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
-tp, etp, embedding   all-reduce of each bucket's shard, where gradients are partial sums
-world                one all-reduce of [|g|², loss, rows of each expert, who was asked to stop, notes of each rank]
+tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
+world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
 
-edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp where there is a cp.
+edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp if cp > 1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NOTES_OF_A_RANK = 5
 class CollectivePlan:
     """An exchange over ``axis``: ``count`` messages of ``bytes`` each on one rank, per microbatch or step.
 
-    ``where``: the user's module and line; ``stage``: None where no single stage runs it; ``block``: the block it is in.
-    ``again``: one of the forward that runs once more, where the backward computes a block again.
+    ``where``: the user's module and line; ``stage``: None if no single stage runs it; ``block``: the block it is in.
+    ``again``: a forward collective that the backward's recomputation repeats.
     """
 
     kind: str
@@ -65,7 +65,7 @@ def step_collectives(
 ) -> tuple[CollectivePlan, ...]:
     """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
 
-    ``num_experts``: of all layers together, where a step counts their rows, and layers that count what they drop.
+    ``num_experts``: of all layers together, if a step counts their rows, and layers that count dropped rows.
     """
     rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
     if mesh.world_size > 1:
@@ -100,7 +100,9 @@ def _contents(bucket: buckets.Bucket) -> str:
 
 
 def _summed_elements(mesh: Mesh, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
-    """Elements of a shard that are added over ``axis``; of parameters with whole segments over tp or etp only those."""
+    """Elements of a shard that are added over ``axis``; of parameters with replicated segments over tp or etp only
+    those.
+    """
     num_shards, size = buffer.layout.num_ranks, mesh.size(buffer.axis)
     if axis != buffer.axis or not buffer.has_whole_segment:
         return len(bucket.world) // num_shards

@@ -1,12 +1,12 @@
-"""What one rank holds of a parameter and with whom it adds gradients up: decided here, and read by everyone else.
+"""One rank's part of a parameter, and the ranks with which it sums gradients: decided here, read by all other code.
 
-    dp, edp     every rank has the gradient of its own microbatches: edp for experts, dp for all else; dp-cp where
+    dp, edp     every rank has the gradient of its own microbatches: edp for experts, dp for all else; dp-cp if
                 each also has only its own tokens of them
-    tp, etp     every rank has a partial gradient: placement R, or a segment that each rank holds whole
+    tp, etp     every rank has a partial gradient: placement R, or a replicated segment
     embedding   several stages hold the parameter (a tied weight)
     counted     of equal copies, over tp or etp or over stages, the first alone counts in the gradient norm
 
-``ParameterPlan`` is the row of the whole parameter, ``LocalParameter`` what one rank of one stage has of it.
+``ParameterPlan`` is the row of the full parameter, ``LocalParameter`` the part of one rank of one stage.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def axis_of(expert: ExpertPart | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter: global ``shape``, and what one rank that holds it has: of tp, for experts (style) of etp and ep.
+    """One parameter: global ``shape``, and the part of one rank that holds it: over tp, for experts (style) over etp
+    and ep.
 
-    ``dim`` is cut; ``segments`` are its global sizes, each cut for itself, except those whose index is in
-    ``whole_segments``: every rank holds them whole. ``padding`` elements without data make the last one divide.
+    ``dim`` is sharded; ``segments`` are its global sizes, each sharded by itself, except those with an index in
+    ``whole_segments``, which are replicated. ``padding`` elements without data make the last one divide.
     ``aliases``: other names of the same tied parameter. ``origin``: "solver", "default" or the spec's line.
     ``stages``: every stage that holds it. Of ``num_experts`` experts with axes of their own it is a stack on
-    ``expert_dim``, cut over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none.
+    ``expert_dim``, sharded over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none.
     """
 
     name: str
@@ -63,7 +64,7 @@ class ParameterPlan:
 
     @classmethod
     def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:
-        """The row of a parameter of which a rank holds this part; ``rest`` are the other fields."""
+        """The row of a parameter with this part on a rank; ``rest`` are the other fields."""
         cut: dict[str, Any] = {"dim": None, "segments": ()}
         placement, expert = part.placement, part.expert
         if placement.is_sharded:
@@ -108,7 +109,7 @@ class ParameterPlan:
 
     @property
     def expert(self) -> ExpertPart | None:
-        """What it is to experts that have axes of their own."""
+        """The expert part that it holds, if experts have axes of their own."""
         return ExpertPart(self.num_experts, self.expert_dim, self.expert_number) if self.num_experts else None
 
     @property
@@ -118,7 +119,7 @@ class ParameterPlan:
 
     @property
     def placement(self) -> Placement:
-        """How it is cut over its axis; I where each rank holds all of it."""
+        """Its placement over its axis; I if each rank holds all of it."""
         if self.dim is None:
             return I
         segments = tuple(Segment(n, i not in self.whole_segments) for i, n in enumerate(self.segments))
@@ -126,18 +127,18 @@ class ParameterPlan:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter on one rank of one stage: its user's dotted name, its cut, and who must add gradients together.
+    """A parameter on one rank of one stage: its user's dotted name, its placement, and the ranks that sum its
+    gradients.
 
-    ``expert``: what it is to experts, where those have axes of their own: ``placement`` is then over etp.
-    ``partial_over``: mesh groups whose ranks hold partial gradients of it at the end of a step (its ``axis`` for type
-    R, "embedding" for a tied weight that stands on several stages); after the data-parallel reduction, over
-    ``reduced_over``, they are summed there.
+    ``expert``: its expert part, if experts have axes of their own: ``placement`` is then over etp. ``partial_over``:
+    mesh groups with partial gradients of it at the end of a step (its ``axis`` for type R, "embedding" for a tied
+    weight on several stages); they are summed there after the data-parallel reduction over ``reduced_over``.
     ``counted``: whether this rank counts the parameter in the global gradient norm (each logical element counts once).
     """
 
@@ -148,14 +149,14 @@ class LocalParameter:
     global_shape: tuple[int, ...]
     partial_over: tuple[str, ...] = ()
     counted: bool = True
-    tied_stages: tuple[int, ...] = ()  # stages that hold it, where more than one
+    tied_stages: tuple[int, ...] = ()  # stages that hold it, if more than one
     requires_grad: bool = True
     expert: ExpertPart | None = None
     data_axis: str = "dp"
 
     @property
     def axis(self) -> str:
-        """The axis of its placement: "etp" where experts are cut otherwise than all else and it is theirs, or "tp"."""
+        """The axis of its placement: "etp" for a parameter of experts with axes of their own, else "tp"."""
         return axis_of(self.expert)
 
     @property
@@ -165,11 +166,11 @@ class LocalParameter:
 
     @property
     def has_whole_segment(self) -> bool:
-        """Whether part of it is held whole by every rank of its axis, with partial gradients, beside what is cut."""
+        """Whether part of it is replicated on its axis, with partial gradients, beside sharded segments."""
         return self.placement.has_whole_segment and self.axis in self.partial_over
 
     def whole_runs(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the local sharded dim that every rank of its axis, of ``size``, holds whole."""
+        """Half-open ranges of the local sharded dim that are replicated over its axis, of ``size``."""
         runs, start = [], 0
         for segment in self.placement.segments:
             stop = start + segment.local(size)
@@ -222,7 +223,7 @@ def part_of_node(decisions: Decisions, node: fx.Node, place: Mapping[str, int]) 
 def parameters_of_rank(
     decisions: Decisions, pp_rank: int, place: Mapping[str, int] | None = None
 ) -> Iterator[LocalParameter]:
-    """What a rank holds, chunk by chunk, in graph order; a tied weight comes once for each of its chunks.
+    """A rank's parameters, chunk by chunk, in graph order; a tied weight comes once for each of its chunks.
 
     ``place``: the rank's on each axis (Mesh.place), left out: that of the first rank of the stage.
     """

@@ -1,9 +1,9 @@
-"""Which part of a whole tensor one rank holds: its placement over one axis, and of experts those of its ep rank.
+"""One rank's part of a full tensor: its placement over one axis, and for experts those of its ep rank.
 
     [.., n, ..] --pad--> [.., n + padding, ..] --Placement.slices(size, rank)--> [.., n / size, ..]       over tp or etp
     [.., E, ..] --ExpertPart.first(ep, ep_rank)--> [.., E / ep, ..]                                        over ep
 
-The two cut different dims. What is of one expert alone lies whole on one ep rank, and not at all on the others.
+The two shard different dims. A tensor of one expert alone is complete on one ep rank, and absent on the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ranges = Mapping[int, tuple[tuple[int, int], ...]]  # of each dim that is cut: h
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``placement`` over ``size`` ranks, of which this is ``rank``; ``expert`` over ``ep``."""
+    """``placement`` over ``size`` ranks; ``rank``: this one; ``expert`` over ``ep``."""
 
     placement: Placement
     size: int = 1
@@ -37,13 +37,13 @@ class Part:
         require(not is_twice, f"dim {self.placement.dim} of a stack of experts is cut over etp, and over ep")
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank that holds any of it has of a tensor of global ``shape``."""
+        """The shape of a rank's part of a tensor of global ``shape``, if it holds any."""
         local = self.placement.local_shape(shape, self.size)
         return local if self.expert is None else self.expert.local_shape(local, self.ep)
 
     @property
     def ranges(self) -> Ranges:
-        """What it has of each dim that is cut, in the padded global tensor."""
+        """Its ranges of each sharded dim, in the padded global tensor."""
         found = {self.placement.dim: self.placement.slices(self.size, self.rank)} if self.placement.is_sharded else {}
         if self.expert is not None and self.expert.dim >= 0:
             first = self.expert.first(self.ep, self.ep_rank)
@@ -52,7 +52,7 @@ class Part:
 
 
 class OfTensor(Protocol):
-    """What says how a parameter is cut: the plan's row, or what a rank has of it."""
+    """The sharding of a parameter: the plan's row, or a rank's LocalParameter."""
 
     @property
     def axis(self) -> str: ...
@@ -71,7 +71,7 @@ def part_of(parameter: OfTensor, mesh: Mesh, place: Mapping[str, int]) -> Part:
 
 
 def pieces(ranges: Ranges) -> Iterator[tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]]:
-    """Each run of elements that lie together in both: its (start, stop) by dim in the whole tensor, and in the part."""
+    """Each run of elements that lie together in both: its (start, stop) by dim in the full tensor, and in the part."""
     runs = [list(_placed(of_dim)) for of_dim in ranges.values()]
     for chosen in product(*runs):
         yield (

@@ -20,8 +20,8 @@ from planner.spec.spec import Spec
 class Shards:
     """By stage its ``changes`` of type and the ``boundaries`` it sends on; ``buffers`` and ``at_step`` by pp rank.
 
-    ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank) where parameters are
-    of one expert alone, so that it holds others.
+    ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank), if parameters belong
+    to one expert alone, so that each ep rank holds others.
     """
 
     changes: tuple[tuple[TypeChange, ...], ...]
@@ -52,7 +52,7 @@ class Shards:
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
     """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums.
 
-    Raises PlanError where ranks would exchange different things for their experts.
+    Raises PlanError if ranks would exchange different things for their experts.
     """
     program, stages = decisions.program, decisions.stages
     buffers = buffers_of(spec, decisions)

@@ -1,4 +1,4 @@
-"""Where values change their type over tp (etp among experts): the list that lowering inserts and the plan prints.
+"""The changes of type of values over tp (etp among experts): the list that lowering inserts and the plan prints.
 
 A change happens on the stage that reads, once for all its readers there; partial sums are added up on the stage that
 made them, before they are sent.
@@ -27,7 +27,7 @@ from planner.placement.types import I, Placement
 class TypeChange:
     """Value ``value`` goes from type ``before`` to ``after`` over ``axis`` on ``stage``, for the readers named.
 
-    ``again``: what is gathered is not kept, but gathered a second time in the backward (regions.regather).
+    ``again``: the gathered value is not saved, but gathered again in the backward (regions.regather).
     """
 
     stage: int
@@ -56,7 +56,7 @@ def runs_here(stages: StageAssignment, node: fx.Node, stage: int) -> bool:
 
 
 def type_at(placements: Placements, stages: StageAssignment, node: fx.Node, stage: int) -> Placement:
-    """The type in which ``node``'s value arrives on ``stage``: as it is made, or as it was sent."""
+    """The type in which ``node``'s value arrives on ``stage``: its own type, or the type in which it was sent."""
     made = placements.of(node)
     return made if runs_here(stages, node, stage) else sent_type(made)
 
@@ -98,8 +98,9 @@ def type_changes(
 
 
 def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Program, mesh: Mesh) -> None:
-    """Raise PlanError where the experts of one ep rank exchange over etp what those of another do not: a plan's row is
-    of all ranks of a stage. Experts that are branches are typed each for itself, as its frozen parameters ask."""
+    """Raise PlanError if the experts of one ep rank communicate over etp otherwise than those of another: a plan's row
+    is of all ranks of a stage. Experts that are branches are typed each for itself, as its frozen parameters ask.
+    """
     for of_stage in changes:
         alone = [(change, program.node(change.value)) for change in of_stage]
         alone = [(c, n) for c, n in alone if (domain := domain_of(n)) is not None and domain.number >= 0]

@@ -1,7 +1,7 @@
 """Keys that a spec leaves to the search implicitly: missing keys become auto.
 
 mesh: auto                 all axes and their order, batch.micro, recompute, sequence parallelism, the schedule
-mesh: {tp: auto, pp: 4}    tp, and dp, which takes what is left; batch.micro, where it is not written
+mesh: {tp: auto, pp: 4}    tp, and dp, which takes the remaining ranks; batch.micro, if it is not written
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WITH_ALL = (*WITH_MICRO, ("tensor_parallel", "sequence_parallel"), ("pipeline", 
 
 
 def with_auto(value: Any) -> Any:
-    """The values of a spec, with auto where the search decides. Nothing else changes, nor what is not well formed."""
+    """The values of a spec, with auto for the keys that the search decides. Malformed values stay unchanged."""
     mesh = value.get("mesh") if isinstance(value, Mapping) else None
     if mesh == AUTO:
         return {"recompute": AUTO, **_filled(value, WITH_ALL)}

@@ -24,7 +24,7 @@ _SHIPPED = (
 def find_cluster(given: str | None, at: Where) -> str | None:
     """The path at which the cluster file lies; of a shipped one the ``given`` name, valid on any machine.
 
-    ``at``: where the spec names it. Raises SpecError where there is no such file (at the spec's line) or it is not
+    ``at``: its place in the spec. Raises SpecError if there is no such file (at the spec's line) or it is not
     valid YAML (at its own line).
     """
     if given is None:

@@ -31,7 +31,7 @@ def whole(value: Any) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """A torch dtype stands for its name; true is not 1."""
+    """A torch dtype counts as its name; true is not 1."""
     return value if value is None or type(value) is int else str(value).removeprefix("torch.")
 
 
@@ -52,7 +52,7 @@ Dtype = Annotated[Literal["int64", "int32", "int16", "int8", "uint8", "bool"] | 
 
 
 def key(default: Any, description: str, **more: Any) -> Any:
-    """A key of a section: what stands for it where it is left out, and what it means; both go into the schema."""
+    """A key of a section: its default and its meaning; both go into the schema."""
     return Field(default=default, description=description, **more)
 
 
@@ -62,7 +62,7 @@ def optional_by_like(default: Any, description: str) -> Any:
 
 
 def required(description: str, example: Any, **more: Any) -> Any:
-    """A key that has no default; ``example`` is what the error shows where it is missing."""
+    """A key that has no default; the error for a missing key shows ``example``."""
     return Field(description=description, examples=[example], **more)
 
 
@@ -72,7 +72,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def problems(self) -> Iterator[PlanError]:
-        """What keys say against one another, each with the dotted path of a key as its place. All are valid alone."""
+        """Conflicts between keys that are valid alone, each with the dotted path of a key as its place."""
         yield from ()
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ MOST_LETTERS = 2_000_000  # of the paths of all keys and items
 
 
 def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
-    """The file's value and the place of each of its keys; ``what`` the file is, for the words of an error.
+    """The file's value and the place of each of its keys; ``what``: the kind of file, for errors.
 
     Raises:
         SpecError: the file is missing, no regular file, too large or unreadable, is not valid YAML, gives a key twice,

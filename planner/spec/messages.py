@@ -38,7 +38,7 @@ _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of the spec: its dotted path, what stands there, and the schemas of what may."""
+    """A key of the spec: its dotted path, its value, and the schemas of allowed values."""
 
     path: str
     value: Any
@@ -50,7 +50,7 @@ class _Key:
 
     @property
     def key_names(self) -> list[str]:
-        """The keys that a mapping of values of one kind may have; none where any name is good."""
+        """The keys that a mapping of values of one kind may have; none if any name is allowed."""
         return next((names["enum"] for o in self.options if "enum" in (names := o.get("propertyNames", {}))), [])
 
 
@@ -61,7 +61,7 @@ def spec_error(
     schema: dict[str, Any],
     what: str = "the spec",
 ) -> PlanError:
-    """One error for everything that pydantic found in ``value``, whose JSON ``schema`` is given."""
+    """One error for everything that pydantic found in ``value``, by its JSON ``schema``."""
     raised, found = [], {}
     for detail in error.errors(include_url=False)[:_MOST_ERRORS]:
         own = detail.get("ctx", {}).get("error")
@@ -71,7 +71,7 @@ def spec_error(
             problem = _problem(detail["type"], detail["loc"], value, schema)
             if problem is not None:
                 found.setdefault(problem.where, problem)
-    # of the branches of a union, the one that a value got into furthest tells what is wrong with it
+    # of a union's branches, the one in which validation got furthest gives the best error
     deepest = [e for path, e in found.items() if not any(other.startswith(f"{path}.") for other in found)]
     return SpecError.of([_located(e, locations) for e in (*deepest, *raised)], what)
 
@@ -104,7 +104,7 @@ def _problem(kind: str, loc: tuple[Any, ...], value: Any, schema: dict[str, Any]
 
 
 def _key(loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> _Key:
-    """The key at ``loc``, where pydantic names the branches of unions beside the keys of the data."""
+    """The key at ``loc``, in which pydantic also puts the branches of unions."""
     path, options = "", _options(schema, schema)
     for part in loc:
         if isinstance(value, Mapping) and part in value:
@@ -119,7 +119,7 @@ def _key(loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> _Key:
 
 
 def _options(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which one must hold."""
+    """The schemas; one of them must match."""
     if "$ref" in node:
         return [schema["$defs"][node["$ref"].rpartition("/")[2]]]
     return [option for branch in node["anyOf"] for option in _options(branch, schema)] if "anyOf" in node else [node]
@@ -157,7 +157,7 @@ def _wrong_value(at: _Key) -> SpecError:
 
 
 def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """What to say of a value that has the right type."""
+    """The error of a value that has the right type: (problem, fix)."""
     for option in kinds:
         kind, value, allowed = option["type"], at.value, _allowed(option, at.value)
         if (wrong := _wrong_length(at, option)) is not None:

@@ -62,7 +62,7 @@ class MeshSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_auto(cls, value: Any) -> Any:
-        """`mesh: auto` leaves all to the search; where one axis is auto, dp takes what the others leave."""
+        """`mesh: auto` leaves all to the search; if one axis is auto, dp takes the ranks that the others leave."""
         if value == AUTO:
             return dict.fromkeys(cls.model_fields, AUTO)
         if isinstance(value, Mapping) and any(value.get(axis) == AUTO for axis in SIZES):
@@ -81,7 +81,7 @@ class MeshSpec(Section):
         return any(getattr(self, axis) == AUTO for axis in SIZES)
 
     def to_mesh(self, fold: Fold = LOOP) -> Mesh:
-        """The mesh of these sizes, none of which is auto. Raises PlanError where they make none."""
+        """The mesh of these sizes, none of which is auto. Raises PlanError if they make none."""
         return Mesh(**dict(self), fold=fold)
 
     def problems(self) -> Iterator[PlanError]:
@@ -100,7 +100,7 @@ class BatchSpec(Section):
 
 
 class InputSpec(Section):
-    """One tensor of the batch. In a Spec, what it takes from the input that it is ``like`` is filled in."""
+    """One tensor of the batch. A Spec fills in the keys that it takes from the input that it is ``like``."""
 
     shape: Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
         (), "without the batch dim; required, unless like another input"

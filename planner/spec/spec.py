@@ -94,7 +94,7 @@ def _or_auto(schema: dict[str, Any]) -> None:
 
 
 class Spec(Section):
-    """The whole spec. Frozen; equal specs compare equal wherever they were read from."""
+    """The full spec. Frozen; specs with equal values are equal, from any file."""
 
     mesh: MeshSpec = required(
         "axis sizes; `auto` leaves one axis to the search, `mesh: auto` all of them",
@@ -140,7 +140,7 @@ class Spec(Section):
         """The checked spec of a YAML file, a dict, or a Spec (returned unchanged).
 
         Raises:
-            SpecError: all errors, each with its line or dotted path, and a fix.
+            SpecError: all errors, each with a line number or dotted path, and a fix.
         """
         if isinstance(source, Spec):
             return source
@@ -173,7 +173,7 @@ class Spec(Section):
         yield from _stage_problems(self)
 
     def location(self, path: str) -> Where:
-        """Where the key with this dotted path stands, or the nearest key around it: "spec.yaml:3"."""
+        """The place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
         return locate(self._locations, path)
 
     def error(self, path: str, what: str, fix: str = "") -> SpecError:
@@ -186,7 +186,7 @@ class Spec(Section):
         return self.error(str(error.where), error.what, error.fix) if is_key else error
 
     def require_inputs(self) -> dict[str, InputSpec]:
-        """``inputs``, for a plan without example inputs. Raises SpecError where there are none."""
+        """``inputs``, for a plan without example inputs. Raises SpecError if there are none."""
         if not self.inputs:
             fix = f"add `{flow({'inputs': _INPUTS})}`"
             raise self.error("inputs", "inputs is missing, and plan() got no example_inputs", fix)
@@ -237,7 +237,7 @@ def _read_file(source: Any) -> tuple[Any, dict[str, Where]]:
 
 
 def _auto_problems(spec: Spec) -> Iterator[PlanError]:
-    """What is left to a search needs one: an axis that is auto."""
+    """Keys that are left to a search need one: an axis that is auto."""
     if spec.mesh.has_auto:
         if isinstance(spec.recompute, Mapping):
             fix = "write none, selective, full or auto; or give the sizes of the mesh"

@@ -60,7 +60,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 
 
 def scalar(node: ScalarNode) -> Any:
-    """The value of a scalar. Raises ValueError where its tag says what it is not, or is not supported."""
+    """The value of a scalar. Raises ValueError if its tag does not fit it, or is not supported."""
     pattern, make = _SCALARS.get(node.tag, (None, str))
     if pattern is None:
         raise ValueError(f"the tag {shorten(node.tag, 100)} is not supported")

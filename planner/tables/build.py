@@ -1,4 +1,4 @@
-"""Print what was decided: every row from the decisions. Nothing is decided here, and nothing refused."""
+"""Build every row of a plan from the decisions. Nothing is decided here, and nothing refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def tables_of(
 
 
 def cluster_warnings(cluster: Cluster | None) -> Iterator[Diagnostic]:
-    """What a cluster file says that is more often a slip."""
+    """Warnings for values of a cluster file that are more often a mistake."""
     for warning in cluster.warnings() if cluster is not None else ():
         yield Diagnostic("warning", warning.what, str(warning.where), warning.fix)
 
@@ -118,7 +118,7 @@ def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def recompute_notes(decisions: Decisions, recomputed: tuple[Piece, ...]) -> Iterator[Diagnostic]:
-    """What is not let go though it could be asked for."""
+    """Notes on saved tensors that are not recomputed although the spec could ask for it."""
     names = {name for piece in recomputed for name in piece.nodes}
     if any(domain_of(decisions.program.node(name)) is not None for name in names):
         yield Diagnostic(
@@ -140,7 +140,7 @@ def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
 
 
 def stage_rows(decisions: Decisions, shards: Shards) -> tuple[StagePlan, ...]:
-    """One row a stage: its blocks, its parameters on one rank, what crosses its borders."""
+    """One row a stage: its blocks, its parameters on one rank, the values that cross its boundaries."""
     return tuple(_stage_row(decisions, shards, index) for index in range(decisions.stages.num_stages))
 
 

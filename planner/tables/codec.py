@@ -25,7 +25,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, path: str) -> Any:
-    """The value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of what does not fit."""
+    """The value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of a value that does not
+    fit.
+    """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _decode_row(kind, value, path)
     origin, arguments = get_origin(kind), get_args(kind)

@@ -1,7 +1,8 @@
-"""What the user should know: how each linear, embedding and loss is cut or why not, ops without a rule, inexact terms.
+"""Diagnostics for the user: how each linear, embedding and loss is sharded or why not, ops without a rule, inexact
+terms.
 
-warning   sizes that keep a layer whole, attention cut in some blocks only, ops without a rule, inexact loss terms
-info      everything else, one row for each layer; the tables fold those of repeated blocks
+warning   sizes that keep a layer replicated, attention sharded in some blocks only, ops without a rule, inexact loss
+terms info      everything else, one row for each layer; the tables fold those of repeated blocks
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def diagnostic_rows(
 
 
 def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
-    """What a rank of cp has of each sequence."""
+    """A cp rank's part of each sequence."""
     context = decisions.context
     for length in context.lengths:
         yield Diagnostic(
@@ -101,7 +102,7 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
 
 
 def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Parameters that one process does not update in a step where data selects no rows for them."""
+    """Parameters that one process does not update in a step in which data selects no rows for them."""
     resting = decisions.resting
     if resting:
         what = (
@@ -148,7 +149,7 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """Custom Functions that stay one op each, and why each is whole or cut."""
+    """Custom Functions that stay one op each, and why each is sharded or not."""
     for node in decisions.program.graph.graph.nodes:
         if isinstance(node.target, OwnBackward):
             option, facts = decisions.placements.options[node.name], node.target.facts
@@ -181,7 +182,7 @@ def _spelled_norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]
 
 
 def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """With which kernel the memory of attention is counted, where that decides what is kept."""
+    """The kernel with which the memory of attention is counted, if that decides the saved tensors."""
     for node in decisions.program.graph.graph.nodes:
         if node.op != "call_function" or packet_of(node.target) is not aten.scaled_dot_product_attention:
             continue
@@ -210,7 +211,7 @@ def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
 
 
 def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
-    """Layers of experts, and what looks like one."""
+    """Layers of experts, and parts that look like one."""
     mesh, cut_dim = decisions.mesh, {row.name: row.dim for row in parameters}
     names = decisions.program.parameters
     for layer in decisions.experts.layers:
@@ -257,7 +258,7 @@ class Uncovered:
 
 
 def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
-    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty where all is covered."""
+    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty if all is covered."""
     nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
     found: dict[tuple[str, str, int], list[fx.Node]] = {}
     wheres: dict[tuple[str, str, int], Where] = {}

@@ -1,4 +1,4 @@
-"""The rows of layers of experts: which ranks have which of them, and what goes to them and back."""
+"""The rows of layers of experts: the ranks of each expert, and the bytes of dispatch and combine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from planner.graph.places import Places
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """A layer: ``num_experts``, ``top_k`` of them for a token (0: all that take it), and ``how`` tokens meet them.
+    """A layer: ``num_experts``, ``top_k`` of them for a token (0: all that choose it), and ``how`` tokens are
+    dispatched.
 
     ``ranks``: of each ep rank of its stage the ranks with its experts; ep rank r has num_experts / ep of them, from
-    r · num_experts / ep on. Empty where experts are cut as all else. ``bytes``: of the rows that one rank sends to
-    experts in one microbatch, and gets back.
+    r · num_experts / ep on. Empty if experts are sharded like other layers. ``bytes``: of the rows that one rank sends
+    to experts in one microbatch, and gets back.
     """
 
     block: str

@@ -1,4 +1,4 @@
-"""Where graphs of Transformer Engine round gradients that a run without them does not.
+"""Warns if graphs of Transformer Engine round gradients that a run without graphs does not round.
 
     eager, local on a GPU      buffer += gᵀ x             added as it is computed, in the dtype of the buffer
     transformer_engine         buffer += round(gᵀ x)      its graph gives the gradient in the dtype of the weight
@@ -21,7 +21,7 @@ from planner.tables.rows import Diagnostic
 def graph_rounding_warnings(
     spec: Spec, decisions: Decisions, shards: Shards, regions: Sequence[Region]
 ) -> Iterator[Diagnostic]:
-    """One row, where weights of products in captured regions are less precise than the buffers of their gradients."""
+    """One row if weights of products in captured regions are less precise than their gradient buffers."""
     if spec.cuda_graphs.impl != "transformer_engine":
         return
     products = {found.name for found in weight_gradients(decisions, regions) if found.how == IN_GRAPH}

@@ -22,7 +22,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
     for name, fqn in decisions.program.parameters.items():
         node = decisions.program.node(name)
         part = part_of_node(decisions, node, first_place)
-        # copies of a block have the reason of the first; what blocks share has its own
+        # copies of a block have the reason of the first; parameters that blocks share have their own
         key = (decisions.blocks.representative.get(name, name), part)
         if key not in styles:
             styles[key] = reasons.style_and_reason(node)
@@ -45,7 +45,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
 
 
 def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
-    """The spec's line where an override asked for it; "solver" where there was a choice; else "default"."""
+    """The spec's line if an override decided it; "solver" if there was a choice; else "default"."""
     given = decisions.placements.origins[node.name]
     if given.startswith("override "):
         return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))

@@ -1,4 +1,4 @@
-"""Why a parameter is cut as it is, in the user's words: which op reads it, what its cut serves, what prevents one."""
+"""The reason for a parameter's sharding, in the user's words: the op that reads it, the purpose, the obstacle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def summed(axis: str) -> str:
 
 
 class Reasons:
-    """Owns what is asked for many parameters: the attention sites, and the block of each node."""
+    """Owns facts that many parameters share: the attention sites, and the block of each node."""
 
     def __init__(self, decisions: Decisions, sites: tuple[AttentionSite, ...]) -> None:
         self.decisions, self.tp = decisions, decisions.mesh.tp
@@ -40,7 +40,7 @@ class Reasons:
         self._block = decisions.blocks.block_of()
         self._width = {name: w.width for layer in decisions.experts.layers for w in layer.weights for name in w.nodes}
 
-    # ---- what a parameter row says
+    # ---- texts of a parameter row
 
     def style_and_reason(self, node: fx.Node) -> tuple[str, str]:
         """(style, reason) of a parameter."""
@@ -101,7 +101,7 @@ class Reasons:
             return "row", f"{words}: sums over sharded features; one all-reduce adds the partial results (g)"
         return "column", f"{words}: {_purpose(goals)}"
 
-    # ---- whole
+    # ---- replicated
 
     def _why_whole(self, node: fx.Node, placement: Placement) -> str:
         if self.decisions.placements.styles.get(node.name) == "replicate":
@@ -122,7 +122,7 @@ class Reasons:
         return "outside the tensor-parallel regions: replicated"
 
     def obstacle(self, node: fx.Node) -> str:
-        """Why a matrix is whole on every rank."""
+        """Why a matrix is replicated."""
         reading = list(readers(node))
         return next(
             (why for reader in reading for why in self._obstacles(node, reader)),
@@ -169,7 +169,7 @@ class Reasons:
             yield f"{dims} not divisible by tp = {self.tp}; {nearest_words([shape[d] for d in uneven], self.tp)}"
 
     def is_uneven(self, node: fx.Node) -> bool:
-        """Whether sizes, not costs, keep a parameter whole: a dim of it, or the heads of its attention."""
+        """Whether sizes, not costs, keep a parameter replicated: a dim of it, or the heads of its attention."""
         if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
             return False
         if node.name in self.decisions.expert_parts:
@@ -194,7 +194,7 @@ class Reasons:
         return [n for n in self._walk(reader, cut=cut) if node_flops(n) or is_loss(n)]
 
     def _walk(self, reader: fx.Node, *, cut: bool) -> Iterator[fx.Node]:
-        """What depends on ``reader``, up to the next products, within its block."""
+        """Nodes that depend on ``reader``, up to the next products, within its block."""
         stack, seen = [reader], {reader}
         while stack and len(seen) < _MAX_WALK:
             node = stack.pop(0)
@@ -210,7 +210,7 @@ class Reasons:
                     stack.append(user)
 
     def _walk_back(self, reader: fx.Node) -> Iterator[fx.Node]:
-        """What ``reader`` depends on through ops of one operand, up to the first product."""
+        """Nodes on which ``reader`` depends through ops of one operand, up to the first product."""
         node = reader
         for _ in range(20):
             active = [
@@ -257,7 +257,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def op_words(node: fx.Node) -> str:
-    """What a user calls the op that reads a parameter."""
+    """The user's name of the op that reads a parameter."""
     if is_linear(node):
         return "linear" if node.target in (aten.linear.default, aten.mm.default) else op_name(node)
     if node.target is aten.add.Tensor and any(is_linear(n) for n in node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""What is gathered twice under sequence parallelism, in bytes: not kept on the one hand, moved again on the other."""
+"""Values that are gathered twice under sequence parallelism, in bytes: those not saved, and those moved again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.tables.sizes import format_bytes
 
 
 def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
-    """One note for each stage that gathers again; and what is gathered and kept all the same, with the reason."""
+    """One note for each stage that gathers again; and one for gathered values that are saved, with the reason."""
     again = any(change.again for of_stage in shards.changes for change in of_stage)
     for stage, of_stage in enumerate(shards.changes if again else ()):
         sizes = [_bytes(decisions, change) for change in of_stage if change.again]
@@ -39,6 +39,6 @@ def regather_notes(decisions: Decisions, shards: Shards, places: Places) -> Iter
 
 
 def _bytes(decisions: Decisions, change: TypeChange) -> int:
-    """Of what all ranks hold together."""
+    """Bytes of the gathered value."""
     value = decisions.program.node(change.value).meta["val"]
     return prod(change.before.padded_shape(value.shape)) * value.element_size()

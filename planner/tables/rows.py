@@ -1,8 +1,8 @@
-"""Rows that only the plan has: its stages, what the user should know, and the shares that are cut.
+"""Rows that only the plan has: its stages, diagnostics, and the shares that are cut.
 
-The other rows stand where they are decided: parameters, collectives, boundaries and buffers in planner/sharding, the
-schedule in planner/pipeline, memory in planner/cost, the mesh in planner/mesh.py. Plain ints, strings and tuples, so
-that they save and compare; a row checks itself when it is made, by the planner or from a file. The JSON keys are the
+The other rows are defined beside their decisions: parameters, collectives, boundaries and buffers in planner/sharding,
+the schedule in planner/pipeline, memory in planner/cost, the mesh in planner/mesh.py. Plain ints, strings and tuples,
+so that they save and compare; a row checks itself when it is made, by the planner or from a file. The JSON keys are the
 field names.
 """
 
@@ -18,7 +18,7 @@ LEVELS = ("info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One (virtual) stage. ``num_parameters``: elements of the whole parameters that it holds, before tp cuts them."""
+    """One (virtual) stage. ``num_parameters``: elements of its full parameters, before sharding over tp."""
 
     index: int
     pp_rank: int

@@ -1,4 +1,4 @@
-"""All rows of a plan, checked against each other: what is printed, saved and compared."""
+"""All rows of a plan, checked against each other: they are printed, saved and compared."""
 
 from __future__ import annotations
 

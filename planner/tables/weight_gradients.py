@@ -17,7 +17,7 @@ WHERE = "pipeline.schedule"
 def weight_gradient_notes(
     decisions: Decisions, regions: Sequence[Region], schedule: SchedulePlan
 ) -> Iterator[Diagnostic]:
-    """Where the schedule has W: one note of what waits, and one for each reason why others do not."""
+    """If the schedule has W: one note of the weight gradients that wait, and one for each reason why others do not."""
     if not schedule.has_weights:
         return
     rows = weight_gradients(decisions, regions)

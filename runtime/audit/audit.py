@@ -42,12 +42,14 @@ class AuditError(RunError):
 
 
 class AuditWarning(UserWarning):
-    """The same, where the spec asks for a warning."""
+    """A warning instead of the error, with `audit.on_difference: warn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One microbatch. ``index``: its number in what it was taken from; ``num_copies``: that make a global batch."""
+    """One microbatch. ``index``: its number in the batch it comes from; ``num_copies``: copies that make a global
+    batch.
+    """
 
     index: int
     rows: dict[str, Tensor]
@@ -62,7 +64,7 @@ class Audit:
     """Owns, on rank 0, the user's module; it stays in the host's memory as long as the engine does."""
 
     def __init__(self, plan: Plan, spec: Spec, groups: Groups) -> None:
-        """On every rank, before the model is released. Raises PlanError, on every rank, where no audit can be made."""
+        """On every rank, before the model is released. Raises PlanError, on every rank, if no audit can be made."""
         assert spec.audit.every is not None
         self._asked, self._groups, self._every = spec.audit, groups, spec.audit.every
         self._bytes = gathered_bytes(plan)
@@ -87,7 +89,7 @@ class Audit:
         return Sample(index, self._of_rank_0(rows) if local else rows, num_copies)
 
     def check_memory(self) -> None:
-        """Before the weights are gathered. Raises PlanError on every rank where the host has no room for them."""
+        """Raises PlanError on every rank if the host has no room for the weights; called before they are gathered."""
         with agreed(self._groups):
             if self._groups.rank == 0:
                 refuse_too_large(self._bytes, available_bytes())
@@ -97,8 +99,8 @@ class Audit:
     ) -> tuple[float, float]:
         """The loss of the user's module and the relative difference allowed, the same on every rank.
 
-        ``loss``: the engine's; ``weights`` and ``buffers``: whole, on rank 0. Raises PlanError on every rank where the
-        module fails.
+        ``loss``: the engine's; ``weights`` and ``buffers``: full tensors, on rank 0. Raises PlanError on every rank if
+        the module fails.
         """
         own = torch.zeros(2, dtype=torch.float64)
         with agreed(self._groups, rank_0_is_long=True):
@@ -110,7 +112,7 @@ class Audit:
         return float(own[0]), float(own[1])
 
     def judge(self, step_index: int, sample: Sample, loss: float, own: float, allowed: float) -> None:
-        """Raises AuditError on every rank where the losses differ, or warns on rank 0, as the spec says."""
+        """If the losses differ, raises AuditError on every rank or warns on rank 0, as the spec says."""
         if is_equal(loss, own, allowed):
             return
         size = len(next(iter(sample.rows.values())))
@@ -157,25 +159,27 @@ class Audit:
 
 
 def is_equal(loss: float, own: float, allowed: float) -> bool:
-    """Two losses that are not finite are equal where they are the same: a microbatch without labels has NaN."""
+    """Two losses that are not finite are equal if they are the same: a microbatch without labels has NaN."""
     if not (math.isfinite(loss) and math.isfinite(own)):
         return loss == own or (math.isnan(loss) and math.isnan(own))
     return abs(loss - own) <= allowed * abs(own)
 
 
 def check_audit(plan: Plan) -> None:
-    """Raise PlanError where no audit can be made on this host, with the reason."""
+    """Raise PlanError if no audit can be made on this host, with the reason."""
     refuse_draws(plan.to_run()[0])
     refuse_too_large(gathered_bytes(plan), available_bytes())
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """Of all weights, whole."""
+    """Bytes of all weights as full tensors."""
     return sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in plan.parameters)
 
 
 def refuse_too_large(num_bytes: int, available: int | None) -> None:
-    """Raise PlanError where the weights do not fit beside what the host holds. ``available``: None if not known."""
+    """Raise PlanError if the weights do not fit beside the data that the host holds already. ``available``: None if not
+    known.
+    """
     if available is not None and num_bytes > available:
         raise PlanError(
             f"audit: the weights of one step are {format_bytes(num_bytes)} to gather on the host of rank 0, which "

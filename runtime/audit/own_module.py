@@ -55,7 +55,7 @@ class OwnModule:
             yield
 
     def loss(self, batch: Batch) -> float:
-        """Of one forward. Raises PlanError where the module fails on the CPU, or returns no loss."""
+        """The loss of one forward. Raises PlanError if the module fails on the CPU, or returns no loss."""
         with ExitStack() as stack:
             for context in (caches_off(self._model), self._in_its_modes(), generators_as_before()):
                 stack.enter_context(context)
@@ -92,7 +92,7 @@ class OwnModule:
                 module.training = training
 
     def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter once, also where it is tied."""
+        """(parameter, its value); a tied parameter comes once."""
         seen: set[int] = set()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if id(parameter) not in seen:
@@ -110,7 +110,9 @@ class OwnModule:
 
 @contextmanager
 def _exchanged(tensor: Tensor, value: Tensor) -> Iterator[None]:
-    """The contents change places, so that views of the tensor see them; where there is no such memory, the tensors."""
+    """Swaps the contents, so that views of the tensor see the new values; swaps the tensors if their memory differs in
+    kind.
+    """
     if tensor.device != value.device or tensor.dtype != value.dtype or tensor.layout is not torch.strided:
         with _swapped(tensor, value):
             yield
@@ -143,7 +145,7 @@ def _swapped(tensor: Tensor, value: Tensor) -> Iterator[None]:
 
 
 def _drop(saved: Any) -> None:
-    """Of what a backward would need, nothing is kept."""
+    """Saves nothing for a backward."""
 
 
 def _not_there(dropped: None) -> Tensor:

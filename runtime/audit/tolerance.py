@@ -36,10 +36,10 @@ class Tolerance:
         return cls(dtype, given or loss, given or gradient, updates * lr, num_updates)
 
     def rounding(self, truth: Tensor) -> Tensor:
-        """What the dtype of a stored parameter adds, by element: up to one step between neighbours, eps·|x|, an update.
+        """The rounding of a stored parameter, by element: each update adds up to one step between neighbours, eps·|x|.
 
-        In bfloat16 that is more than the update itself. One process rounds at each update; the engine updates float32
-        main weights and rounds once. The other may be larger by what it may differ.
+        In bfloat16 a step is larger than the update itself. One process rounds at each update; the engine updates
+        float32 main weights and rounds once. |x| is taken as large as the tolerance lets the engine's parameter be.
         """
         largest = truth.detach().double().abs() + self.parameter
         return largest * (torch.finfo(truth.dtype).eps * self.num_updates)

@@ -28,7 +28,7 @@ _KEYS = {
 
 
 def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
-    """YAML with comments. Raises RunError where what was measured is no machine."""
+    """YAML with comments. Raises RunError if the measurements do not make a valid machine."""
     try:
         Cluster.model_validate(values)
     except ValidationError as error:
@@ -120,7 +120,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(text: str, path: Path) -> None:
-    """A reader sees the old file or the new one. Raises PlanError where it cannot be written."""
+    """A reader sees the old file or the new one. Raises PlanError if it cannot be written."""
     try:
         write_for_user(path, text)
     except OSError as error:

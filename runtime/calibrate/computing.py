@@ -67,7 +67,7 @@ def attention(clock: Clock) -> Iterator[Timed]:
 
 
 def moved(clock: Clock) -> Iterator[Timed]:
-    """Copies of what no cache holds, then what stands between the products of a block."""
+    """Copies too large for any cache, then the memory-bound ops between the products of a block."""
     large = 1 << (28 if clock.device.type == "cuda" else 23)  # elements
     first, second, out = (torch.full((large,), 0.5, device=clock.device) for _ in range(3))
     yield Timed("copy", 8.0 * large, clock.seconds(lambda: out.copy_(first)))
@@ -93,7 +93,7 @@ def _both_ways(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def small(clock: Clock) -> Timed:
-    """One op of a chain, of its forward or its backward: what the host, or the device, takes for the smallest."""
+    """The least time of an op, on the host or on the device: one op of a chain of tiny ones, forward or backward."""
     x = torch.full((16,), 0.5, device=clock.device, requires_grad=True)
 
     def call() -> None:

@@ -1,6 +1,6 @@
 """Measure the links between ranks: the collectives of a training step over all ranks, at a few sizes.
 
-``work`` is the bytes of the whole tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
+``work`` is the bytes of the full tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
 rank after it, for a reduce-scatter before it; for p2p, the message that each rank sends while it receives one.
 
 Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and wait.
@@ -25,7 +25,7 @@ _ON_CUDA = (1 << 16, 1 << 22, 1 << 28)
 
 
 def product(clock: Clock) -> Callable[[], Tensor]:
-    """What stands before each exchange."""
+    """The matrix product that runs before each exchange."""
     m = 4096 if clock.device.type == "cuda" else 384
     x, weight = torch.full((m, m), 0.5, device=clock.device), torch.full((m, m), 0.5, device=clock.device)
     return lambda: F.linear(x, weight)

@@ -80,7 +80,7 @@ def _padded(timed: Timed, tile: int) -> float:
 
 def _link(found: Found) -> dict[str, Any]:
     size = found.machine.num_ranks
-    if not found.exchanged:  # a rank alone: a copy is what comes nearest
+    if not found.exchanged:  # one rank: a copy comes nearest to a message
         device = _device(found)
         return {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": device["launch"]}
     terms = [(_messages(t.name, size), _sent(t.name, size) * t.work) for t in found.exchanged]
@@ -118,7 +118,7 @@ def _sent(kind: str, size: int) -> float:
 
 
 def _overlap(found: Found) -> float:
-    """1: an exchange beside a product costs nothing; 0: both cost what they cost one after the other."""
+    """1: an exchange beside a product costs nothing; 0: both take as long as one after the other."""
     if found.overlap is None:
         return 1.0
     product, exchange, both = found.overlap

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-_LEAST = 0.001  # of what was measured: a difference below is noise
+_LEAST = 0.001  # of a measured time: a smaller difference is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call. ``work``: operations, bytes that are read and written, or bytes of the whole tensor of an exchange.
+    """One call. ``work``: operations, bytes that are read and written, or bytes of the full tensor of an exchange.
 
     ``sides``: m, k and n of a product.
     """
@@ -28,8 +28,9 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured. ``cores``: that the ranks share; 0: each has a device of its own. ``memory``: bytes of a
-    rank. ``load``: the load average before."""
+    """The measured machine. ``cores``: shared by the ranks; 0: each rank has a device of its own. ``memory``: bytes of
+    a rank. ``load``: the load average before.
+    """
 
     device: str
     backend: str
@@ -69,7 +70,7 @@ class Found:
 
     @classmethod
     def fastest(cls, passes: Sequence[Found]) -> Found:
-        """Of everything the fastest of several passes; what one of them left out is left out."""
+        """Each measurement's fastest pass; a measurement that one pass skipped is left out."""
         first = passes[0]
         return cls(
             first.machine,

@@ -26,13 +26,13 @@ from runtime.distributed.opening import open_groups
 
 SECONDS = 12.0
 MOST_SECONDS, MOST_RANKS = 3600.0, 1024
-_PASSES = 3  # over everything, some seconds apart: what other programs take for a while is in one of them
+_PASSES = 3  # over all measurements, some seconds apart: a burst of other programs slows one pass only
 _MEASUREMENTS = 54  # about; each takes its share of the seconds
-_START_SECONDS = 90.0  # until all ranks have met, and for what a single slow call takes beyond its share
+_START_SECONDS = 90.0  # for the rendezvous of the ranks, and for one slow call that takes more than its share
 
 
 def calibrate(nproc: int | None = None, seconds: float = SECONDS, name: str = "this-machine") -> str:
-    """The text of a cluster file for this machine. Raises PlanError for bad input, RunError where a rank fails."""
+    """The text of a cluster file for this machine. Raises PlanError for bad input, RunError if a rank fails."""
     size = nproc if nproc is not None else _own_number_of_ranks()
     _check(size, seconds)
     print(f"measuring on {size} ranks at once, about {seconds:g} s", file=sys.stderr, flush=True)

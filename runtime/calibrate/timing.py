@@ -25,7 +25,7 @@ class Clock:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Of one call; the same number on every rank."""
-        first = self._timed(call, 1)  # with what is made once; a slow call is not made again to no end
+        first = self._timed(call, 1)  # includes one-time set-up; a slow call is not repeated without need
         once = self._timed(call, 1) if first < self.window else first
         count = min(_MOST_CALLS, int(self.window / once))
         return self._timed(call, count) if count > 1 else min(first, once)

@@ -33,9 +33,9 @@ def replaced_directory(
 ) -> Iterator[Path]:
     """An empty directory, which takes the place of ``directory`` when the block ends well, else nothing changes.
 
-    Files of the old directory that the block did not write stay, except those whose name ``is_stale``. Those whose name
-    ``is_index`` say which others belong to them. What earlier, killed attempts left behind is removed. Raises OSError,
-    and PlanError where another process is replacing the directory now.
+    Files of the old directory that the block did not write stay, except those with a name that ``is_stale``. Files with
+    a name that ``is_index`` list the others that belong together. The remains of earlier, killed attempts are removed.
+    Raises OSError, and PlanError if another process is replacing the directory now.
     """
     target = Path(os.path.realpath(directory))
     if target.exists() and not target.is_dir():
@@ -75,7 +75,7 @@ def _own_place(target: Path, parent: Path) -> Iterator[Path]:
 
 
 def _clear_left_overs(target: Path, parent: Path) -> None:
-    """Remove what killed attempts left. Raises PlanError where an attempt is alive: it holds its lock."""
+    """Remove the remains of killed attempts. Raises PlanError if an attempt is alive: it holds its lock."""
     for left_over in parent.glob(f".{_escaped(target.name[:MOST_LETTERS])}.*{PARTIAL}"):
         handle = _locked(left_over)
         if handle is None:
@@ -86,11 +86,11 @@ def _clear_left_overs(target: Path, parent: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock, None where another process has it; -1 where there are no locks."""
+    """A descriptor that holds the directory's lock; None if another process has it, -1 without locks."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None  # somebody took it for a left over
+        return None  # another process removed it as a left-over
     except OSError:
         return -1
     try:
@@ -119,7 +119,7 @@ def _must_stay(target: Path) -> bool:
 
 
 def is_mount_point(path: Path) -> bool:
-    """Also where a directory of the same file system is bound there, as a container's volume is."""
+    """Also true of a bind mount of the same file system, such as a container's volume."""
     if os.path.ismount(path):
         return True
     with suppress(OSError):
@@ -130,7 +130,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Have a file or directory on the disk before what comes next."""
+    """Write a file or directory to the disk before anything that follows."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -149,7 +149,7 @@ def _keep_others(old: Path, new: Path, is_stale: Callable[[str], bool]) -> None:
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """The same file under a second name where the file system can, else a copy."""
+    """The same file under a second name if the file system can link, else a copy."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -157,7 +157,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _take_place(new: Path, target: Path) -> bool:
-    """Give the new directory its name, in one step; False where that cannot be done."""
+    """Give the new directory its name, in one step; False if the file system cannot."""
     if not target.exists():
         new.rename(target)
         return True
@@ -167,7 +167,9 @@ def _take_place(new: Path, target: Path) -> bool:
 def _move_into(
     new: Path, target: Path, written: list[str], is_stale: Callable[[str], bool], is_index: Callable[[str], bool]
 ) -> None:
-    """File by file. An old index goes first where it would name new files, a new one last, then what is stale."""
+    """Moves file by file. An old index that would name new files is removed first, a new one comes last, then stale
+    files are removed.
+    """
     others, indices = [n for n in written if not is_index(n)], [n for n in written if is_index(n)]
     old = [path.name for path in target.iterdir() if is_stale(path.name)]
     if set(others) & set(old):
@@ -185,7 +187,7 @@ def _move_into(
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Swap two names in one step; False if the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

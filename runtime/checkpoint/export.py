@@ -20,9 +20,9 @@ from runtime.checkpoint.saves import check_average
 def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False) -> None:
     """Weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would write them.
 
-    Names are the model's, a tied parameter stands under its first; config.json is there if the model had one. The
-    directory is replaced whole, or not at all. ``averaged``: of what was trained the running mean, in the weights'
-    dtype. Raises PlanError.
+    Names are the model's, a tied parameter has its first name; config.json is there if the model had one. The
+    directory is replaced atomically. ``averaged``: the running mean of trained parameters, in the weights' dtype.
+    Raises PlanError.
     """
     if averaged:
         check_average(save, manifest)

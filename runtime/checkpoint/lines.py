@@ -1,10 +1,10 @@
-"""Lines of saves: each save of a line goes on from the one before it, and a directory may hold several lines.
+"""Lines of saves: each save of a line continues the one before it, and a directory may hold several lines.
 
     line a     step 2 → step 4 → step 6
                   ↘
     line b           step 4 → step 6           begun by `train --resume run/step-00000002`: before = ((a, 2),)
 
-A run that begins anew, or goes on from a save that its user named, begins a line. Restarts, `--resume auto` and
+A run that starts afresh, or resumes from a save that its user named, begins a line. Restarts, `--resume auto` and
 `--keep` follow one line; saves of others stay as they are.
 """
 
@@ -29,7 +29,7 @@ _RUN = "TORCHELASTIC_RUN_ID"
 
 
 class Line(BaseModel):
-    """``parent``: the checksum of the manifest that the save goes on from, None for the first of a training.
+    """``parent``: the checksum of the manifest from which the save continues, None for the first of a training.
 
     ``before``: the lines that this one grew from, each with its last step that counts.
     """
@@ -49,19 +49,19 @@ class Line(BaseModel):
         return self.model_copy(update={"parent": parent})
 
     def branch(self, line: str, step: int) -> Self:
-        """A line that goes on from the save of ``step`` on this one."""
+        """A line that continues from the save of ``step`` on this one."""
         return self.model_copy(update={"id": line, "before": (*self.before, (self.id, step))})
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save stands: its line, and its step on it."""
+    """The position of a save: its line, and its step on it."""
 
     line: Line
     step: int
 
     def is_on(self, line: Line) -> bool:
-        """Whether the save belongs to ``line``, or to what that grew from."""
+        """Whether the save belongs to ``line``, or to a line that this one grew from."""
         return self.line.id == line.id or any(self.line.id == i and self.step <= last for i, last in line.before)
 
 
@@ -69,7 +69,7 @@ def line_of_run(environment: Mapping[str, str]) -> str:
     """The id of the line that this run begins: the same in each of its restarts, and in no other run.
 
     A restart has the run id of its launcher and the same parent process. A launcher of several hosts may start rank 0
-    elsewhere: then it begins a line anew, which loses steps and never mixes two trainings.
+    elsewhere: then it begins a new line, which loses steps and never mixes two trainings.
     """
     run = environment.get(_RUN)
     if run is None:

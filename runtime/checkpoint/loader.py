@@ -4,7 +4,7 @@
     files         each is read by one rank, evenly over the ranks, and its checksum compared
     values        every rank: the boxes that it owns, straight into place
 
-Until the last step nothing of the engine has changed.
+The engine does not change before the last step.
 """
 
 from __future__ import annotations

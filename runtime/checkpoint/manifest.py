@@ -57,9 +57,10 @@ class FileEntry(_Strict):
 
 
 class TensorEntry(_Strict):
-    """A parameter or buffer: its whole shape, the dtype of each kind of values that is there, and where they lie.
+    """A parameter or buffer: its full shape, the dtype of each kind of values that is stored, and the files that hold
+    them.
 
-    ``pieces``: (index of the file, start, stop) of boxes that hold each element of the whole shape once.
+    ``pieces``: (index of the file, start, stop) of boxes that hold each element of the full shape once.
     """
 
     shape: Sizes
@@ -78,7 +79,7 @@ class TensorEntry(_Strict):
 
 class OptimizerEntry(_Strict):
     """``updates``: those that were not skipped; of the first on there are moments. ``rested``: of parameters that had
-    fewer, since no row asked for them in some steps."""
+    fewer, since no row chose them in some steps."""
 
     name: str
     updates: Size
@@ -95,7 +96,7 @@ class LossScaleEntry(_Strict):
 class Manifest(_Strict):
     """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
-    ``line``: what it goes on from (``runtime.checkpoint.lines``).
+    ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT
@@ -155,14 +156,14 @@ def write_manifest(path: Path, manifest: Manifest) -> str:
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, str]:
-    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is whole and sound."""
+    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is complete and valid."""
     path = directory / MANIFEST
     inner, told = _framed(path)
     return _checked(inner, path), told
 
 
 def place_of(directory: Path) -> Place | None:
-    """Where a save stands, without a look at its tensors; None where its manifest is damaged."""
+    """The line and step of a save, without reading its tensors; None if its manifest is damaged."""
     try:
         inner, _ = _framed(directory / MANIFEST)
         _refuse_too_many(inner, directory / MANIFEST)
@@ -173,14 +174,14 @@ def place_of(directory: Path) -> Place | None:
 
 
 class _Head(BaseModel):
-    """Of a manifest what says where it stands."""
+    """The fields of a manifest that give its line and step."""
 
     step: Size
     line: Line = Line(id=NO_LINE)
 
 
 def _framed(path: Path) -> tuple[bytes, str]:
-    """What the frame holds, and its checksum. Raises PlanError."""
+    """The content of the frame, and its checksum. Raises PlanError."""
     text = read_small(path, MAX_BYTES)
     start = len(_HEAD) + _DIGITS
     told, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
@@ -215,7 +216,7 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
         raise PlanError(
             "it was written by another version of meshwright", where=str(path), fix="load it with that version"
         )
-    # Every name that is absent would be told with a copy of all the rest.
+    # Pydantic would report every absent name with a copy of all the others.
     if odd := content.keys() ^ Manifest.model_fields.keys() - ({"line"} - content.keys()):
         raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
     del content
@@ -228,7 +229,7 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str:
-    """What contradicts itself; empty where nothing does."""
+    """The first contradiction in the manifest; empty if there is none."""
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         return "a file is listed twice"
@@ -261,7 +262,7 @@ def _damaged(path: Path, how: str) -> PlanError:
 
 
 def json_of(extra: Any) -> dict[str, JsonValue]:
-    """``extra`` as it will come back. Raises PlanError for what JSON does not hold."""
+    """``extra`` as it will come back. Raises PlanError for values that JSON cannot hold."""
     try:
         text = json.dumps(dict(extra or {}), allow_nan=False)
         return json.loads(text)

@@ -1,6 +1,6 @@
-"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked as a whole, and in again.
+"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked together, and in again.
 
-rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the whole tensor that begins at [0, 768]
+rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the full tensor that begins at [0, 768]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Pyt
 
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
-    """``values`` of one kind, of ``box`` of the whole tensor ``name``."""
+    """``values`` of one kind, of ``box`` of the full tensor ``name``."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank tells of its file: ``file`` None where it had nothing to write. ``updates``: of its optimizer;
+    """One rank's report of its file: ``file`` None if it had nothing to write. ``updates``: of its optimizer;
     ``rested``: of parameters that had fewer."""
 
     file: FileEntry | None
@@ -89,7 +89,7 @@ def write_pieces(
 def tables_of(
     names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]
 ) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
-    """The manifest's files and tensors, from what the ranks have written. ``names`` with aliases, in order."""
+    """The manifest's files and tensors, from the records of the ranks. ``names`` with aliases, in order."""
     files = [record.file for record in records if record.file is not None]
     values: dict[str, dict[str, str]] = {}
     places: dict[str, dict[Box, int]] = {}
@@ -109,10 +109,10 @@ def tables_of(
 
 
 class PieceReader:
-    """Reads boxes of whole tensors from a save's files; to be used in a ``with``.
+    """Reads boxes of full tensors from a save's files; to be used in a ``with``.
 
-    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file whose header is not what
-    the manifest says.
+    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file with a header that
+    contradicts the manifest.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
@@ -133,7 +133,7 @@ class PieceReader:
         self._stack.close()
 
     def read_into(self, target: Tensor, name: str, kind: str, box: Box) -> None:
-        """Copy ``box`` of the whole tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
+        """Copy ``box`` of the full tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
         found = 0
         for index, start, stop in self._manifest.tensors[name].pieces:
             held = Box(start, stop)
@@ -167,7 +167,7 @@ class PieceReader:
 
 
 def check_files(directory: Path, files: Iterable[FileEntry]) -> None:
-    """Raise PlanError, naming the file, unless each is whole."""
+    """Raise PlanError, naming the file, unless each is complete."""
     for entry in files:
         check_whole(directory / entry.name, entry.bytes, entry.checksum)
 

@@ -1,7 +1,7 @@
 """Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
 
 names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
-check on every rank, agree                    names, shapes, dtypes, files whole, tied copies equal
+check on every rank, agree                    names, shapes, dtypes, files complete, tied copies equal
 read                                          Part.ranges of each parameter, straight into its place
 """
 
@@ -35,7 +35,7 @@ _MOST_SAMPLES = 64  # names that vote for a prefix
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where the model's tensors lie: ``parameters`` by the plan's name, several where tied copies are stored."""
+    """The stored names of the model's tensors: ``parameters`` by the plan's name, several if tied copies are stored."""
 
     parameters: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, str]
@@ -80,7 +80,7 @@ def load_pretrained(
         agree(groups, error)
 
 
-# ---- what lies where
+# ---- which file holds which tensor
 
 
 def find(files: SafetensorsFiles, plan: Plan) -> Found:
@@ -107,7 +107,7 @@ def find(files: SafetensorsFiles, plan: Plan) -> Found:
 
 
 def match_names(stored: Iterable[str], known: set[str], hub: HubFormat) -> dict[str, str]:
-    """Stored name → the model's name for it, or a guess that is not in ``known`` where there is none."""
+    """Stored name → the model's name for it, or a guess that is not in ``known`` if the model has none."""
     names = {}
     for name in stored:
         renamed = hub.rename(name)
@@ -144,7 +144,7 @@ def _ignored(hub: HubFormat, stored: str, name: str) -> bool:
 
 
 def _misfit(stored: StoredTensor, row: ParameterPlan) -> str:
-    """Why this tensor cannot be the parameter of ``row``; empty where it can."""
+    """Why this tensor cannot be the parameter of ``row``; empty if it can."""
     if stored.shape != tuple(row.shape):
         return f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, the model has {list(row.shape)}"
     planned = getattr(torch, row.dtype)
@@ -187,7 +187,7 @@ def _raise_misfits(
 
 
 def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups) -> None:
-    """Copies of a tied parameter that are stored under several names must be equal in what this rank reads of them."""
+    """Copies of a tied parameter that are stored under several names must be equal in the part that this rank reads."""
     for stage in stages:
         for parameter in stage.parameters:
             first, *others = found.parameters[parameter.fqn]
@@ -221,7 +221,7 @@ def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], 
 
 
 def _read_part(files: SafetensorsFiles, name: str, target: Tensor, parameter: LocalParameter, groups: Groups) -> None:
-    """This rank's part of a stored tensor; what lies in the padding is zero."""
+    """This rank's part of a stored tensor; padding is zero."""
     if parameter.placement.padding:
         target.zero_()
     files.read_into(target, name, part_of(parameter, groups.mesh, groups.place).ranges)

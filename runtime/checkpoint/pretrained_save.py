@@ -41,7 +41,7 @@ _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the checkpoint. ``row``: the parameter that stages hold; None for what rank 0 keeps."""
+    """One tensor of the checkpoint. ``row``: the parameter that stages hold; None for a tensor that rank 0 holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ def save_pretrained(
             try:
                 write_directory(Path(directory), files, tensors, texts_of(plan, kept))
             except (OSError, PlanError):
-                _exhaust(tensors)  # the other ranks go on sending
+                _exhaust(tensors)  # the other ranks continue to send
                 raise
         else:
             _exhaust(tensors)
@@ -142,7 +142,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _is_index(name: str) -> bool:
-    """What a reader opens first: it says which files belong together, or is all there is."""
+    """The file that a reader opens first: the index of all files, or the only file."""
     return name in (SINGLE, INDEX)
 
 

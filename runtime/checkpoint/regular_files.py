@@ -1,4 +1,4 @@
-"""Files of a directory that may come from anyone: regular ones alone are opened, and none grows memory without a limit.
+"""Files of a directory that may come from anyone: only regular ones are opened, and none grows memory without a limit.
 
 A FIFO would block for ever, a device never ends, and a link may lead out of the directory.
 """
@@ -21,7 +21,7 @@ _CHUNK = 4 << 20
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading. Raises PlanError, naming it, for anything else and where the disk fails."""
+    """A regular file for reading. Raises PlanError, naming it, for anything else, and if the disk fails."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:

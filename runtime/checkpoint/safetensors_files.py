@@ -44,7 +44,7 @@ _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what it is; ``dtype`` None for one that this program does not read (quantised)."""
+    """The file, shape and dtype of a tensor; ``dtype`` None for a quantised tensor, which this program cannot read."""
 
     name: str
     file: Path
@@ -80,8 +80,8 @@ class SafetensorsFiles:
     def read_into(self, target: Tensor, name: str, ranges: Ranges | None = None) -> None:
         """Copy ``name`` to ``target``, or of each dim in ``ranges`` its half-open ranges, one after another.
 
-        What a range has beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
-        ``target``. Raises PlanError where the file cannot be read after all.
+        The part of a range beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
+        ``target``. Raises PlanError if the file cannot be read after all.
         """
         stored = self.tensors[name]
         try:

@@ -70,7 +70,7 @@ class Content:
 def content_of(
     state: TrainingState, step: int, line: Line, extra: dict[str, JsonValue], staging: Staging | None = None
 ) -> Content:
-    """``staging``: takes copies, so that training may go on."""
+    """``staging``: takes copies, so that training can continue."""
     pieces = list(state.written())
     if staging is not None:
         copies = staging.take(piece.values for piece in pieces)
@@ -96,11 +96,11 @@ def content_of(
 
 
 class Saver:
-    """Owns: the line that saves go on, the group over which ranks agree about saves, the host memory of saves in the
-    background, and the thread of the one that is under way. Of the line that of rank 0 counts.
+    """Owns: the line that saves continue, the group over which ranks agree about saves, the host memory of saves in the
+    background, and the thread of the one that is under way. Only the line of rank 0 counts.
 
-    The group is one of its own, since the thread's exchanges must not meet those of the steps; and patient, since one
-    rank's disk may be slower than another's by more than the engine's timeout.
+    The group is one of its own, since the thread's exchanges must not mix with those of the steps; and patient, since
+    one rank's disk may be slower than another's by more than the engine's timeout.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -137,7 +137,7 @@ class Saver:
             self._thread.start()
 
     def went_on_from(self, manifest: Manifest, checksum: str) -> None:
-        """The state is that of a save, and the next ones go on its line."""
+        """The state is that of a save, and the next ones continue its line."""
         line = manifest.line
         if line.id == NO_LINE:
             line = line.branch(Line.new().id, manifest.step)
@@ -164,7 +164,9 @@ class Saver:
 
 
 def write_save(groups: Groups, directory: Path, content: Content) -> str:
-    """On every rank; raises PlanError on all, when what was begun is removed. The manifest's checksum, on rank 0."""
+    """Returns the manifest's checksum, on rank 0. Every rank calls it; on a failure all raise PlanError, and the
+    unfinished save is removed.
+    """
     try:
         return _write(groups, directory, content)
     except PlanError:

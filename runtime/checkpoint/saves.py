@@ -40,7 +40,7 @@ def free_name(directory: Path, step: int, line: Line) -> str:
 
 
 def saves_in(directory: str | PathLike[str]) -> list[Path]:
-    """Every save, by step, whether or not its files are whole. Raises PlanError for a directory that cannot be read."""
+    """Every save, by step, with complete files or not. Raises PlanError for a directory that cannot be read."""
     directory = Path(directory)
     try:
         entries = list(directory.iterdir())
@@ -54,7 +54,7 @@ def saves_in(directory: str | PathLike[str]) -> list[Path]:
 
 
 def without_manifest(directory: str | PathLike[str]) -> list[Path]:
-    """Directories with the name of a save that are none: something has removed what says what they hold."""
+    """Directories with the name of a save that have lost their manifest."""
     found = [path for path in Path(directory).glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(path for path in found if not os.path.lexists(path / MANIFEST))
 
@@ -67,7 +67,7 @@ def on_line(saves: Iterable[Path], line: Line) -> tuple[list[Path], list[Path]]:
 
 
 def latest_in(directory: str | PathLike[str]) -> Path | None:
-    """The save that was written last; None where there is none. Raises PlanError, naming the file, if it is damaged."""
+    """The save that was written last; None if there is none. Raises PlanError, naming the file, if it is damaged."""
     directory = Path(directory)
     path = directory / LATEST
     if not os.path.lexists(path):
@@ -114,7 +114,7 @@ def look(save: Path) -> Manifest:
 
 
 def check_average(save: Path, manifest: Manifest) -> None:
-    """Raises PlanError where the save has no running mean of the weights."""
+    """Raises PlanError if the save has no running mean of the weights."""
     if not manifest.has_average:
         raise PlanError(
             "the save has no running mean of the weights",
@@ -137,9 +137,9 @@ def read_step(save: Path) -> tuple[Manifest, str]:
 
 
 def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanError]]:
-    """The saves to go on from, the best first: what ``latest`` names, then the others from the last step down.
+    """The saves to resume from, the best first: the one that ``latest`` names, then the others from the last step down.
 
-    And what is wrong with ``latest``, if anything. Where it names a save, those of other lines are left out.
+    Also returns the error of ``latest``, if any. If ``latest`` names a save, those of other lines are left out.
     """
     candidates = saves_in(directory)[::-1]
     try:
@@ -152,7 +152,7 @@ def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanErro
 
 
 def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
-    """The save to go on from, verified; and why others, newer ones, were skipped."""
+    """The save to resume from, verified; and why newer ones were skipped."""
     candidates, skipped = by_newest(directory)
     for save in candidates:
         try:
@@ -165,11 +165,12 @@ def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[Pla
 
 
 def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -> list[Path]:
-    """Remove all but the last ``keep`` saves of a line; what ``latest`` names stays. For the owner of the directory.
+    """Remove all but the last ``keep`` saves of a line; the save that ``latest`` names stays. For the owner of the
+    directory.
 
     ``line``: that of the save that ``latest`` names if not given. Saves of other lines stay, and do not count.
 
-    Returns what was removed. Raises PlanError.
+    Returns the removed saves. Raises PlanError.
     """
     if keep < 1:
         raise PlanError(f"keep is {keep}", fix="keep at least one save")
@@ -182,7 +183,7 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     try:
         for save in old:
             gone = name_beside(save)
-            save.rename(gone)  # a save is whole or not there
+            save.rename(gone)  # a save is complete or absent
             shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
         what, fix = (
@@ -194,7 +195,7 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
 
 
 def remove_partial(directory: Path) -> None:
-    """What killed saves have left. For the owner of the directory, while no save is under way."""
+    """Remove the remains of killed saves. For the owner of the directory, while no save is under way."""
     for left_over in (*directory.glob(f".step-*{PARTIAL}"), *directory.glob(f".{LATEST}*{PARTIAL}")):
         if left_over.is_dir() and not left_over.is_symlink():
             shutil.rmtree(left_over, ignore_errors=True)
@@ -203,7 +204,7 @@ def remove_partial(directory: Path) -> None:
 
 
 def check_writable(directory: str | PathLike[str]) -> None:
-    """Make the directory where it is not there, and try a file in it. Raises PlanError."""
+    """Create the directory if it is absent, and try to write a file in it. Raises PlanError."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         try_new_file(Path(directory) / "try")
@@ -216,9 +217,9 @@ def check_writable(directory: str | PathLike[str]) -> None:
 
 @contextmanager
 def owned(directory: str | PathLike[str]) -> Iterator[None]:
-    """One run at a time: hold the directory's lock, which ends with the process however that ends.
+    """One run at a time: hold the directory's lock, which ends with the process, even if that is killed.
 
-    Raises PlanError, naming the other run, where it is held.
+    Raises PlanError, naming the other run, if it is held.
     """
     check_writable(directory)
     path = Path(directory) / LOCK

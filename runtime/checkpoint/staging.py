@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A power of two: the allocator of pinned memory rounds up to one. What is larger has memory of its own.
+# A power of two: the allocator of pinned memory rounds up to one. A larger tensor has memory of its own.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes
 
 
 class Queue(Protocol):
-    """Where copies run beside the steps."""
+    """Runs copies beside the steps."""
 
     def memory(self, num_bytes: int) -> Tensor: ...
 
@@ -36,18 +36,18 @@ class Queue(Protocol):
 
 
 class InOrder:
-    """Of a CPU: a copy is done when it is asked for."""
+    """For a CPU: copies run at once."""
 
     def memory(self, num_bytes: int) -> Tensor:
         """Of the host, to copy into."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Copies of what was computed before, inside."""
+        """Inside, copies read values that were computed before."""
         return nullcontext()
 
     def hold(self) -> None:
-        """What is queued from here on comes behind the copies."""
+        """Work that is queued from here on runs after the copies."""
 
     def wait(self) -> None:
         """Return when the copies are done."""
@@ -126,7 +126,7 @@ class Staging:
         return places
 
     def hold(self) -> None:
-        """Whoever overwrites what is copied calls this first: its work comes behind the copies."""
+        """Call this before overwriting copied memory: work that is queued afterwards runs after the copies."""
         if self._is_copying:
             self._queue.hold()
             self._is_copying = False

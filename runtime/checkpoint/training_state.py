@@ -38,7 +38,7 @@ OTHER = "load a save of this model with this precision, or export it: meshwright
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What an engine has to save and to restore; nothing is copied here."""
+    """The tensors and counters that an engine saves and restores; nothing is copied here."""
 
     plan: Plan
     program: RankProgram
@@ -50,7 +50,7 @@ class TrainingState:
     # ---- out
 
     def written(self) -> Iterator[WrittenPiece]:
-        """What this rank writes, as views of its memory."""
+        """The pieces that this rank writes, as views of its memory."""
         for run in self._runs():
             for piece in self._of_run(run, self._written_range(run)):
                 if not (piece.is_shared and self.groups.place[run.local.axis]):
@@ -61,7 +61,7 @@ class TrainingState:
                 yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """All that is saved, in the model's order, with the other names of what is tied. Buffers come last."""
+        """All that is saved, in the model's order, with the other names of tied tensors. Buffers come last."""
         rows = {row.name: tuple(row.aliases) for row in self.plan.parameters}
         return rows | dict.fromkeys(hub_of(self.plan).persistent_buffers, ())
 
@@ -72,7 +72,7 @@ class TrainingState:
 
     @property
     def rested(self) -> dict[str, int]:
-        """Updates of the parameters on this rank that have fewer, by name: no row asked for them in some steps."""
+        """Updates of the parameters on this rank that have fewer, by name: no row chose them in some steps."""
         most = self.num_updates
         return {name: updates for name, updates in updates_of(self.optimizer).items() if updates != most}
 
@@ -102,7 +102,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, manifest: Manifest, reader: PieceReader) -> None:
-        """Read all that this rank owns. Raises PlanError where a file cannot be read after all."""
+        """Read all that this rank owns. Raises PlanError if a file cannot be read after all."""
         begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
             if kind != AVERAGE or manifest.has_average:
@@ -112,7 +112,7 @@ class TrainingState:
         self._restore_loss_scale(manifest.loss_scale)
 
     def told_of_average(self, manifest: Manifest) -> str:
-        """What a user must know where a running mean of the weights is saved or wanted, and not both."""
+        """The warning if a running mean of the weights is saved or wanted, but not both."""
         is_wanted = self.optimizer.average is not None
         if is_wanted and not manifest.has_average:
             return (
@@ -132,7 +132,7 @@ class TrainingState:
         return {manifest.files[index].name for index in found}
 
     def _targets(self) -> Iterator[tuple[Tensor, str, str, Box]]:
-        """Where this rank's values go: (its memory, name, kind, box of the whole tensor)."""
+        """The targets of this rank's values: (its memory, name, kind, box of the full tensor)."""
         for run in self._runs():
             for piece in self._of_run(run, Range(0, len(run.range))):
                 for kind, values in run.values.items():
@@ -149,10 +149,10 @@ class TrainingState:
             self.loss_scale.tensor.fill_(saved.scale)
             self.loss_scale.num_good.fill_(saved.num_good)
 
-    # ---- what lies where
+    # ---- the elements of each tensor that this rank owns
 
     def _runs(self) -> Iterator[OwnedRun]:
-        """Trainable parameters as the optimizer owns them, then frozen ones, whole; each once."""
+        """Trainable parameters as the optimizer owns them, then frozen ones in full; each once."""
         yield from owned_runs(self.optimizer)
         seen = set()
         for stage in self.program.stages:
@@ -184,7 +184,9 @@ class TrainingState:
             yield Piece(piece.box, piece.first + within.start, piece.outer, piece.inner, piece.is_shared)
 
     def _misfits(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Shapes and dtypes that are not the plan's, and what was trained then and is frozen now, or the other way."""
+        """Shapes and dtypes that are not the plan's, and parameters that were trained then and are frozen now, or the
+        reverse.
+        """
         rows = {row.name: row for row in self.plan.parameters}
         main = self.plan.to_run()[1].main_dtypes(self.plan.mesh.ep)
         found = []
@@ -204,7 +206,7 @@ class TrainingState:
 
 
 def _kinds(dtype: str, main: torch.dtype | None, has_moments: bool, has_average: bool) -> dict[str, str]:
-    """What is saved of a parameter; ``main`` None for one that is not trained."""
+    """The dtype of each kind of values that is saved of a parameter; ``main`` None for one that is not trained."""
     found = {"parameter": dtype}
     if main is not None:
         of_main = str(main).removeprefix("torch.")

@@ -69,7 +69,7 @@ def checkpoint_command(
 
 
 def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bool]:
-    """What is printed of a save, and whether nothing is wrong with it."""
+    """The table row of a save, and whether the save is sound."""
     from runtime.checkpoint.saves import look, verify
 
     try:
@@ -83,7 +83,7 @@ def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bo
 
 def _layout(manifest: Manifest) -> str:
     mesh = manifest.mesh
-    usual = {"etp": mesh.get("tp"), "edp": mesh.get("edp")}  # what follows from the others is not told
+    usual = {"etp": mesh.get("tp"), "edp": mesh.get("edp")}  # sizes that follow from the others are not shown
     text = " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size != usual.get(axis, 1))
     is_shared = mesh.get("dp", 1) * mesh.get("cp", 1) != 1
     return (text or "1 rank") + (", ZeRO-1" if manifest.zero and is_shared else "")

@@ -25,7 +25,7 @@ _MOST_BYTES = 64 * MIB
 
 
 def is_saved_plan(path: Path) -> bool:
-    """Whether the file holds JSON with a plan's version; a spec has none. Raises PlanError for what is no text file."""
+    """Whether the file holds JSON with a plan's version; a spec has none. Raises PlanError unless it is a text file."""
     text = read_text(path, "plan or spec", most_bytes=_MOST_BYTES, fix="give two saved plans, or two specs")
     if not text.lstrip().startswith("{"):
         return False
@@ -33,14 +33,14 @@ def is_saved_plan(path: Path) -> bool:
         values = parse_json(text)
     except ValueError as error:
         if '"version"' not in text:
-            return False  # YAML in braces: the spec's own reader tells what is wrong with it
+            return False  # YAML in braces: the spec's own reader reports its errors
         words = f"the plan is damaged or truncated: {error}"
         raise PlanError(words, where=shorten(path), fix="save the plan again") from None
     return isinstance(values, dict) and "version" in values
 
 
 def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
-    """Both loaded, or both made of ``model``. Raises PlanError where they are not of one kind."""
+    """Both loaded, or both made of ``model``. Raises PlanError if they are not of one kind."""
     kinds = [is_saved_plan(path) for path in (first, second)]
     if kinds[0] != kinds[1]:
         plan, spec = (first, second) if kinds[0] else (second, first)
@@ -81,7 +81,7 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
 
 
 def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) -> tuple[str, bool]:
-    """What the command prints, and whether anything differs."""
+    """The output of the command, and whether anything differs."""
     from planner.report.differences.compare import differences
     from planner.report.differences.show import differences_text
 

@@ -49,7 +49,7 @@ def fuzz_command(
     given = None if case is None else Case.load(case)
     prepare()
     if model is None:
-        os.environ[CACHE] = "0"  # nobody asks for a drawn model again
+        os.environ[CACHE] = "0"  # a drawn model is planned once
     own = None if model is None else OwnModel.read(model, need_spec(spec), nproc)
     campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True), own, specs)
     if given is not None:

@@ -76,7 +76,7 @@ def _check_options(tokenizer: str | None, split: Split, field: str | None, end_t
 
 
 def summary(header: Header, output: Path) -> str:
-    """What was made, in two lines."""
+    """The summary of the token file, in two lines."""
     a_word = header.tokens / header.words if header.words else 0.0
     special = ", ".join(f"{use} {index}" for use, index in header.special.items()) or "none"
     return (

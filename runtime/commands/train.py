@@ -47,7 +47,7 @@ def train_command(
 
 
 def _take_secret(file: Path) -> None:
-    """As if it stood in the environment, where every rank that is started here finds it."""
+    """Put the secret in the environment, for every rank that is started here."""
     from runtime.distributed.signatures import SECRET, secret_in
 
     os.environ[SECRET] = secret_in(file)

@@ -129,7 +129,7 @@ class Saving:
 
 
 def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking | Showing | Saving) -> Job:
-    """What the ranks are asked for. An option has the name of its field in the job."""
+    """The job of the ranks. An option has the name of its field in the job."""
     from runtime.training.job import Job, saves_directory
     from runtime.training.mixture import mixture_of_spec, read_mixture
 

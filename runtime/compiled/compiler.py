@@ -21,7 +21,7 @@ _ELSE = ", or set compile: false"
 
 
 def check_compiler(asked: bool, device: torch.device) -> None:
-    """Raise PlanError where pieces are to be compiled for ``device`` and the package for it is not installed."""
+    """Raise PlanError if pieces are to be compiled for ``device`` and the package for it is not installed."""
     if not asked:
         return
     if device.type == "cuda":

@@ -44,7 +44,8 @@ _ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
 @dataclass
 class CompileReport:
     """``seconds`` it took to have ``num_functions`` for ``num_pieces``; of their forwards and backwards ``from_cache``
-    were found on disk and ``made`` were not. ``eager``: (the user's line, reason) of what could not be compiled."""
+    were found on disk and ``made`` were not. ``eager``: (the user's line, reason) of pieces that could not be
+    compiled."""
 
     num_pieces: int
     num_functions: int = 0
@@ -65,7 +66,7 @@ class CompiledPieces:
     """All pieces of a rank, bound to run here.
 
     Owns the functions, and the count of calls by (piece, way): "compiled" as one function, "eager" op by op, "recorded"
-    op by op into an emulated graph, where a graph of CUDA captures the function.
+    op by op into an emulated graph, while a graph of CUDA captures the function.
     """
 
     def __init__(self, program: RankProgram) -> None:
@@ -97,7 +98,7 @@ class CompiledPieces:
         return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
-        """For arguments like these, compiled now where it is not yet; None where it cannot be."""
+        """The function for arguments like these, compiled on first use; None if it cannot be compiled."""
         key = call.structure, signature_of(inputs)
         if key not in self._functions:
             with _ONE_AT_A_TIME:
@@ -134,20 +135,20 @@ def signature_of(inputs: Sequence[Any]) -> Signature:
 def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
     """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
 
-    Raises what Inductor raises.
+    Raises Inductor's errors.
     """
     from torch._inductor import compile as compile_by_inductor  # it takes a second to import
 
     own = fx.GraphModule(nn.Module(), fx.Graph())
-    own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes what it is given
+    own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes the graph that it compiles
     own.recompile()
     examples = [_example(*argument) for argument in signature]
-    # a recomputed block notes what autograd saves, and this is nothing of it: hooks that are set last are asked alone
+    # the hooks of a recomputed block count saved tensors, and must not count these: only the innermost hooks run
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         function: Any = compile_by_inductor(own, list(examples), _OPTIONS)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
-        if outputs and wanted:  # Inductor makes a backward when one is asked for
+        if outputs and wanted:  # Inductor compiles a backward when one is needed
             torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
     return function
 

@@ -127,7 +127,7 @@ def regions_of(program: RankProgram) -> list[list[Region]]:
 
 
 def _read(module: fx.GraphModule) -> list[Any]:
-    """What each op reads that stands in the module, once for each time."""
+    """The module's own tensors that ops read, one entry for each use."""
     nodes = module.graph.find_nodes(op="get_attr")
     return [attrgetter(node.target)(module) for node in nodes for _ in node.users]
 

@@ -30,7 +30,7 @@ def axes_of(values: Iterable[Any]) -> list[AxisHandle]:
 
 @contextmanager
 def uncounted(axes: Iterable[AxisHandle]) -> Iterator[Counted]:
-    """Counts go on after it as if nothing had run; what it gives holds what ran, when it is over."""
+    """Afterwards the counts are as before; the yielded list then holds the counts of the calls inside."""
     before = [(axis, axis.counts.copy(), axis.bytes.copy()) for axis in axes]
     counted: Counted = []
     try:

@@ -19,7 +19,7 @@ _AT = "cuda_graphs.impl"
 
 
 def check_backend(impl: str, device: torch.device) -> None:
-    """Raise PlanError where ``impl`` cannot run on ``device`` or lacks its package."""
+    """Raise PlanError if ``impl`` cannot run on ``device`` or lacks its package."""
     if impl == "transformer_engine" and find_spec("transformer_engine") is None:
         fix = f"pip install '{EXTRA}', or set impl: {'local' if device.type == 'cuda' else 'emulate'}"
         raise PlanError("transformer_engine is not installed, and cuda_graphs needs it", where=_AT, fix=fix)

@@ -109,13 +109,13 @@ class FullIteration(Graphs):
         return [*inputs, *(self._messages.tensors if self._messages is not None else ())]
 
     def _copy_of(self, step: Step) -> Step:
-        """The same values in memory of their own. The scale of the loss stands still already."""
+        """The same values in memory of their own. The scale of the loss is static already."""
         microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
         denominators = [d.clone() if i in self._read else d for i, d in enumerate(step.denominators)]
         return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)
 
     def _tensors(self, step: Step) -> list[Tensor]:
-        """What is copied in."""
+        """The tensors of a step that are copied in before a replay."""
         batch = [tensor for given in step.microbatches for tensor in given.values()]
         return [*batch, *(step.denominators[i] for i in self._read)]
 

@@ -14,7 +14,7 @@ from runtime.pipeline.executor import Executor, Step
 
 
 class Graph(Protocol):
-    """One graph: what ran in ``capture`` runs again, at the same addresses, with each ``replay``."""
+    """One graph: each ``replay`` runs the ops of ``capture`` again, at the same addresses."""
 
     def capture(self, body: Callable[[], None]) -> None: ...
     def replay(self) -> None: ...
@@ -28,7 +28,7 @@ class Maker(Protocol):
     def pool(self) -> Any: ...
     def graph(self, pool: Any, generators: Collection[torch.Generator]) -> Graph: ...
     def warm_up(self, body: Callable[[], None]) -> None:
-        """Run ``body`` once where captures run, so that nothing is made for the first time in one."""
+        """Run ``body`` once on the stream of the captures, so that no capture makes anything for the first time."""
 
     def spoil(self, tensors: Collection[Tensor]) -> None:
         """Mark these values as consumed; a recorded graph makes later reads fail."""
@@ -37,8 +37,8 @@ class Maker(Protocol):
 class Graphs(ABC):
     """Runs the regions or the step of a rank, as graphs once it ``is_on``, and eagerly before and without gradients.
 
-    ``is_wanted``: capture before the next step, anew where there are graphs. ``holds_reductions``: backwards of this
-    step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
+    ``is_wanted``: capture before the next step, replacing graphs if there are any. ``holds_reductions``: backwards of
+    this step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
     """
 
     is_on = False
@@ -71,4 +71,4 @@ class Graphs(ABC):
     @property
     @abstractmethod
     def static_bytes(self) -> int:
-        """Memory that stands still, beside what graphs keep between a forward and its backward."""
+        """Bytes of static memory, besides the tensors that graphs keep between a forward and its backward."""

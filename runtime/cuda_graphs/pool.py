@@ -36,7 +36,7 @@ class Pool:
         return torch._C._storage_Use_Count(self.blocks[block]._cdata) == 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Where a tensor lies; None outside of the pool."""
+        """The place of a tensor in the pool; None if it is outside."""
         block = self._numbers.get(storage_of(tensor))
         if block is None:
             return None
@@ -44,7 +44,7 @@ class Pool:
 
     def keep(self, value: Tensor) -> Tensor:
         """``value`` in a block of the pool."""
-        stride = torch.empty_like(value, device="meta").stride()  # dense, where value has places twice
+        stride = torch.empty_like(value, device="meta").stride()  # dense, even if elements of value share memory
         extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True)) if value.numel() else 0
         block = self.take(extent * value.element_size())
         place = self._in_use[block] = Place(block, value.dtype, tuple(value.shape), stride)
@@ -53,7 +53,7 @@ class Pool:
         return kept
 
     def let_go(self) -> list[Place]:
-        """Blocks saved by any graph whose last reference went away since the last call."""
+        """Frees the blocks that lost their last reference since the last call; returns their places."""
         return [self._in_use.pop(block) for block in list(self._in_use) if self.is_free(block)]
 
 

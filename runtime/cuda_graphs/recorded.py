@@ -28,7 +28,7 @@ from planner.graph.ops.host_stops import reads_on_host
 from runtime.compiled.capturing import recording
 from runtime.cuda_graphs.pool import Place, Pool, storage_of
 
-_READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)  # of a CPU's memory no op tells
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)  # reads of a CPU's memory that dispatch no op
 _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
@@ -38,7 +38,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(eq=False)
 class _Op:
-    """One kernel. ``made``: where its results lie, None for those that are no new tensor.
+    """One kernel. ``made``: the places of its results, None for a result that is no new tensor.
 
     ``random``: the generator from which it draws implicitly. ``memory``: the storages that it touches.
     """
@@ -63,7 +63,7 @@ class _Op:
         self.memory = frozenset(storage_of(v) for v in leaves if isinstance(v, Tensor))
 
     def run(self) -> Any:
-        """What an exchange gives to wait for."""
+        """Runs the op; returns the work to wait for if it is an exchange."""
         with nullcontext() if self.random is None else drawing_from(self.random):
             results = tree_leaves(self.target(*self.args, **self.kwargs))
         if self.is_exchange:
@@ -105,7 +105,7 @@ class RecordedGraph:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The same for what runs inside."""
+        """Records the ops that run inside."""
         with recording(), _Capture(self), _Reads():
             yield
         self._free()
@@ -128,12 +128,12 @@ class RecordedGraph:
         new = [is_new(value) for value in tree_leaves(out)]
         kept = tree_map(lambda value: self.pool.keep(value) if is_new(value) else value, out)
         op.made = [self._placed(v) if fresh else None for v, fresh in zip(tree_leaves(kept), new, strict=True)]
-        if any(new) or not op.reads_only:  # else it is a view, and where it was
+        if any(new) or not op.reads_only:  # else it is a view, and needs no op
             self._ops.append(op)
         return kept
 
     def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
-        """Whether an exchange does this itself: where a reduce-scatter is waited for, gloo copies from its memory."""
+        """Whether an exchange does this itself: in the wait for a reduce-scatter, gloo copies from its own memory."""
         if target is not torch.ops.aten.copy_.default:
             return False
         to, source = (self._placed(value) for value in args[:2])
@@ -197,9 +197,9 @@ class _Capture(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses what reads a tensor from Python, wherever it stands: in an op that is written in Python, too.
+    """Refuses any read of a tensor from Python, also inside an op that is written in Python.
 
-    Numbers of one_hot are looked at by a CPU alone: here they are taken as a device takes them.
+    one_hot checks its values on a CPU only: here they stay unchecked, as on a device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +211,7 @@ class _Reads(TorchFunctionMode):
 
 
 def poison(tensor: Tensor) -> None:
-    """What stood here is not to be read again; of numbers that can say so."""
+    """Fill freed memory with NaN, so that a late read shows; integers stay."""
     if tensor.is_floating_point():
         tensor.data.fill_(float("nan"))
 
@@ -230,5 +230,5 @@ def _bound(tree: Any, pool: Pool) -> Any:
 
 
 def _must_wait(exchange: _Op, op: _Op | _Free) -> bool:
-    """Whether an exchange is to end before ``op``; what is sent may be read meanwhile."""
+    """Whether an exchange must end before ``op``; a tensor that is being sent may be read meanwhile."""
     return not exchange.memory.isdisjoint(op.memory) and not (exchange.is_send and op.reads_only)

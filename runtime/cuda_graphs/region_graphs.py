@@ -46,12 +46,12 @@ class Region:
         return any(b.requires_grad for b in self.call.outputs)
 
     def put_generators(self) -> None:
-        """Where the draws of the microbatch that runs begin."""
+        """Set each generator to the first draw of the current microbatch."""
         self.random.put_all(self.generators)
 
     @contextmanager
     def drawing_again(self, step: int, microbatch: int) -> Iterator[None]:
-        """A backward is replayed meanwhile: it draws again what the forward of its microbatch drew."""
+        """Inside, a replayed backward repeats the draws of its microbatch's forward."""
         with self.random.again(step, microbatch):
             self.random.put_all({draw: generator for draw, generator in self.generators.items() if draw.again})
             yield
@@ -85,7 +85,7 @@ class RegionGraphs:
     # ---- the capture
 
     def warm_up(self) -> None:
-        """Run both ways once, and see what is drawn."""
+        """Run forward and backward once, and note the draws."""
         random, device = self.region.random, self._static[0].device
 
         def body() -> None:
@@ -160,7 +160,7 @@ class RegionGraphs:
     # ---- the replay
 
     def forward(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, and what goes through."""
+        """The outputs, and the inputs that pass through."""
         copy_in(self.inputs, given)
         self.region.put_generators()
         self._drawn = self.region.random.step, self.region.random.microbatch
@@ -168,7 +168,7 @@ class RegionGraphs:
         return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs and shared weights, from those of the outputs and of what goes through."""
+        """The gradients of inputs and shared weights, from those of the outputs and of the inputs that pass through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
         with self.region.drawing_again(*self._drawn):
@@ -187,7 +187,7 @@ class RegionGraphs:
 
 
 class _Places:
-    """Where the products of a region add while it is captured: always adding, as the graph is for every microbatch."""
+    """The gradient memory to which a captured region adds: it always adds, since one graph serves every microbatch."""
 
     def __init__(self, parameter_of: dict[int, nn.Parameter], added: list[nn.Parameter]) -> None:
         self._parameter_of, self._added = parameter_of, added

@@ -43,7 +43,7 @@ class GraphArguments:
     def named(self) -> dict[str, Any]:
         return {
             "num_warmup_iters": NUM_WARMUP,
-            "allow_unused_input": True,  # what gets no gradient gets none eagerly either
+            "allow_unused_input": True,  # inputs without a gradient have none eagerly either
             "_order": self.order,
             "_num_layers_per_chunk": self.num_layers,
             "_reuse_graph_input_output_buffers": True,
@@ -69,7 +69,7 @@ def numbered(order: Order) -> dict[tuple[int, int], int]:
 
 
 def sample_index(order: Order, num_layers: Sequence[int], chunk: int, number: int, layer: int) -> int:
-    """Where the ``number``-th forward of a chunk has the inputs, and the graph, of a layer."""
+    """The index of the inputs, and the graph, of a layer in the ``number``-th forward of a chunk."""
     num_microbatches = len(order) // len(num_layers) // 2
     return num_microbatches * sum(num_layers[:chunk]) + number * num_layers[chunk] + layer
 
@@ -77,9 +77,9 @@ def sample_index(order: Order, num_layers: Sequence[int], chunk: int, number: in
 def sample_args_of(
     order: Order, chunks: Sequence[Sequence[RegionCall]], device: torch.device
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """The static inputs of each forward, in the order of ``sample_args``; where memory is shared, the same tensors.
+    """The static inputs of each forward, in the order of ``sample_args``; shared memory gives the same tensors.
 
-    An input that needs no gradient has one all the same where another of its signature does.
+    An input that needs no gradient still has one if another with its signature does.
     """
     kinds = [[signature(call.inputs) for call in chunk] for chunk in chunks]
     needed: dict[Signature, list[bool]] = {}
@@ -99,7 +99,7 @@ def sample_args_of(
 
 
 def signature(values: Sequence[BoundaryPlan]) -> Signature:
-    """What two regions must have in common to share static inputs."""
+    """The shapes and dtypes that two regions must have in common to share static inputs."""
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 

@@ -27,7 +27,7 @@ FORWARD, BACKWARD = "forward", "backward"
 class RegionModule(nn.Module):
     """A region as a module.
 
-    Owns: what its collectives count in one forward and in one backward, and the generators that its draws are from.
+    Owns: the counts of its collectives in one forward and in one backward, and the generators of its draws.
     """
 
     def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
@@ -55,7 +55,7 @@ class RegionModule(nn.Module):
         return [given[self._places.index(place)] for place in range(len(self._places))]
 
     def put_generators(self) -> None:
-        """Where the draws of the microbatch that runs begin."""
+        """Set each generator to the first draw of the current microbatch."""
         if self.random is not None:
             self.random.put_all(self.generators)
 

@@ -38,7 +38,7 @@ def check_microbatches(order: Order) -> None:
 
 
 def check_arguments(given: GraphArguments) -> None:
-    """Raises PlanError for what make_graphed_callables would refuse, or would take and get wrong."""
+    """Raises PlanError for arguments that make_graphed_callables would refuse, or accept and handle wrongly."""
     check_order(given.order, given.num_layers)
     _check_counts(given)
     _check_modules(given.modules)
@@ -46,7 +46,7 @@ def check_arguments(given: GraphArguments) -> None:
 
 
 def check_order(order: Sequence[int], num_layers: Sequence[int]) -> None:
-    """Whole numbers, each chunk with as many forwards as backwards and as every other, no backward too early."""
+    """Integers, each chunk with as many forwards as backwards and as every other, no backward too early."""
     if not order or not all(type(number) is int and number != 0 for number in order):
         raise _wrong(f"an order consists of integers other than 0, not {list(order)}")
     chunks = max(map(abs, order))

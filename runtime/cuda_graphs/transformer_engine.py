@@ -96,7 +96,7 @@ class TransformerEngineGraphs(Graphs):
         self._callables = {key: made[place] for key, place in places.items()}
 
     def arguments(self) -> GraphArguments:
-        """What ``make_graphed_callables`` is given, checked by its rules."""
+        """The arguments of ``make_graphed_callables``, checked by its rules."""
         given = GraphArguments(
             tuple(self._modules),
             sample_args_of(self._order, [[module.call for module in chunk] for chunk in self._chunks], self.device),
@@ -167,7 +167,7 @@ class _Kept(torch.autograd.Function):
 
 @contextmanager
 def _collector_as_found() -> Iterator[None]:
-    """Transformer Engine turns the garbage collector off for its captures, and where one fails it stays off (2.20)."""
+    """Transformer Engine turns the garbage collector off for its captures, and leaves it off if one fails (2.20)."""
     was_on = gc.isenabled()
     try:
         yield
@@ -177,7 +177,7 @@ def _collector_as_found() -> Iterator[None]:
 
 
 def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
-    """Transformer Engine's own. Raises PlanError where it is missing, or older than the arguments."""
+    """Transformer Engine's own. Raises PlanError if it is missing, or older than the arguments."""
     try:
         make = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
     except (ImportError, OSError) as error:

@@ -20,9 +20,9 @@ from runtime.data.id_checks import check_ids
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """What a batch must look like. ``inputs``: name -> (shape of one sequence, dtype).
+    """The layout that a batch must have. ``inputs``: name -> (shape of one sequence, dtype).
 
-    ``computed``: the dtype in which a graph reads an input, where precision casts the user's floats. ``ids``: which
+    ``computed``: the dtype in which a graph reads an input, if precision casts the user's floats. ``ids``: which
     integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail.
     """
 
@@ -99,7 +99,7 @@ class BatchLayout:
         return self._cut({name: batch[name] for name in names}, device)
 
     def _cut(self, rows: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
-        if not rows:  # a stage that reads nothing but what other stages send
+        if not rows:  # a stage that reads only the tensors of other stages
             return [{}] * self.num_microbatches
         placed = {name: _placed(value, device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
         pieces = {name: value.split(self.micro) for name, value in placed.items()}
@@ -107,13 +107,13 @@ class BatchLayout:
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host goes on while it is copied."""
+    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host continues during the copy."""
     if device.type == "cuda" and value.device.type == "cpu":
         return value.to(dtype).pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype)
 
 
 def num_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Elements of the first integer input; sequences where there is none."""
+    """Elements of the first integer input; sequences if there is none."""
     integers = [t for t in batch.values() if not t.is_floating_point() and t.dtype != torch.bool]
     return integers[0].numel() if integers else len(next(iter(batch.values())))

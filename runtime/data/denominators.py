@@ -1,4 +1,4 @@
-"""Denominators of microbatch losses: counts over the whole global batch."""
+"""Denominators of microbatch losses: counts over the full global batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
 def denominators(
     program: RankProgram, layout: BatchLayout, batch: Mapping[str, Tensor], groups: Groups, *, local: bool
 ) -> list[Tensor]:
-    """What each loss term of the global batch is divided by; the same on every rank.
+    """The denominator of each loss term of the global batch; the same on every rank.
 
-    A small global batch is counted whole by each rank, without any exchange. A larger one is summed over the world,
+    Each rank counts all of a small global batch, without any exchange. A larger one is summed over the world,
     one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
     """
     count, names = program.count_module, program.count_inputs

@@ -66,13 +66,13 @@ def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, worl
 
 
 def tell_failure(store: Store, world_size: int, rank: int, error: BaseException) -> None:
-    """In the place of ``check_first_batch``: this rank has no engine, and the others must not wait for it."""
+    """Instead of ``check_first_batch``: this rank has no engine, and the others must not wait for it."""
     store.set("failed", f"rank {rank}: {type(error).__name__}: {error}")
     _tell(store, world_size, rank, "", NO_BATCH)
 
 
 def _tell(store: Store, world_size: int, rank: int, own: str, expected: str) -> None:
-    """This rank is done with its check; ``own``: what is wrong here."""
+    """Report that this rank has checked its batch; ``own``: the error found here."""
     if rank == 0:
         store.set("batch/expected", expected)
     if own:

@@ -1,8 +1,8 @@
 """A permutation of 0..n-1 that is computed, not stored: any place of it at once, whatever n.
 
-A Feistel network over the next even number of bits, keyed by integers: each round is invertible, so the whole is a
-bijection of 0..2^b-1. Values outside 0..n-1 are permuted again until they are inside (cycle walking; on average
-less than four times), which leaves a bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
+A Feistel network over the next even number of bits, keyed by integers: each round is invertible, so the composition is
+a bijection of 0..2^b-1. Values outside 0..n-1 are permuted again until they are inside (cycle walking; on average less
+than four times), which leaves a bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """What stands at ``places`` (int64 [k], each below ``size``): int64 [k]."""
+        """The permuted indices at ``places`` (int64 [k], each below ``size``): int64 [k]."""
         found = self._network(places.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._network(found[outside])

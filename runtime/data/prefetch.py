@@ -14,9 +14,9 @@ _AHEAD = 2  # batches that wait
 
 
 class Prefetched:
-    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made when asked.
+    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made on request.
 
-    Owns the thread, from ``with`` on. What it raises is raised where the batch is asked for.
+    Owns the thread, from ``with`` on. The request for a batch raises the thread's error.
     """
 
     def __init__(self, batches: Batches, first: int, stop: int) -> None:
@@ -55,6 +55,6 @@ class Prefetched:
                 return
             try:
                 self._made.put(self.batches.batch(step))
-            except BaseException as error:  # told to who asks for the batch
+            except BaseException as error:  # raised by the request for the batch
                 self._made.put(error)
                 return

@@ -16,7 +16,7 @@ from runtime.data.token_writer import TokenWriter, check_writable
 
 
 def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
-    """Every file of the sources. Raises PlanError where one is the output, or a token file."""
+    """Every file of the sources. Raises PlanError if one is the output, or a token file."""
     files = [file for source in sources for file in files_of(source, "TEXT")]
     check_writable(output)
     for file in files:
@@ -38,7 +38,7 @@ def prepare(
 ) -> Header:
     """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
 
-    Raises PlanError for what cannot be read, is no text, is empty, or cannot be written; nothing stays of it then.
+    Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
     """
     num_bytes = 0
 

@@ -1,4 +1,4 @@
-"""``--data SOURCE`` becomes Tokens: of a token file, or of text, each file of which is a document."""
+"""``--data SOURCE`` becomes Tokens: of a token file, or of text, with each file as a document."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from runtime.data.tokens import Tokenization, Tokens
 def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
     """The tokens of a token file (a map of it), of a text file or directory, or of Python's library for ``stdlib``.
 
-    ``tokenizer``: a ``tokenizers`` file that cuts the text; else its bytes are the tokens. Raises PlanError if there is
-    nothing to read, or not what it should be.
+    ``tokenizer``: a ``tokenizers`` file that tokenizes the text; else its bytes are the tokens. Raises PlanError if
+    there is nothing to read, or if the content is of another kind.
     """
     if source != STDLIB and is_token_file(Path(source)):
         found = open_token_file(Path(source), source)
@@ -36,7 +36,7 @@ def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
 
 
 def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -> Tokens:
-    """Tokens in memory, an end token after each document. Raises PlanError where there is none."""
+    """Tokens in memory, an end token after each document. Raises PlanError if there is none."""
     ids, marks, ends, words = [], [], [], []
     num_tokens = num_words = 0
     for piece in pieces:

@@ -6,7 +6,7 @@ targets, y                                     the window one token later (model
 attention_mask                                 1, and 0 on padding
 token_type_ids, segment_ids                    which of two texts
 position_ids                                   0 to length - 1
-next_sentence_label, sentence_order_label      whether two texts stand in their order: one integer a sequence
+next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
 
 
 def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[str, str]:
-    """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input of which none is known."""
+    """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input without a known role."""
     for name in given:
         if name not in inputs:
             what = f"data.inputs has {name!r}, which is not an input"
@@ -53,7 +53,7 @@ def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[
 
 
 def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
-    """Tokens of one sequence. Raises PlanError where inputs differ in it, or have not this one dim."""
+    """Tokens of one sequence. Raises PlanError if inputs differ in it, or have not this one dim."""
     lengths: dict[str, int] = {}
     for name, spec in inputs.items():
         wanted = 0 if roles[name] == "sentence_order" else 1

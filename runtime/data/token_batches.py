@@ -89,7 +89,7 @@ class TokenBatches:
 
 
 def token_batches(tokens: Tokens, spec: Spec) -> TokenBatches:
-    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say. Raises PlanError where they cannot."""
+    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say. Raises PlanError if they cannot."""
     inputs = spec.require_inputs()
     try:
         roles = roles_of(inputs, spec.data.inputs)

@@ -72,7 +72,7 @@ class Header(BaseModel):
         return xxhash.xxh3_128_hexdigest(self.model_dump_json().encode())
 
     def packed(self) -> bytes:
-        """The first bytes of the file. Raises PlanError where the names in it are too long."""
+        """The first bytes of the file. Raises PlanError if the names in it are too long."""
         text = self.model_dump_json().encode()
         if len(text) > MOST_HEADER_BYTES:
             raise PlanError(
@@ -82,7 +82,7 @@ class Header(BaseModel):
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether it begins as one, even where it ends soon after."""
+    """Whether it begins as one, even if the file is truncated."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             begin = file.read(len(MAGIC))
@@ -130,7 +130,7 @@ def open_token_file(path: Path, source: str) -> Tokens:
 
 
 def check_content(path: Path) -> None:
-    """Raise PlanError where a section is not what was written. Reads all of the file."""
+    """Raise PlanError if a section differs from the bytes that were written. Reads all of the file."""
     header = read_header(path)
     whole = np.memmap(path, np.uint8, "r")
     for name, dtype, count, begin in header.sections():

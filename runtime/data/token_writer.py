@@ -24,7 +24,7 @@ _SECTIONS = ("ids", "marks", "ends", "words")
 
 
 class TokenWriter:
-    """One token file. Owns a file beside it until that is whole and takes its name; of one that fails nothing stays.
+    """One token file. Owns a file beside it until that is complete and takes its name; a failed one is removed.
 
     Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
     """
@@ -118,7 +118,7 @@ class TokenWriter:
 
 
 class _CannotWrite:
-    """What the system says of a write that failed, as one error."""
+    """Turns the system's errors of a failed write into one PlanError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

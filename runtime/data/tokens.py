@@ -22,7 +22,7 @@ WORD, SENTENCE = 1, 2  # bits of a mark
 class Tokenization:
     """How the ids came about. ``vocabulary_size``: ids lie below it.
 
-    ``special``: ids by what they are for: end (of a document), class, separator, mask, padding; those that there are.
+    ``special``: ids by use: end (of a document), class, separator, mask, padding; only those that exist.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Tokens:
     """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``ends`` and ``words`` (int64): [documents].
 
     Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
-    ``source``: what messages name. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
+    ``source``: its name in messages. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
     """
 
     ids: np.ndarray

@@ -12,9 +12,9 @@ _COUNTED = 1 << 22  # marks at once
 
 
 def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
-    """What is trained on, and the last ``share`` of the text: whole documents, at least one; None where share is 0.
+    """The training text, and the last ``share`` of the text: whole documents, at least one; None if share is 0.
 
-    The cut is the end of a document that is nearest. A text of one document is cut inside it.
+    The text is split at the nearest end of a document. A text of one document is split inside it.
     """
     if not share:
         return tokens, None

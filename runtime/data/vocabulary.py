@@ -21,10 +21,10 @@ def check_vocabulary(
     roles: Mapping[str, str],
     ranges: Mapping[str, Iterable[IdRange]],
 ) -> None:
-    """Raise PlanError where an input takes fewer ids than the tokenization has.
+    """Raise PlanError if an input takes fewer ids than the tokenization has.
 
-    ``ranges``: what the model looks up by an input, as its plan knows (``decisions.id_ranges``). A text whose ids are
-    known to be small enough is not read: an objective may still ask for any id of the vocabulary.
+    ``ranges``: the ids that the model looks up by an input, from its plan (``decisions.id_ranges``). A text with ids
+    that are known to be small enough is not read: an objective may still ask for any id of the vocabulary.
     """
     for name, spec in inputs.items():
         if roles[name] not in OF_IDS:
@@ -54,7 +54,7 @@ def _check(tokens: Tokens, high: int, what: str, where: str) -> None:
 
 
 def _first_from(ids: np.ndarray, high: int) -> int | None:
-    """Where the first id stands that is ``high`` or more."""
+    """The position of the first id that is ``high`` or more."""
     for at in range(0, len(ids), _SCANNED):
         found = ids[at : at + _SCANNED] >= high
         if found.any():

@@ -37,12 +37,12 @@ def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
 
 
 def abort_at_an_end(key: int, end: Callable[[BaseException | None], None]) -> None:
-    """Call ``end`` where the interpreter ends, with the uncaught error that ends it; unless ``forget`` comes before."""
+    """Call ``end`` when the interpreter ends, with the uncaught error that ends it; unless ``forget`` comes before."""
     _open[key] = end
 
 
 def forget(key: int) -> None:
-    """What was opened is closed."""
+    """Do not call the function of ``key``: it was closed."""
     _open.pop(key, None)
 
 

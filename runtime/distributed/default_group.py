@@ -51,7 +51,7 @@ def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
     Keys of a group that was destroyed stay in the launcher's store, also those of an attempt that a restart follows;
     the next group must not read its dead addresses.
-    Raises PlanError where the environment names no store, or none answers.
+    Raises PlanError if the environment names no store, or none answers.
     """
     global _num_meetings, _rendezvous_store
     _num_meetings += 1
@@ -85,7 +85,7 @@ def attempt() -> str:
 
 
 def default_backends() -> dict[str, str]:
-    """Device type → backend of the default group; empty where there is none."""
+    """Device type → backend of the default group; empty if there is none."""
     if not dist.is_initialized():
         return {}
     pairs = dist.get_backend_config().split(",")
@@ -109,7 +109,7 @@ def open_world(device_type: str, backend: str, store: Store, rank: int, world_si
 
 
 def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bool:
-    """Whether the default group is the one for the device; where not, one must be made beside it. Raises PlanError."""
+    """Whether the default group is the one for the device; if not, one must be made beside it. Raises PlanError."""
     known = {of: name for of, name in backends.items() if of in ("cpu", "cuda")}
     if unknown := sorted(set(known.values()) - {"gloo", "nccl"}):
         raise _refused(f"uses {', '.join(unknown)}")
@@ -156,7 +156,7 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _hosted_here(world_size: int, timeout: timedelta) -> Store | None:
-    """Rank 0's, where it hosts the store and all ranks are on its host; None where torch is to make or find it."""
+    """The store, if rank 0 hosts it and all ranks are on its host; None if torch is to make or find it."""
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_launchers or not is_loopback(os.environ["MASTER_ADDR"]):
         return None

@@ -39,7 +39,7 @@ OWN_DEVICE = 'name the device: Engine(plan, device=f"cuda:{index}")'
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the launcher says; None where it does not."""
+    """The launcher's environment; None for absent variables."""
 
     rank: int | None = None
     world_size: int = 1
@@ -50,7 +50,7 @@ class Launched:
 def launched(environment: Mapping[str, str], joined: tuple[int, int] | None = None) -> Launched:
     """Rank and sizes from torchrun, srun or mpirun; a process without a launcher is a single rank.
 
-    ``joined``: rank and world size of a process group that exists already. Raises PlanError where the environment names
+    ``joined``: rank and world size of a process group that exists already. Raises PlanError if the environment names
     a rank without a world size. (``known_rank`` is the other half: a wrong world is reported before an absent rank.)
     """
     slurm = "SLURM_STEP_NUM_TASKS" in environment
@@ -66,7 +66,7 @@ def launched(environment: Mapping[str, str], joined: tuple[int, int] | None = No
 
 
 def known_rank(place: Launched) -> int:
-    """Raises PlanError where several ranks run and this one does not know which it is."""
+    """Raises PlanError if several ranks run and this one does not know which it is."""
     if place.rank is None and place.world_size > 1:
         raise PlanError("the environment sets WORLD_SIZE but not RANK", where="RANK", fix=_START)
     rank = place.rank or 0
@@ -103,7 +103,7 @@ _SEE = f"check CUDA_VISIBLE_DEVICES and the driver, or {ON_THE_CPU}"
 
 
 def _own_index(place: Launched, num_gpus: int) -> int:
-    if num_gpus == 1:  # its own, or that of all: the ranks compare when they meet
+    if num_gpus == 1:  # its own, or one for all: the ranks compare at the rendezvous
         return 0
     if place.local_rank is None:
         if place.world_size == 1:
@@ -138,7 +138,7 @@ def _gpus(count: int) -> str:
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[int | None, str]:
-    """The first of ``names`` that is set, and which it is. Raises PlanError where it is no number."""
+    """The first of ``names`` that is set, and which it is. Raises PlanError if it is no number."""
     name = next((name for name in names if environment.get(name, "").strip()), None)
     if name is None:
         return None, ""

@@ -2,7 +2,7 @@
 
     words of 8 bytes as rows of 1024:   Σ_i (2i + 1)·Σ_j w_ij   +   K·Σ_j (2j + 1)·Σ_i w_ij        modulo 2^64
 
-Whole numbers add up to the same on every device and in every order. It reads a tensor twice at memory speed and
+Integers add up to the same on every device and in every order. It reads a tensor twice at memory speed and
 allocates nothing of its size: its cost is about that of copying the weights into the engine.
 """
 
@@ -20,7 +20,7 @@ _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15, odd: columns do not cancel ro
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """0 for what has no values (meta, fake, empty)."""
+    """0 for a tensor without values (meta, fake, empty)."""
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
     if tensor.layout is not torch.strided:

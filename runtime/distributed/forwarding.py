@@ -46,10 +46,10 @@ class Forwarding:
                 os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """After ``with``: what the signal would have done to this process. Raises KeyboardInterrupt or SystemExit."""
+        """After ``with``: apply the signal's own effect to this process. Raises KeyboardInterrupt or SystemExit."""
         assert self.received is not None
         if self._before[self.received] is signal.SIG_DFL:
-            sys.exit(128 + self.received)  # by Python's way out, which removes what multiprocessing keeps in files
+            sys.exit(128 + self.received)  # by Python's exit, which removes multiprocessing's files
         signal.raise_signal(self.received)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

@@ -52,15 +52,16 @@ class RankMesh(Mesh):
 class Groups:
     """The process groups of one rank; a group of one rank is None.
 
-    Owns: the default group where ``owns_default``, and every group in ``made``. ``world`` and the groups of the axes
+    Owns: the default group if ``owns_default``, and every group in ``made``. ``world`` and the groups of the axes
     carry tensors of ``device`` over ``backend``; ``host`` carries host memory and Python objects over gloo, and is
-    ``world`` where that does. ``ep``, ``etp`` and ``edp`` are there where experts have axes of their own; ``etp`` with
-    the ranks of ``tp`` is that group, and so is ``edp`` with those that share dense parameters. With a cp,
-    ``dp_cp`` is of those: a group of its own also where cp has the same ranks, so that keys on their way to attention
-    do not queue behind gradients. ``embedding`` maps the stages that hold a tied parameter to the group of this rank's
-    place on the other axes over them. ``place``: this rank's on each axis.
-    ``faults``: what this rank is at, and what others hear of its end.
-    ``before_end``: called before any group ends, in any way: frees what holds kernels of the groups. May come again.
+    ``world`` if that does. ``ep``, ``etp`` and ``edp`` exist if experts have axes of their own; ``etp`` with the ranks
+    of ``tp`` is that group, and so is ``edp`` with those that share dense parameters. With cp > 1, ``dp_cp`` has those:
+    a group of its own even if cp has the same ranks, so that attention's keys do not queue behind gradients.
+    ``embedding`` maps the stages that hold a tied parameter to the group of this rank's place on the other axes over
+    them. ``place``: this rank's on each axis.
+    ``faults``: this rank's activity, and its failure for others.
+    ``before_end``: called before any group ends, in any way: frees objects that hold kernels of the groups. May be
+    called again.
     """
 
     mesh: Mesh
@@ -113,7 +114,7 @@ class Groups:
         return getattr(self, axis.replace("-", "_"), None)
 
     def barrier(self) -> None:
-        """Of the hosts: what devices still compute is not waited for."""
+        """A barrier of the hosts: does not wait for devices."""
         if self.host is not None:
             dist.barrier(group=self.host)
 
@@ -124,7 +125,7 @@ class Groups:
         self.faults.closing()
         try:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # no communicator ends under what its queue still holds
+                torch.cuda.synchronize(self.device)  # no communicator ends before its queued work
             for release in self.before_end:
                 release()
             self.barrier()
@@ -142,7 +143,7 @@ class Groups:
         self._forget()
 
     def abort(self) -> None:
-        """End the groups made here after an error, without a wait for anyone: what is under way may never end."""
+        """End the groups made here after an error, without waiting for ranks: running collectives may never end."""
         if self.world is not None:
             self._release_anyhow()
             abort_groups(self.made, with_default=self.owns_default)
@@ -176,7 +177,7 @@ def dense_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def expert_axes(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The groups of each axis of experts, where those have axes of their own, in the order in which they are made."""
+    """The groups of each axis of experts, if those have axes of their own, in the order of creation."""
     tokens = {"etp": "tp", "ep": "ep", "edp": "dp"} if mesh.has_expert_axes else {}
     return {axis: mesh.expert_groups(token) for axis, token in tokens.items()}
 

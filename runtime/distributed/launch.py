@@ -23,13 +23,12 @@ from runtime.distributed.forwarding import Forwarding
 from runtime.distributed.local_ranks import LocalRanks
 from runtime.distributed.outcomes import Outcome
 
-STOP_SECONDS = 60.0  # what ranks have after SIGTERM or Ctrl-C, to finish a step and save
+STOP_SECONDS = 60.0  # for ranks to finish a step and save, after SIGTERM or Ctrl-C
 
 
 class RankError(RunError):
-    """A rank failed for another reason than bad input; the message is what failed first, in one line, and its place.
-
-    ``last_lines``: of what each failed rank had to say, by rank.
+    """A rank failed for another reason than bad input; the message is the first failure, in one line, and its place.
+    ``last_lines``: of each failed rank's output, by rank.
     """
 
     def __init__(self, told: str, last_lines: Mapping[int, str] | None = None) -> None:
@@ -52,10 +51,10 @@ def launch(
     ``function`` and ``args`` are pickled: a function at the top of an importable module. Results are pickled too.
 
     After a failure that is not bad input all ranks are started again, up to ``max_restarts`` times, with
-    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and ``timeout_seconds`` anew;
+    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and a new ``timeout_seconds``;
     before a restart the failure goes to stderr and ``on_restart(number of the restart, the failure)`` is called.
 
-    SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. Where all of them return within ``stop_seconds``, so does
+    SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. If all of them return within ``stop_seconds``, so does
     this, after ``on_stop(signal)``; else the ranks are ended and this process too. A second signal ends all at once.
 
     Raises: the PlanError of the first rank that raised one; RankError for any other failure or when time is up.

@@ -36,10 +36,10 @@ from runtime.distributed.standstill import Standstill
 
 FORK_SERVER = "runtime.distributed.fork_server"
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
-GRACE_SECONDS = 3.0  # how long ranks may go on after the first failure, to end by themselves
-WATCHED_SECONDS = 12.0  # the same where they watch each other, and end when they have heard of it
+GRACE_SECONDS = 3.0  # for ranks to end by themselves after the first failure
+WATCHED_SECONDS = 12.0  # the same for ranks that watch each other
 LOOK_SECONDS = 0.5
-TELLS_SECONDS = 1.0  # what the rank that failed first has for its last words, when all others have ended
+TELLS_SECONDS = 1.0  # for the last output of the rank that failed first, when all others have ended
 
 
 class LocalRanks:
@@ -61,7 +61,7 @@ class LocalRanks:
         self._processes: list[Any] = []
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        directory = multiprocessing.util.get_temp_dir()  # where the fork server listens: ours, to remove at the end
+        directory = multiprocessing.util.get_temp_dir()  # of the fork server's socket: ours, to remove at the end
         for rank, told in enumerate(zip(self._outboxes, self._pages, strict=True)):
             job = (rank, self._environment(rank), self._alive_here, directory, *told, function, args)
             process = self._context.Process(target=run_rank, args=job, daemon=True)
@@ -96,7 +96,7 @@ class LocalRanks:
                 self._publish(Failure(rank, self._place(rank), f"{STOPPED}, seen for {seconds:.0f} s"))
 
     def _grace(self, running: Iterable[int]) -> float:
-        """What the ranks that still run have after the first end by a failure."""
+        """The seconds that running ranks have after the first rank has failed."""
         self._board = self._board.latest()
         if self._board.session is None:
             return GRACE_SECONDS
@@ -137,7 +137,7 @@ class LocalRanks:
             Board(self._store, signer=Signer(self._secret)).publish(failure)
 
     def _place(self, rank: int) -> str:
-        """What the rank was at."""
+        """The rank's last activity."""
         return self._pages[rank].read() or f"rank {rank}"
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -161,7 +161,7 @@ class LocalRanks:
 
 
 def _context() -> Any:
-    """A fork server that has imported torch before any rank starts; spawn where there is none."""
+    """A fork server that has imported torch before any rank starts; spawn if there is none."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
@@ -172,7 +172,7 @@ def _context() -> Any:
 
 
 def _is_slow_to_import(name: str) -> bool:
-    """What this process already needed, each rank will need again: Hugging Face model files take seconds."""
+    """Each rank will need the modules that this process has imported: Hugging Face model files take seconds."""
     if name in ("runtime.engine", "planner.api"):
         return True
     return name == "transformers" or (name.startswith("transformers.models.") and ".modeling_" in name)

@@ -22,9 +22,9 @@ _BACKLOG = 2048  # connections that wait to be accepted, as torch has it
 
 
 def hosted_store(timeout: timedelta, port: int = 0, world_size: int | None = None) -> TCPStore:
-    """A store on this host's loopback; port 0 is a free one. Waits for ``world_size`` ranks where that is given.
+    """A store on this host's loopback; port 0 is a free one. Waits for ``world_size`` ranks if that is given.
 
-    Raises OSError where the port is taken.
+    Raises OSError if the port is taken.
     """
     listener = socket.create_server((HOST, port), backlog=_BACKLOG)
     port = listener.getsockname()[1]
@@ -52,7 +52,7 @@ def interface_names(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def stay_on_one_host() -> None:
-    """Where a launcher says that all ranks are on this host, groups that are made from now on listen here alone."""
+    """If the launcher places all ranks on this host, new groups listen only here."""
     world_size = os.environ.get("WORLD_SIZE")
     if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
         os.environ.update(interface_names(os.environ))

@@ -32,7 +32,7 @@ class Marks:
         return not (self._is_cuda and torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """From ``start`` to ``end``; waits for the device where it has not come by both."""
+        """From ``start`` to ``end``; waits until the device has passed both."""
         if not self._is_cuda:
             return end - start
         start.synchronize()

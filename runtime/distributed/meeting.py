@@ -25,15 +25,16 @@ from runtime.distributed.signatures import SECRET, Signer
 
 StageSet = tuple[int, ...]
 _has_warned = False
-LATE = timedelta(seconds=10)  # rank 0 tells who did not come a moment after the others stopped waiting for it
+LATE = timedelta(seconds=10)  # rank 0 names the missing ranks a moment after the others stopped waiting for it
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What one rank brings. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave this very device.
+    """The facts of one rank for the rendezvous. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave
+    this very device.
 
-    ``identity``: by name, what must be equal on all ranks. ``tied``: stages that share a parameter. ``error``: why this
-    rank cannot take part (what, where, fix).
+    ``identity``: texts that must be equal on all ranks, by name. ``tied``: stages that share a parameter. ``error``:
+    why this rank cannot take part (problem, place, fix).
     """
 
     host: str = ""
@@ -51,7 +52,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks do: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
+    """The joint decision: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
 
     backend: str
     tied: tuple[StageSet, ...] = ()
@@ -78,7 +79,7 @@ def meet(
 
 
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
-    """What the ranks do together. Raises PlanError, naming ranks, where they cannot."""
+    """The joint decision of the ranks. Raises PlanError, naming ranks, if their facts do not fit together."""
     _raise_told(seats)
     for name in seats[0].identity:
         require_equal(name, {rank: seat.identity.get(name) for rank, seat in enumerate(seats)}, len(seats))
@@ -149,7 +150,7 @@ def _seat(content: str) -> Seat:
     return Seat(**{**read, "tied": tuple(tuple(stages) for stages in read["tied"]), "error": error})
 
 
-# ---- what does not go together
+# ---- facts that do not fit together
 
 
 def _raise_told(seats: Sequence[Seat]) -> None:
@@ -163,9 +164,10 @@ def _raise_told(seats: Sequence[Seat]) -> None:
 
 
 def require_equal(name: str, values: Mapping[int, str | None], world_size: int) -> None:
-    """By rank, of the ranks that are to compare. What most of them have is taken as right; the others are named.
+    """``values``: by rank, of the ranks to compare. The most common value is taken as right; ranks with others are
+    named.
 
-    Raises PlanError where values differ.
+    Raises PlanError if values differ.
     """
     usual, _ = Counter(values.values()).most_common(1)[0]
     odd = [rank for rank, value in values.items() if value != usual]
@@ -204,7 +206,7 @@ def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
 
 
 def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:
-    """Ranks share a GPU only where the user named it to each; NCCL refuses that, and gloo sends host memory alone."""
+    """Ranks share a GPU only if the user named it for each; NCCL refuses that, and gloo sends host memory alone."""
     first = shared[0]
     what = f"{listed(first)} are on one GPU ({seats[first[0]].device} of host {seats[first[0]].host})"
     if not all(seats[rank].named for ranks in shared for rank in ranks):

@@ -26,7 +26,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def available_bytes() -> int | None:
-    """Of the host's memory, what a process can still take, by the limit of its container too; None if not known."""
+    """The host memory that a process can still allocate, within its container's limit too; None if not known."""
     try:
         line = next(line for line in _HOST.read_text().splitlines() if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # another system

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
-_AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes whose results the next kernel reads
+_AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes with results that the next kernel reads
 
 
 def link_options(backend: str) -> Any:
-    """Of a link between two stages; None where the backend has none. A group keeps the object, so each gets its own."""
+    """Of a link between two stages; None if the backend has none. A group keeps the object, so each gets its own."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -26,7 +26,7 @@ def link_options(backend: str) -> Any:
 
 
 def axis_options(backend: str, axis: str) -> Any:
-    """Of a group over ``axis``; None where the backend has none, or the default serves."""
+    """Of a group over ``axis``; None if the backend has none, or the default serves."""
     if backend != "nccl" or axis not in _AWAITED:
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

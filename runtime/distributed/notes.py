@@ -6,7 +6,7 @@
     All are zeros except for this rank's.
 
 Digests show ranks that got another batch than the others: a global batch must be equal on all ranks, local rows on
-ranks with one dp coordinate. If digests differ, no rank updates anything. All values are whole in float64.
+ranks with one dp coordinate. If digests differ, no rank updates anything. All values are integers in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.collectives import NOTES_OF_A_RANK
 
-_DIGEST_BYTES = 6  # a whole number in float64
+_DIGEST_BYTES = 6  # an integer in float64
 _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 
 
@@ -34,8 +34,8 @@ _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
 class Own:
     """Of this rank (``runtime.pipeline.waits``). ``usual_seconds``: a usual run's, without waits for other stages.
 
-    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without those waits and whole; only
-    of a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
+    ``working_seconds``, ``pipeline_seconds``: of the newest run over the actions, without and with those waits; only of
+    a pipeline of several ranks. ``memory_bytes``: the most so far. 0: not known.
     """
 
     usual_seconds: float = 0.0
@@ -65,16 +65,16 @@ class Told:
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> int:
-    """Of every integer in host memory; where a batch has none, of some thousand floats of each tensor.
+    """Of every integer in host memory; if a batch has none, of some thousand floats of each tensor.
 
-    Floats beside integers are not compared, as with the first batch: hosts may compute them apart by a last bit. What
-    lies on a device is not read.
+    Floats beside integers are not compared, as with the first batch: hosts may compute them with different last bits.
+    Tensors on a device are not read.
     """
     here = {name: value.detach() for name, value in batch.items() if _is_readable(value)}
     integers = {n: v for n, v in here.items() if not (v.is_floating_point() or v.is_complex())}
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for _, value in sorted((integers or {n: _sample(v) for n, v in here.items()}).items()):
-        with suppress(RuntimeError):  # a tensor that stands for others has no content
+        with suppress(RuntimeError):  # a placeholder tensor has no content
             content: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
             found.update(content)
     return 1 + int.from_bytes(found.digest(), "little")
@@ -128,7 +128,7 @@ class Notes:
         return (digests != like).any() | (are_local != are_local[:1]).any()
 
     def check(self, sums: Sequence[float], step: int) -> None:
-        """Raise PlanError, the same on every rank, where batches differ."""
+        """Raise PlanError, the same on every rank, if batches differ."""
         digests = list(self._digests(sums))
         kinds = {digest < 0 for digest in digests}
         if len(kinds) > 1:

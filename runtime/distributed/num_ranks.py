@@ -8,7 +8,7 @@ from planner.spec.spec import Spec
 
 
 def num_ranks_of(plan: Plan, spec: Spec, asked: int | None) -> int:
-    """The world size of the plan. ``asked``: by --nproc, if given. Raises PlanError where that is another number."""
+    """The world size of the plan. ``asked``: by --nproc, if given. Raises PlanError if that is another number."""
     world_size = plan.mesh.world_size
     if asked not in (None, world_size):
         raise PlanError(

@@ -41,10 +41,9 @@ def open_groups(
 ) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
-    ``identity`` is what must be equal on all ranks, by name. ``tied`` are the stage sets of parameters that stand on
-    several stages.
-    Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the
-    ranks' devices do not go together.
+    ``identity``: texts that must be equal on all ranks, by name. ``tied``: the stage sets of parameters on several
+    stages. Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the ranks'
+    devices do not go together.
     """
     timeout = timedelta(seconds=timeout_seconds)
     place = launched(os.environ, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
@@ -77,7 +76,7 @@ def open_groups(
 
 
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
-    """The groups of a part of the ranks, each used once where a first use would block."""
+    """The groups of a part of the ranks, each used once if a first use would block."""
     on_nccl = groups.backend == "nccl"
     no_groups = ("pp",) if on_nccl else ()  # there links take its place
     _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
@@ -138,8 +137,8 @@ def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
 
 
 def _make_expert_groups(groups: Groups) -> None:
-    """Where experts have axes of their own: where etp has the ranks of tp, or edp those of dp (with a cp: of dp-cp), it
-    is that group.
+    """If experts have axes of their own: etp with the ranks of tp is that group, and so is edp with those of dp (with
+    cp > 1: of dp-cp).
 
     Never ep: rows on their way to experts must not queue behind the sums of gradients.
     """

@@ -36,7 +36,7 @@ class Outcome:
 
     @classmethod
     def failed_by(cls, rank: int, error: BaseException) -> Outcome:
-        """Of a function; what an engine's error names, it has published itself."""
+        """The outcome of a failed function; an engine has published its errors itself."""
         text = message_of(error)
         where = text.partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
         return cls(
@@ -60,7 +60,7 @@ class Outbox:
         self._descriptor = unnamed_memory("meshwright-outcome") if descriptor is None else descriptor
 
     def __reduce__(self) -> tuple[Callable[..., Outbox], tuple[Any, ...]]:
-        """To another process as it is started."""
+        """Passes the outbox to another process at its start."""
         return _received, (reduction.DupFd(self._descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
 
     def write(self, content: bytes) -> None:
@@ -68,7 +68,7 @@ class Outbox:
             file.write(content)
 
     def read(self) -> Outcome | None:
-        """What the rank wrote, once it has ended; None where it wrote nothing, or not all."""
+        """The rank's outcome, once it has ended; None if it wrote nothing, or not all."""
         with open(self._descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
             file.seek(0)
             return pickle.load(file)

@@ -33,7 +33,7 @@ def run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # a fork: looking for garbage would touch, and so copy, every page of what was imported before it
+    gc.freeze()  # a fork: garbage collection would touch, and so copy, every page of earlier imports
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
     os.environ.update(environment)
@@ -45,7 +45,7 @@ def run_rank(
         outcome = Outcome(rank, result=function(*args))
     except BaseException as error:
         outcome = Outcome.failed_by(rank, error)
-    # Pickle whole before writing: a result that cannot be pickled must become this rank's error, not half a file.
+    # Pickle all of it before writing: a result that cannot be pickled must become this rank's error, not half a file.
     try:
         content = pickle.dumps(outcome)
     except Exception as error:

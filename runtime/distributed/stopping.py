@@ -16,18 +16,18 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SECONDS = 2.0  # one Ctrl-C comes twice where a launcher forwards what the terminal has sent to all
+SAME_SECONDS = 2.0  # one Ctrl-C comes twice if a launcher forwards it and the terminal sends it to all
 _received: int | None = None
 _received_at = 0.0
 
 
 def stop_requested() -> int | None:
-    """The signal that asks this process to stop, inside of ``with Stopping()``; None where none came."""
+    """The signal that asks this process to stop, inside of ``with Stopping()``; None if none came."""
     return _received
 
 
 class Told(Protocol):
-    """What ``agreed`` reads of a StepReport."""
+    """The part of a StepReport that ``agreed`` reads."""
 
     @property
     def stop_requested(self) -> bool: ...
@@ -65,7 +65,7 @@ class Stopping:
     def agreed(self, report: Told) -> bool:
         """Whether any rank got a stop request before the update of ``report``: the same on every rank.
 
-        It reads the report, so it waits for the device where the step still runs there.
+        It reads the report, so it waits for the device if the step still runs there.
         """
         return report.stop_requested
 

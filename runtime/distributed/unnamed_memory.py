@@ -1,4 +1,4 @@
-"""Memory that processes share by a descriptor, and that has no name in any directory: nothing of it is left behind."""
+"""Memory that processes share by a descriptor, and that has no name in any directory: it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import tempfile
 
 
 def unnamed_memory(label: str) -> int:
-    """A descriptor. Memory where the kernel gives it (a full disk cannot fill that), else a file without a name: a
-    sandbox may refuse ``memfd_create``. Raises OSError where it refuses both."""
+    """A descriptor. Memory if the kernel supports it (a full disk does not affect that), else a file without a name: a
+    sandbox may refuse ``memfd_create``. Raises OSError if it refuses both."""
     if hasattr(os, "memfd_create"):
         try:
             return os.memfd_create(label)

@@ -18,7 +18,7 @@ from runtime.evaluation.passages import Passages, passages_of
 from runtime.evaluation.rows import RowBatches
 from runtime.evaluation.windows import Row, Windows
 
-Progress = Callable[[int], None]  # is told how many rows are done
+Progress = Callable[[int], None]  # called with the number of finished rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Original:
 
 
 def original_of(tokens: Tokens, given: int | None = None) -> Original:
-    """``given``, or the words of the text. Raises PlanError where it has none."""
+    """``given``, or the words of the text. Raises PlanError if it has none."""
     if given is not None:
         return Original(given, "original tokens, from the option")
     words = int(tokens.words.sum())
@@ -53,8 +53,8 @@ def perplexity(
 ) -> Perplexity:
     """exp(−(1/T_o) Σ log P) over windows of the spec's length; the same call on every rank, the same answer on each.
 
-    ``stride``: tokens from one window to the next; 32, or what a window predicts if that is less.
-    ``original_tokens``: T_o; the text's words if not given. Raises PlanError where text or model have no such thing.
+    ``stride``: tokens from one window to the next; 32, or the number of tokens that a window predicts, if less.
+    ``original_tokens``: T_o; the text's words if not given. Raises PlanError if text or model have no such thing.
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     original = original_of(tokens, original_tokens)
@@ -78,7 +78,7 @@ def perplexity(
 def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_rows: None) -> Cloze:
     """Share of documents in which every token of the last word is the arg max, given the true tokens before it.
 
-    The same call on every rank, the same answer on each. Raises PlanError where no document is a passage.
+    The same call on every rank, the same answer on each. Raises PlanError if no document is a passage.
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     passages = passages_of(tokens, batches.span)
@@ -87,7 +87,7 @@ def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_row
 
 
 def rows_of(tokens: Tokens, batches: RowBatches, *, is_cloze: bool, stride: int | None) -> Windows | Passages:
-    """What would be scored. Raises PlanError where nothing could be."""
+    """The rows to score. Raises PlanError if there are none."""
     if is_cloze:
         return passages_of(tokens, batches.span)
     return Windows(tokens.ids, batches.span, stride, tokens.source)

@@ -43,7 +43,7 @@ class Passages:
 def passages_of(tokens: Tokens, span: int) -> Passages:
     """One row for each document that makes one; ``span``: tokens of a window.
 
-    Raises PlanError where no document does.
+    Raises PlanError if no document does.
     """
     rows: list[Row] = []
     num_cut, left_out = 0, Counter[str]()
@@ -67,7 +67,7 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
 
 
 def _stop(tokens: Tokens, start: int, end: int) -> int:
-    """Where the text of a document ends."""
+    """The end of the text of a document."""
     if end > start and int(tokens.ids[end - 1]) == tokens.tokenization.special.get("end"):
         end -= 1
     if tokens.tokenization.name == "bytes":

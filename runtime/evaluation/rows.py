@@ -20,13 +20,13 @@ from runtime.evaluation.windows import Row
 from runtime.scores import Scores
 
 FED = ("tokens", "next_tokens", "labels", "attention_mask", "segments", "positions")
-PADDING = 0  # any id: what stands behind a row is scored by nobody, and a model of next tokens does not see it
+PADDING = 0  # any id: padding after a row is not scored, and a causal model does not see it
 
 
 class RowBatches:
     """``span``: tokens of a row, at most. ``size``: rows of a batch.
 
-    Raises PlanError where the spec is of another task than the next token.
+    Raises PlanError if the spec is of another task than the next token.
     """
 
     def __init__(self, spec: Spec, scored: Scored) -> None:
@@ -49,7 +49,7 @@ class RowBatches:
         self._dtypes = {name: getattr(torch, given.dtype) for name, given in inputs.items()}
 
     def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """The global batch, padded: rows, and sequences where there are fewer rows than it takes."""
+        """The global batch, padded: rows, and padding sequences if there are too few rows."""
         ids = np.full((self.size, self.length + 1), PADDING, np.int64)
         held = np.zeros((self.size, self.length), np.int64)
         for place, row in enumerate(rows):
@@ -70,7 +70,7 @@ class RowBatches:
         }
 
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:
-        """(log P [tokens], is_top [tokens]) of each row's scored tokens, but for those that the loss ignores by value.
+        """(log P [tokens], is_top [tokens]) of each row's scored tokens, except those that the loss ignores by value.
 
         Raises PlanError if the loss does not score the expected tokens.
         """

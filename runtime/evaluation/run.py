@@ -57,7 +57,7 @@ class Evaluation:
         return spec.with_average() if self.averaged else spec
 
     def check_load(self) -> None:
-        """Raises PlanError where there is nothing to load."""
+        """Raises PlanError if there is nothing to load."""
         if self.load is not None:
             save = resolve(Path(self.load))
             manifest = look(save)
@@ -66,7 +66,8 @@ class Evaluation:
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
-    """What was found; None on a rank but the first. ``num_ranks``: local processes; the mesh's size if not given.
+    """The result of the evaluation, on rank 0; None on the others. ``num_ranks``: local processes; the mesh's size if
+    not given.
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
@@ -95,7 +96,7 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
 
 
 def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
-    """How many sequences are to be scored. Raises PlanError where text, spec or model do not serve."""
+    """How many sequences are to be scored. Raises PlanError if text, spec or model do not serve."""
     decisions, _ = decided.to_run()
     batches = RowBatches(spec, decisions.scored)
     try:
@@ -108,7 +109,7 @@ def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> i
 
 
 def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
-    """The evaluation of one rank; what was found on the first."""
+    """The evaluation of one rank; the first returns the result."""
     spec = asked.read_spec()
     asked.check_load()
     tokens = read_tokens(asked.data, asked.tokenizer)

@@ -19,15 +19,15 @@ STRIDE = 32  # of the paper
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence of a batch holds: ``ids`` (int64 [tokens]), of which those from ``first`` on are scored."""
+    """One sequence of a batch: ``ids`` (int64 [tokens]); those from ``first`` on are scored."""
 
     ids: np.ndarray
     first: int
 
 
 class Windows:
-    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further; 32 if not given, or what a window
-    predicts if that is less. ``num_scored``: tokens scored in all.
+    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further; 32 if not given, or the number of
+    tokens that a window predicts, if less. ``num_scored``: tokens scored in all.
 
     Raises PlanError for a text of fewer than two tokens, and for a stride that would leave tokens out.
     """

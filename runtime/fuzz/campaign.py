@@ -51,7 +51,7 @@ class Campaign:
         self._host, self._number = StoreHost(), 0
 
     def run(self, num_cases: int | None, seconds: float | None) -> None:
-        """Until so many cases are done or so much time has passed; an interrupt keeps what was found."""
+        """Until so many cases are done or so much time has passed; an interrupt keeps the results so far."""
         progress, done, seed = Progress(num_cases, seconds), 0, self.seed
         try:
             while not progress.is_over(done):

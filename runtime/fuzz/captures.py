@@ -18,7 +18,7 @@ class Captures:
         self._found: dict[tuple[Any, ...], Captured | PlanError] = {}
 
     def of(self, case: Case, spec: Spec) -> Captured:
-        """Raises PlanError where the model cannot be captured."""
+        """Raises PlanError if the model cannot be captured."""
         key = (spec.batch.micro, spec.precision.parameters, spec.dropout, spec.seed)
         if key not in self._found:
             self._found[key] = _captured(case, spec)

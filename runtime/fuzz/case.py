@@ -39,14 +39,14 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
-        """Of two ranks or more where the spec leaves it free. Equal for equal seeds."""
+        """A case of two ranks or more, if the spec leaves that free. Equal for equal seeds."""
         random = Random(seed)
         of_model, of_spec, axis = random.random(), random.random(), random.choice(_AXES)
         model = {} if own is not None else draw(models.FIELDS, seed, simplest=of_model)
         return cls(model, {}, own)._with_a_spec(seed, of_spec, axis, most_ranks)
 
     def another(self, seed: int, number: int, most_ranks: int) -> Case:
-        """The ``number``-th further spec of ``seed`` for this model; it shares what a capture depends on."""
+        """The ``number``-th further spec of ``seed`` for this model; it shares the fields that captures use."""
         name = f"{seed}.{number}"
         random, kept = Random(name), {field: self.spec[field] for field in specs.OF_CAPTURES}
         return self._with_a_spec(name, random.random(), random.choice(_AXES), most_ranks, kept)
@@ -100,7 +100,7 @@ class Case:
         return self.spec[ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
-        """The spec of the layout that goes on from a save of this one."""
+        """The spec of the layout that resumes from a save of this one."""
         axis = self.spec[CONTINUED]
         return None if axis == "nothing" else continued_on(self.to_spec(), axis)
 
@@ -116,7 +116,7 @@ class Case:
         return [one for one in legal if one != self]
 
     def _groups(self) -> list[list[str]]:
-        """The fields of a spec but for the mesh, section by section and together."""
+        """The fields of a spec except the mesh, section by section and together."""
         rest = [name for name in self.spec_options if not name.startswith("mesh.")]
         sections = dict.fromkeys(name.partition(".")[0] for name in rest if "." in name)
         return [rest, *([name for name in rest if name.startswith(f"{section}.")] for section in sections)]
@@ -144,7 +144,7 @@ class Case:
 
 
 def _listed(values: dict[str, Any], options: Options) -> Choices:
-    """The options that were written. Raises ValueError where any is missing or unknown."""
+    """The options that were written. Raises ValueError if any is missing or unknown."""
     found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
     if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
         raise ValueError

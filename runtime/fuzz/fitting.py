@@ -13,7 +13,9 @@ _NO_PIPELINE = {"mesh.vpp": 1, "pipeline.schedule": "1f1b", "pipeline.group_size
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a spec must know of its model. ``global_size``: sequences of a step; None where the spec's fields say."""
+    """The facts of a model that its spec must respect. ``global_size``: sequences of a step; None if the spec's fields
+    say.
+    """
 
     num_blocks: int
     has_experts: bool

@@ -48,7 +48,7 @@ class Child:
         self.pid = os.fork()
         if self.pid:
             os.close(write)
-            self._content = bytearray()  # bytes would be copied whole at each piece that comes
+            self._content = bytearray()  # bytes would be copied entirely for each new piece
             return
         try:
             self._serve(write, function, args)

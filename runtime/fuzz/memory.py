@@ -23,7 +23,7 @@ SMALLEST_SLACK = 64
 
 
 def held(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]], spec: Spec) -> list[Compared]:
-    """What this rank holds in a step beside its row of the plan."""
+    """The memory of this rank in a step, beside its row of the plan."""
     if not is_forecast(decided, spec):
         return []
     return measured(decided, model, batches[:2]).rows

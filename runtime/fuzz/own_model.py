@@ -27,7 +27,7 @@ CAPTURE_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """``reference``: MODEL of the command line. ``base``: the spec's values but for those that it leaves to auto."""
+    """``reference``: MODEL of the command line. ``base``: the spec's values except those that it leaves to auto."""
 
     reference: str
     base: dict[str, Any]
@@ -90,7 +90,7 @@ def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
 
 
 def _without_auto(values: Any) -> dict[str, Any]:
-    """What is left to auto is drawn, as what is left out."""
+    """Keys with auto are drawn, like absent keys."""
     kept = {name: value for name, value in values.items() if value != AUTO}
     return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
@@ -103,7 +103,7 @@ def _at(values: dict[str, Any], name: str) -> Any:
 
 
 def need_spec(spec: Path | None) -> Path:
-    """Raises PlanError where there is none."""
+    """Raises PlanError if there is none."""
     if spec is None:
         raise PlanError("MODEL needs inputs and a batch", where="SPEC", fix="give a SPEC with `inputs` and `batch`")
     return spec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """``num_cases``, ``seconds``: how many, how long; None where there is no such end. Owns: when it began."""
+    """``num_cases``, ``seconds``: how many, how long; None if there is no such end. Owns: when it began."""
 
     num_cases: int | None
     seconds: float | None

@@ -1,7 +1,7 @@
 """One rank of a case: three steps compared with one process, a save, the running mean, and memory.
 
 step 1, 2   compared with one process: loss, norm, every gradient, every parameter after the update
-save        of the whole training state, if another layout resumes from it
+save        of the full training state, if another layout resumes from it
 step 3      compared likewise; kept, since that other layout makes it again
 mean        of the weights after each update, against a mean of the parameters that were compared
 """
@@ -32,9 +32,10 @@ HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: amo
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The last step of the engine, whole, and what it left. ``precision``: the lowest that the model computes in.
+    """The last step of the engine as full tensors, and its parameters. ``precision``: the lowest that the model
+    computes in.
 
-    ``mean``: of the weights, as it should be; empty without one.
+    ``mean``: the expected mean of the weights; empty without one.
     """
 
     step: EngineStep
@@ -71,7 +72,7 @@ class Kept(Beside):
 
 
 class Look:
-    """Owns the mean of the weights as it should be. ``directory``: where the state is saved before the last step."""
+    """Owns the expected mean of the weights. ``directory``: for a save before the last step."""
 
     def __init__(self, spec: Spec, directory: Path | None) -> None:
         self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0
@@ -105,7 +106,7 @@ def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> R
 
 
 def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
-    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError where a rank refuses."""
+    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError if a rank refuses."""
     batches = _batches(spec, decided)
     memory = held(decided, model, batches, spec)
     look = Look(spec, directory)

@@ -94,7 +94,7 @@ def _last_line(error: BaseException) -> str:
 
 def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of plans: what is warned of is compared too
+    warnings.simplefilter("ignore")  # of plans: values with a warning are compared too
     host.begin(f"{number:x}")
     captures = Captures()
     for case in cases:
@@ -105,7 +105,7 @@ def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Ou
 
 
 def _outcome(case: Case, captures: Captures, host: StoreHost) -> Outcome:
-    """Raises PlanError where the case is refused."""
+    """Raises PlanError if the case is refused."""
     spec = Spec.load(case.to_spec())
     captured = captures.of(case, spec)
     decided = _planned(captured, spec)
@@ -141,7 +141,7 @@ def _compared(
 
 
 def _other_layout(case: Case, captures: Captures) -> tuple[Plan, Spec] | None:
-    """The layout that goes on from a save; None where the case asks for none, or that one is refused."""
+    """The layout that resumes from a save; None if the case asks for none, or that one is refused."""
     values: Any = case.continued()
     if values is None:
         return None

@@ -1,4 +1,4 @@
-"""Drawn choices become the values of a spec, and those of the layout that goes on from its save."""
+"""Drawn choices become the values of a spec, and those of the layout that resumes from its save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective",
 
 
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
-    """The spec as a dict for ``Spec.load``. ``base``: what is given, with ``inputs``; it wins where it says a key."""
+    """The spec as a dict for ``Spec.load``. ``base``: the given keys, with ``inputs``; they take precedence."""
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
     values["batch.global"] = _global_size(chosen, facts)
     values["pipeline.split"] = split_of(chosen, facts)

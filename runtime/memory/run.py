@@ -33,7 +33,7 @@ ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activation
 
 
 class OfRank(NamedTuple):
-    """What one rank held: by category, and by action of its schedule."""
+    """The memory of one rank: by category, and by action of its schedule."""
 
     rows: list[Compared]
     actions: list[ActionMemory]
@@ -66,7 +66,9 @@ def memory_of_rank(model_ref: str, spec_path: str) -> OfRank:
 
 
 def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> OfRank:
-    """What this rank holds in the second step; the first makes what is made once, as the optimizer's moments."""
+    """The memory of this rank in the second step; the first step allocates lasting state, such as the optimizer's
+    moments.
+    """
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided) as engine:
         engine.train_step(batches[0])
@@ -83,7 +85,7 @@ def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor
 
 
 def held_tensors(engine: Engine) -> list[Tensor]:
-    """What every step finds there: weights, gradient buffers, the model's own buffers and constants."""
+    """The tensors that outlast a step: weights, gradient buffers, the model's own buffers and constants."""
     modules = [stage.module for stage in engine.program.stages]
     found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for buffer in engine.optimizer.buffers.buffers:

@@ -41,14 +41,14 @@ class MemoryWatch:
     """Owns the ``moments`` of a step, one for each action."""
 
     def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
-        """``outside``: what is not counted."""
+        """``outside``: tensors that are not counted."""
         self.executor = executor
         self.moments: list[Moment] = []
         self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
         self._allocations = Allocations(self._outside.values())
         self._saved: dict[int, StorageWeakRef] = {}
         gc.collect()
-        gc.freeze()  # so that what follows is collected fast
+        gc.freeze()  # so that later collections are fast
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:

@@ -22,8 +22,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests where all of the figures
-    ``asked`` are zero."""
+    """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests (is not updated) if all
+    of the figures ``asked`` are zero.
+    """
 
     fqn: str
     start: int
@@ -50,7 +51,7 @@ class FlatAdamW:
         self._figures = {asked: torch.tensor(asked, device=device) for asked, device in devices.items()}
 
     def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
-        """Moments of zero and counts of ``updates``; ``updates_of`` by name, where a parameter's is another."""
+        """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
         for shard in self.shards:
             self._state(shard)["step"].fill_(updates)
             for kind in MOMENTS:
@@ -65,9 +66,9 @@ class FlatAdamW:
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
-        """Gradients are divided by ``grad_scale`` (float32); nothing changes where ``found_inf`` (float32) is 1.
+        """Gradients are divided by ``grad_scale`` (float32); nothing changes if ``found_inf`` (float32) is 1.
 
-        ``asked`` [figures]: how many rows the step had, of what parts ask for.
+        ``asked`` [figures]: the step's row counts, to which parts refer.
         """
         owned = zip(self.shards, self.parts, strict=True)
         all_of_them = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]

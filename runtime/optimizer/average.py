@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """After an update; ``found_inf`` (on the device) is 1 where it was skipped: then nothing changes."""
+        """After an update; ``found_inf`` (on the device) is 1 if it was skipped: then nothing changes."""
         share = (1.0 - self._decay) * (1.0 - found_inf.to(torch.float64))
         for average, main in zip(self.shards, self._mains, strict=True):
             average.add_((main - average).mul_(share))

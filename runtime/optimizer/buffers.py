@@ -85,12 +85,12 @@ class GradientBuffers:
     """All buffers of one rank, their gradient hooks, and the reductions and gathers over the ranks that share them.
 
     ``shared_by``: those of each axis that a buffer is reduced over: dp or dp-cp, and edp for experts with axes of their
-    own. Their buckets start in one order, in which those over dp or dp-cp stand alike on all ranks of a stage, and
-    those over edp alike on all that share them.
+    own. Their buckets start in one order, which has the same sequence of buckets over dp or dp-cp on all ranks of a
+    stage, and of those over edp on all ranks that share them.
 
-    The caller sets ``last_microbatch`` before each backward: True where it is the last one of its stage in this step.
+    The caller sets ``last_microbatch`` before each backward: True if it is the last one of its stage in this step.
     ``launches`` records (buffer, bucket) of the reductions of the current step, in the order of their start.
-    ``unmixed``: what this rank held of each bucket before.
+    ``unmixed``: finds NaN and infinity in this rank's part of each bucket, before ranks mix them.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class GradientBuffers:
 
     def start_parameter_gather(self) -> None:
         """Send every rank the others' new parameters, in place; ``wait_bucket`` and ``wait_parameters`` end it."""
-        self.wait_parameters()  # of the update before, what no forward has read
+        self.wait_parameters()  # gathers of the previous update that no forward has awaited
         for *place, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
             dp = self.buffers[place[0]].data_parallel
             if dp.num_shards > 1:
@@ -210,14 +210,14 @@ class GradientBuffers:
         """Gradients of ``alias``, another leaf over a parameter's memory, are the parameter's."""
         alias.register_post_accumulate_grad_hook(partial(self._on_gradient, self._slot_of[id(parameter)]))
         self._places[id(alias)] = self._places[id(parameter)]
-        self._watched.append(alias)  # its id is nobody else's
+        self._watched.append(alias)  # keeps its id unique
 
     def place_of(self, parameter: Tensor) -> ParameterPlace | None:
-        """Where products add the gradients of ``parameter``; None where they are autograd's."""
+        """The memory to which products add the gradients of ``parameter``; None if autograd accumulates them."""
         return None if self._is_deaf else self._places.get(id(parameter))
 
     def expect(self, contributions: Mapping[int, int]) -> None:
-        """By id of a parameter, how often a backward gives its gradient, where it is read by several products."""
+        """Set how often a backward gives a gradient, by the parameter's id, for those that several products read."""
         for key, times in contributions.items():
             if key in self._slot_of:
                 self._slot_of[key].bucket.contributions[key] = times

@@ -1,6 +1,6 @@
 """Reduce-scatter and all-gather between a buffer and the part of it that this rank owns.
 
-Over gloo both stay inside the buffer. Its own ones copy the whole buffer in a thread of theirs, and its heap
+Over gloo both stay inside the buffer. Its own ones copy the full buffer in a thread of theirs, and its heap
 keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
 
     reduce-scatter      all-reduce of the buffer (as gloo does with its copy); only the own shard is read
@@ -30,7 +30,7 @@ class Works:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``own``, a view of ``whole``, becomes its sum over the ranks; what else stands in ``whole`` is used up."""
+    """``own``, a view of ``whole``, becomes its sum over the ranks; the rest of ``whole`` is overwritten."""
     if whole.device.type == "cpu":
         return all_reduce(whole, group=group, async_op=async_op)
     return reduce_scatter_single(own, whole, group=group, async_op=async_op)

@@ -21,9 +21,9 @@ GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 
 
 class LossScale:
-    """``tensor`` (float32, no dims) multiplies the loss's gradient; None where nothing is scaled.
+    """``tensor`` (float32, no dims) multiplies the loss's gradient; None if nothing is scaled.
 
-    Owns: the scale, and where it is dynamic the count of good steps.
+    Owns: the scale, and if it is dynamic the count of good steps.
     """
 
     def __init__(self, precision: PrecisionSpec, device: torch.device) -> None:
@@ -37,11 +37,11 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale, read from the device; 1 where nothing is scaled."""
+        """The scale, read from the device; 1 if nothing is scaled."""
         return 1.0 if self.tensor is None else float(self.tensor)
 
     def update(self, found_inf: Tensor) -> None:
-        """After each update. ``found_inf``: 1.0 (float32) where it was skipped, else 0.0."""
+        """After each update. ``found_inf``: 1.0 (float32) if it was skipped, else 0.0."""
         if self.tensor is not None and self.is_dynamic:
             self._before.copy_(self.tensor)
             torch._amp_update_scale_(self.tensor, self.num_good, found_inf, 2.0, 0.5, GROWTH_INTERVAL)

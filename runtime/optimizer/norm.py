@@ -27,7 +27,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
 
 def whole_elements(local: LocalParameter, size: int) -> Tensor:
-    """A flat mask of the local tensor: True where it lies in a segment that every rank of its axis holds whole."""
+    """A flat mask of the local tensor: True if it is in a segment that is replicated over its axis."""
     mask = torch.zeros(local.shape, dtype=torch.bool)
     for start, stop in local.whole_runs(size):
         mask.narrow(local.placement.dim, start, stop - start).fill_(True)

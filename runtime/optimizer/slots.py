@@ -31,7 +31,7 @@ class DataParallel:
 
 @dataclass
 class ParameterSlot:
-    """A parameter's place: one view for its gradient, and the module parameters (several where tied) that feed it."""
+    """A parameter's place: one view for its gradient, and the module parameters (several if tied) that feed it."""
 
     local: LocalParameter
     parameters: list[nn.Parameter]
@@ -50,9 +50,9 @@ class ParameterSlot:
 
 @dataclass
 class BucketTensors:
-    """The tensors of one bucket: the whole of it, and the part (``own_…``) of which this rank is the owner.
+    """The tensors of one bucket: the full tensors, and the part (``own_…``) that this rank owns.
 
-    ``contributions``: by parameter, how often a backward gives its gradient, where more than once.
+    ``contributions``: by parameter, how often a backward gives its gradient, if more than once.
     ``missing``: of each parameter how many of them are to come in the last microbatch.
     """
 

@@ -25,7 +25,7 @@ AVERAGE = "ema"
 class OwnedRun:
     """Elements ``range`` of the flattened part that this rank holds of a parameter; ``values`` of them by kind, 1-d.
 
-    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 where they are sharded.
+    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 if they are sharded.
     """
 
     local: LocalParameter
@@ -35,7 +35,7 @@ class OwnedRun:
 
 
 def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
-    """Of every trainable parameter; each once, also where it is tied."""
+    """The runs of every trainable parameter; a tied one comes once."""
     for index, shard in enumerate(optimizer.shards):
         dp = shard.data_parallel
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
@@ -46,7 +46,7 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
 
 
 def num_updates(optimizer: DistributedOptimizer) -> int:
-    """Updates that changed the parameters, so without those that were skipped: what AdamW corrects its bias by."""
+    """The number of updates that were not skipped: AdamW's bias correction uses it."""
     states = optimizer.optimizer.state.values() if optimizer.optimizer is not None else ()
     return max((int(state["step"]) for state in states), default=0)
 

@@ -25,7 +25,7 @@ Sizes = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Dotted name → "NaN" or "infinity", of what was so on this rank."""
+    """Dotted name → "NaN" or "infinity", for the tensors that held one on this rank."""
 
     parameters: dict[str, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class Unmixed:
         self._gradients = []
 
     def forget(self) -> None:
-        """Other values were put in the place of the parameters."""
+        """The parameters were replaced by other values."""
         self._steps.clear()
 
     def bad(self, ago: int) -> Bad:
-        """What was not finite in the last step (0), or before (1); nothing where that is not known."""
+        """The tensors that were not finite in the last step (0), or in the one before (1); empty if unknown."""
         if not 0 <= ago < len(self._steps):
             return Bad()
         parameters, gradients = self._steps[-1 - ago]

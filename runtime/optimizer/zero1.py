@@ -34,8 +34,8 @@ from runtime.optimizer.slots import BucketTensors, DataParallel
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 where the norm or
-    an extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
+    """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 if the norm or an
+    extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
 
     ``found_inf``: the second figure as AdamW reads it (float32). The properties wait for the device.
     """
@@ -58,7 +58,7 @@ class StepResult:
 
 @dataclass
 class MainShard:
-    """This rank's share of one bucket in the optimizer's precision; views of the buffers where the dtypes agree."""
+    """This rank's share of one bucket in the optimizer's precision; views of the buffers if the dtypes agree."""
 
     buffer: BufferTensors
     bucket: BucketTensors
@@ -81,7 +81,8 @@ class MainShard:
 
 
 class DistributedOptimizer:
-    """Owns the buffers, the main shards, the torch optimizer that updates them, and their mean where one is asked for.
+    """Owns the buffers, the main shards, the torch optimizer that updates them, and their running mean if the spec asks
+    for one.
 
     A step: backwards (with ``buffers.last_microbatch`` set before the last) -> ``reduce_gradients()`` ->
     ``step(lr)`` -> ``wait_parameters()`` before the parameters are read again.
@@ -97,11 +98,11 @@ class DistributedOptimizer:
         device: torch.device | str = "cpu",
         asked: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: of each
-        parameter that rests where no row asks for it, by which figures of a step that is known.
+        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
+        each parameter that rests without rows, the figures of a step that count its rows.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
-        (Buffer.reduced_over), "world", any that a parameter is cut or partial over; "embedding" as {stages: group}.
+        (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; "embedding" as {stages: group}.
         """
         self.settings = settings
         self.groups = dict(groups or {})
@@ -143,11 +144,12 @@ class DistributedOptimizer:
         refused: Callable[[Tensor], Tensor] | None = None,
         asked: Callable[[Tensor], Tensor] | None = None,
     ) -> StepResult:
-        """Clip, update and start the gather of the parameters. ``grad_scale``: what the loss was multiplied with.
+        """Clip, update and start the gather of the parameters. ``grad_scale``: the factor of the loss.
 
         ``extra`` scalars and vectors are summed over all ranks in the same exchange as the norm. An update with a norm
-        or an extra sum that is not finite is skipped, whole, on every rank; and one that ``refused`` says so of: given
-        the extra sums, one truth value on the device. ``asked``: given them too, the figures by which parameters rest.
+        or an extra sum that is not finite is skipped entirely, on every rank. So is one that ``refused`` rejects: it
+        maps the extra sums to one truth value on the device. ``asked`` maps the extra sums to the figures by which
+        parameters rest.
         """
         if not self._is_reduced:
             self.reduce_gradients()
@@ -160,7 +162,7 @@ class DistributedOptimizer:
         found_inf = skipped.squeeze().to(torch.float32)
         self._is_reduced = False
         figures = None if asked is None else asked(sums[1:])
-        self.wait_parameters()  # of the update before, what no forward has read
+        self.wait_parameters()  # gathers of the previous update that no forward has awaited
         self.buffers.unmixed.see_parameters(self.buffers.slots)
         self.before_overwriting()
         self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf, figures)
@@ -172,7 +174,7 @@ class DistributedOptimizer:
         self.buffers.wait_parameters()
 
     def sync_main_from_parameters(self) -> None:
-        """Take the main shards anew from the parameters: after weights were loaded into them."""
+        """Copy the main shards from the parameters again, after weights were loaded into them."""
         self.buffers.unmixed.forget()
         for shard in self.shards:
             if shard.owns_main:
@@ -238,7 +240,7 @@ class DistributedOptimizer:
 
     def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
         dtype = buffer.planned.main_dtype
-        main = bucket.own_parameters.to(dtype)  # the view itself where the dtype is this one
+        main = bucket.own_parameters.to(dtype)  # the view itself if the dtype is equal
         grad = bucket.own_gradients if bucket.gradients.dtype == dtype else torch.zeros_like(main)
         main.grad = grad
         dp, axis = buffer.data_parallel, buffer.planned.axis
@@ -251,7 +253,7 @@ class DistributedOptimizer:
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
     def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[Part]:
-        """What of the shard may rest."""
+        """The parts of the shard that may rest."""
         dp = shard.data_parallel
         owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
         return [Part(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned.items() if fqn in asked]
@@ -289,7 +291,7 @@ class DistributedOptimizer:
         return values
 
     def _divisor(self, norm: Tensor, grad_scale: Tensor | float) -> Tensor | None:
-        """What gradients are divided by; None where nothing is clipped or scaled."""
+        """The divisor of gradients; None if nothing is clipped or scaled."""
         limit = self.settings.clip_grad_norm
         if limit is None:
             is_one = not isinstance(grad_scale, Tensor) and grad_scale == 1.0

@@ -35,9 +35,9 @@ from runtime.pipeline.p2p import Transport
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one run over the actions is about.
+    """The input of one run over the actions.
 
-    ``microbatches``: this dp rank's share of the batch, cut. ``first_microbatch``: the global index of the first of
+    ``microbatches``: this dp rank's share of the batch, split. ``first_microbatch``: the global index of the first of
     them. ``denominators``: float64 scalars, sums over the global batch. ``scale``: the gradient of the loss, on the
     device; None for 1.
     """
@@ -51,9 +51,10 @@ class Step:
 
 @dataclass(slots=True)
 class Saved:
-    """What a forward leaves for its backward. The outputs themselves are not kept, only their places in the graph.
+    """The tensors that a forward saves for its backward. The outputs themselves are not kept, only their places in the
+    graph.
 
-    ``edges``: for each sent value that carries a gradient, and last for the loss; None where nothing trainable led to
+    ``edges``: for each sent value that carries a gradient, and last for the loss; None if nothing trainable led to
     it. ``loss_gradient`` is the loss's own seed.
     """
 
@@ -65,9 +66,9 @@ class Saved:
 class Executor:
     """Runs the actions of this rank.
 
-    Owns: what is saved for the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch of
-    the last evaluation, in their order, where a stage gives them.
-    ``around(action)``: each action runs in it, with the receives that it posts; for observers.
+    Owns: the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch
+    of the last evaluation, in their order, if a stage gives them. ``around(action)``: each action runs in it, with the
+    receives that it posts; for observers.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class Executor:
 
     @property
     def in_flight(self) -> Iterable[Saved]:
-        """What is saved of the microbatches between their forward and their backward."""
+        """The saved tensors of the microbatches between their forward and their backward."""
         return self._saved.values()
 
     def run(self, step: Step) -> Tensor | None:
-        """Forward and backward of every microbatch; the sum of their losses (float64) where this rank has the loss."""
+        """Forward and backward of every microbatch; the sum of their losses (float64) if this rank has the loss."""
         self.transport.waits.begin()
         loss = self._run(step, self.order)
         self.transport.waits.end()
@@ -151,7 +152,7 @@ class Executor:
         return self._loss
 
     def _post(self, action: Action) -> None:
-        """Start to receive what ``action`` will need."""
+        """Start to receive the inputs of ``action``."""
         stage = self.stages[action.chunk]
         if action.kind == "F" and stage.receives:
             self.transport.post(_into(stage, action), stage.receives)
@@ -198,7 +199,7 @@ class Executor:
         self._send_gradients(stage, action, saved.received)
 
     def _with_weights(self, action: Action) -> AbstractContextManager[Any]:
-        """In it a backward puts the products of its W aside, where it has one."""
+        """Inside, a backward defers its weight gradients if the schedule has a W action for it."""
         key = action.chunk, action.microbatch
         if self.weights is None:
             return nullcontext()

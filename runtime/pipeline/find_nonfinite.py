@@ -22,7 +22,9 @@ from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
 
 
 class Before(Protocol):
-    """What was not finite on this rank when the step ran, before ranks exchanged it: "NaN" or "infinity" by name."""
+    """The tensors of this rank that were not finite in the step, before ranks exchanged them: "NaN" or "infinity" by
+    name.
+    """
 
     @property
     def parameters(self) -> Mapping[str, str]: ...
@@ -35,7 +37,7 @@ def find_nonfinite(
 ) -> NonFinite | None:
     """The first value of ``step`` that is not finite; the same on every rank, which all call it.
 
-    ``gradients``: finishes the sums of gradients, and gives what this rank owns of them. Buffers are as before
+    ``gradients``: finishes the sums of gradients, and gives this rank's part of them. Buffers are as before
     afterwards.
     """
     watch = Watch(groups.rank, step.first_microbatch)
@@ -55,7 +57,7 @@ def find_nonfinite(
 
 
 def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Before) -> None:
-    """As they were before ranks exchanged them, and as they are now: where they hold NaN since, all ranks do."""
+    """Check parameters before the exchange between ranks, and now: a later NaN is on all ranks."""
     for name, bad in before.parameters.items():
         watch.parameter(name, bad, is_first=True)
     for stage in stages:
@@ -69,7 +71,7 @@ def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Bef
 
 @contextmanager
 def _same_buffers(stages: Sequence[StageModule]) -> Iterator[None]:
-    """What forwards write into buffers is undone."""
+    """Restores the buffers that forwards write."""
     buffers = [stage.module.get_buffer(stage.attributes[fqn]) for stage in stages for fqn in stage.buffers]
     before = [buffer.clone() for buffer in buffers]
     try:

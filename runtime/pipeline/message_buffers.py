@@ -28,7 +28,7 @@ class MessageBuffers(Protocol):
 
 
 class FreshBuffers:
-    """New memory for each message that is received; what is sent is sent from where it lies."""
+    """New memory for each received message; a sent tensor is not copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class FreshBuffers:
 
 
 class StaticBuffers:
-    """Owns: the buffers of each ring. What is sent is copied into one."""
+    """Owns: the buffers of each ring. A sent tensor is copied into one."""
 
     def __init__(self, boundaries: Sequence[Sequence[BoundaryPlan]], orders: Sequence[Order], groups: Groups) -> None:
         """``boundaries``: of each boundary of the pipeline, those that this rank has no end of may be empty."""

@@ -39,10 +39,10 @@ class NonFinite:
     """The first value that is NaN or infinite: the same on every rank.
 
     ``phase``: "parameter" (it was so before the step), "batch" (an input), "forward", "backward" (a gradient), or "sum"
-    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient, which
-    is finite when it is computed again). ``name``: the dotted name of the module or parameter, or of the input. ``op``
-    and ``where``: what computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
-    global batch; -1 where none is meant. ``rank``: the least of ``ranks``, all on which it stood at first.
+    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient that is
+    finite when recomputed). ``name``: the dotted name of the module or parameter, or of the input. ``op`` and
+    ``where``: the op that computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
+    global batch; -1 if it belongs to none. ``rank``: the least of ``ranks``, those on which it appeared first.
     """
 
     phase: str
@@ -95,12 +95,12 @@ class Seen:
 
 
 def first_of(seen: Iterable[Seen]) -> NonFinite | None:
-    """The first of all that the ranks saw; None where every value was finite."""
+    """The first of all that the ranks saw; None if every value was finite."""
     seen = list(seen)
     bad_losses = frozenset[int]().union(*(s.bad_losses for s in seen))
     found = [f for s in seen for f in s.found]
     found += [f for s in seen for f in s.sent if f.microbatch in bad_losses]
-    if any(f.phase == FORWARD for f in found):  # what follows from a bad forward says nothing
+    if any(f.phase == FORWARD for f in found):  # errors after a bad forward are its consequences
         found = [f for f in found if _PHASES.index(f.phase) <= _PHASES.index(FORWARD)]
     first = min(found, key=_order, default=None)
     if first is None or first.phase in (BATCH, FORWARD, BACKWARD):
@@ -185,7 +185,7 @@ class Watch:
         self._found.append(NonFinite(BATCH, name, value, "", None, self.rank, stage.index, self.microbatch))
 
     def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
-        """What is to be said of an op. One that we have put in stands where the value that it moves was made."""
+        """The report of an op. An inserted op is reported at the op that made its input."""
         known = next((n for n in _upwards(node) if module_of(n) or n.meta.get("stack_trace")), node)
         where = where_of(known)
         return NonFinite(
@@ -211,7 +211,7 @@ class Watch:
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, then what it reads, what that reads, …, along first inputs."""
+    """A node, then its first input, that one's first input, and so on."""
     yield node
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -219,7 +219,7 @@ def _upwards(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class _Checked:
-    """In the place of a stage's module: the same values, each looked at."""
+    """Replaces a stage's module: the same values, each checked."""
 
     def __init__(self, stage: StageModule, watch: Watch) -> None:
         self.stage, self.watch, self.module = stage, watch, stage.module
@@ -249,7 +249,7 @@ class _Checked:
         return outputs
 
 
-_ELSEWHERE = "elsewhere"  # made by another rank, or by who made the batch
+_ELSEWHERE = "elsewhere"  # made by another rank, or in the batch
 _MEANT = "meant"  # an infinity that the code asks for
 
 
@@ -310,7 +310,7 @@ class _Run(fx.Interpreter):
         outputs = _Run(handle.module, self.stage, self.watch, makers, place, self.hooked).run(*inputs, *held)
         by_output = [makers.get(n.name) for n in _returned(handle.module.graph)]
         known = [m for m in (*by_output, *(self.makers.get(given[i].name) for i in through)) if m is not None]
-        if known:  # of all that it gives: which one is bad is seen where it is taken out
+        if known:  # for all outputs: the getitem that reads a bad one shows which
             self.makers[node.name] = min(known, key=lambda maker: getattr(maker, "place", (math.inf,)))
         return (*outputs, *(inputs[i] for i in through))
 
@@ -320,7 +320,7 @@ class _Run(fx.Interpreter):
         if not isinstance(value, Tensor) or value.grad_fn is None:
             return
         function = value.grad_fn
-        if function not in self.hooked:  # a view or a part of a tuple shares it with what it is a part of
+        if function not in self.hooked:  # a view or an item of a tuple shares the function of its base
             self.hooked.add(function)
 
             def made(inputs: Any, outputs: Any) -> None:

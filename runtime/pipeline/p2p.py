@@ -51,8 +51,8 @@ class _Transfer(NamedTuple):
 class Transport:
     """Exchanges messages with the neighbouring stages.
 
-    Owns: the receive buffers posted ahead, the send buffers not yet taken over, messages handed over on this rank, and
-    how long it has waited for others (``waits``). ``memory``: where messages lie.
+    Owns: the receive buffers posted ahead, the send buffers still in use, messages between stages of this rank, and
+    how long it has waited for others (``waits``). ``memory``: the buffers of messages.
     """
 
     def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:

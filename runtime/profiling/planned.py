@@ -15,14 +15,14 @@ from planner.spec.spec import Spec
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """Of each pp rank its actions with start and end, from the first start on. ``has_seconds``: they are seconds by the
-    plan's cost; else units, of which a forward takes 1 and a backward 2."""
+    plan's cost; else units: a forward takes 1 and a backward 2."""
 
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     duration: float
     has_seconds: bool
 
     def scaled(self, seconds: float) -> PlannedRun:
-        """Where it has no seconds: as if the whole took ``seconds``."""
+        """A plan without seconds, scaled to take ``seconds`` in all."""
         if self.has_seconds or not self.duration:
             return self
         by = seconds / self.duration

@@ -24,7 +24,7 @@ from runtime.profiling.window import Window
 
 
 class Profile:
-    """Which steps are recorded, and where to. Owns the recorder while they run, and what the plan says of them.
+    """The steps to record, and the file. Owns the recorder while they run, and the planned times.
 
     ``before_step`` and ``after_step`` are called on every rank around each step, with its number from 1; ``finish``
     once after the last step that is made.
@@ -57,7 +57,7 @@ class Profile:
             self.finish()
 
     def finish(self) -> None:
-        """Write what is recorded, if anything is and was not written."""
+        """Write the recorded steps that are not yet written, if any."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
@@ -72,7 +72,7 @@ class Profile:
 
 
 def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
-    """The trace of what the ranks recorded."""
+    """The trace of the ranks' records."""
     notes = {
         "planned": "seconds from the cluster file" if planned.has_seconds else "units, scaled to each measured step",
         "clocks differ by at most (seconds)": max(offset.error for _, offset in found),
@@ -81,7 +81,7 @@ def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh
 
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
-    """Whole or not at all. Raises PlanError, naming the file."""
+    """Writes atomically. Raises PlanError, naming the file."""
     try:
         write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
     except OSError as error:

@@ -29,7 +29,7 @@ class Recorder:
         self.activity.listener = self._hear
 
     def end(self) -> list[Span]:
-        """What the rank was at, by its host's clock (``time.perf_counter``)."""
+        """The activities of the rank, by its host's clock (``time.perf_counter``)."""
         self.activity.listener = None
         self._await_device()
         changes = [(now, self._seconds(mark)) for now, mark in self._changes]

@@ -47,7 +47,7 @@ Waited = tuple[Message | None, float, float]
 
 
 def spans_of(changes: Sequence[Change], waits: Iterable[Waited]) -> list[Span]:
-    """``changes``: what the rank was at from each moment on; each ends the one before, and the last one is no span.
+    """``changes``: the rank's activity from each moment on; each ends the one before, and the last one is no span.
 
     In order of start, the outer before the inner.
     """

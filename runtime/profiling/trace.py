@@ -60,7 +60,7 @@ def _args(action: Action, stage: int | None) -> dict[str, Any]:
 
 
 def _complete(name: str, category: str, rank: int, track: int, start: float, end: float, args: dict[str, Any]) -> Event:
-    begin = _nanoseconds(start)  # both ends are rounded, and not the length: what nests goes on nesting
+    begin = _nanoseconds(start)  # both ends are rounded, not the length: nested events stay nested
     length = _nanoseconds(end) - begin
     times = {"ts": begin / 1000, "dur": length / 1000}
     return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": track, **times, "args": args}

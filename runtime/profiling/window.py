@@ -18,7 +18,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str, num_steps: int) -> Window:
-        """Raises PlanError for what is no such text, and for steps that a training of ``num_steps`` does not make."""
+        """Raises PlanError for any other text, and for steps that a training of ``num_steps`` does not make."""
         found = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip(), re.ASCII)
         if found is None or len(text) > 20:
             raise _error(f"{text!r} names no steps")

@@ -17,9 +17,9 @@ _FEW = 25  # steps that are also marked as points
 
 
 def draw_curve(rows: Sequence[StepRow], path: str) -> None:
-    """Write the picture whole or not at all: loss by step, that of one process and of validation where there are such.
+    """Write the picture atomically: loss by step, also that of one process and of validation if there are any.
 
-    Raises PlanError, naming the file, where it cannot be written.
+    Raises PlanError, naming the file, if it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def draw_curve(rows: Sequence[StepRow], path: str) -> None:
 
 
 def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], dict[str, Any]]]:
-    """What is drawn: label, points, and how. The single process is dashed: both are seen where they are equal."""
+    """The drawn lines: label, points, and style. The single process is dashed, so that equal lines are both visible."""
     marker = "o" if len(rows) <= _FEW else None
     wanted = (
         ("training", "loss", {"color": "C0", "linewidth": 2.0, "marker": marker, "markersize": 3.5}),

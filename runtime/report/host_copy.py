@@ -24,7 +24,7 @@ class HostCopy:
             self._arrived.record()
 
     def numbers(self) -> list[float]:
-        """The values, flat; waits for the device where it has not come by them."""
+        """The values, flat; waits for the device until it has written them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.flatten().tolist()

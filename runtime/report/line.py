@@ -1,4 +1,4 @@
-"""A step in words: parts with a rank, of which a narrow terminal shows the first.
+"""A step in words: parts with a rank; a narrow terminal shows the first ones.
 
 loss 5.556100  grad norm 1.932  lr 2.00e-04  tokens/s 4321  0:42 left  1.2 GFLOP/s (3.1 %)  310 MiB  bubble 31 % …
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from planner.tables.sizes import format_bytes
 from runtime.report.step_row import StepRow
 
-_ALWAYS = 0  # shown however narrow it is
-_MUCH_DATA = 0.02  # of a step: what making its batch may take without being told
+_ALWAYS = 0  # shown at any width
+_MUCH_DATA = 0.02  # of a step: a batch that takes longer to make is reported
 _UNITS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
 
 
@@ -24,7 +24,7 @@ class Part:
 
 
 def parts_of(row: StepRow) -> list[Part]:
-    """What there is to say of a step, in the order in which it stands in a line."""
+    """The parts of a step's line, in order."""
     found = [
         Part(f"loss {row.loss:.6f}", _ALWAYS),
         Part(f"grad norm {row.grad_norm:.3f}", 3),
@@ -55,9 +55,8 @@ def format_row(row: StepRow, width: int | None = None) -> str:
 
 
 class Unchanging:
-    """Leaves out of a row what the line before has said: figures that stand still in most of a run.
-
-    Owns what was said last. Memory counts as changed once it differs by 1 %; the planned bubble is said once.
+    """Leaves out of a row figures that the line before has shown: they are constant in most of a run. Owns the last
+    shown values. Memory counts as changed once it differs by 1 %; the planned bubble is shown once.
     """
 
     def __init__(self) -> None:

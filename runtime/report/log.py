@@ -1,4 +1,4 @@
-"""The log of a run: a line of JSON for each step, flushed as it is written. docs/watching.md lists its keys."""
+"""The log of a run: a line of JSON for each step, flushed at once. docs/watching.md lists its keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KEYS = tuple(field.name for field in dataclasses.fields(StepRow))
 
 
 class Log:
-    """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones go with the first step
-    that is made again, in one exchange of the file: a run that is killed before that has lost nothing.
+    """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones are removed with the
+    first repeated step, in one exchange of the file: a run that is killed before that has lost nothing.
 
-    Every method raises PlanError, naming the file, where it cannot be written.
+    Every method raises PlanError, naming the file, if it cannot be written.
     """
 
     def __init__(self, path: str, first: int = 0) -> None:
@@ -54,7 +54,7 @@ class Log:
         self._file = path.open("ab")
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written has been told
+        with suppress(OSError):  # failed writes were reported before
             self._file.close()
 
     def _cannot_write(self, error: OSError) -> PlanError:
@@ -66,7 +66,7 @@ class Log:
 
 
 def rows_until(path: str | None, step: int) -> list[StepRow]:
-    """The steps up to ``step`` that an earlier run has logged; none where there is no log of them."""
+    """The steps up to ``step`` that an earlier run has logged; none without a log of them."""
     found = [json.loads(line) for line in _lines_until(path, step)] if path else []
     return [StepRow(**{name: value for name, value in row.items() if name in _KEYS}) for row in found]
 

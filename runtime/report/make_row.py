@@ -17,7 +17,7 @@ def make_row(
     seconds_left: float | None = None,
     validation_loss: float | None = None,
 ) -> StepRow:
-    """``data_seconds``: what the step's batch took to make. Waits for the device where the step still runs."""
+    """``data_seconds``: the time to make the step's batch. Waits for the device if the step still runs."""
     is_alone = one_process_loss is None  # else rank 0 trains the single process too: that others wait for it is no news
     seconds, bubble = report.seconds, report.bubble
     flops_per_s = planned.flops / seconds if planned.flops and seconds else None

@@ -12,8 +12,9 @@ from planner.tables.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Bytes of one category on one rank. ``allowed``: by how much of the measured bytes they may differ; None: told
-    alone."""
+    """Bytes of one category on one rank. ``allowed``: the share of the measured bytes by which they may differ; None:
+    only reported.
+    """
 
     rank: int
     category: str
@@ -35,7 +36,7 @@ class Compared:
 class ActionMemory:
     """Bytes that one rank keeps while an action runs, of all microbatches in flight, its own among them.
 
-    ``predicted``: None where the plan does not say. ``live``: all that lived at the action's peak, messages too.
+    ``predicted``: None if the plan does not say. ``live``: all that lived at the action's peak, messages too.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class ActionMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """``rows`` and ``actions`` of every rank. ``notes``: what a reader must know."""
+    """``rows`` and ``actions`` of every rank. ``notes``: for the reader."""
 
     rows: tuple[Compared, ...]
     notes: tuple[str, ...] = ()
@@ -74,9 +75,10 @@ class MemoryReport:
 
 
 def predicted_by_action(of_microbatch: Sequence[int], order: Sequence[Action]) -> dict[str, int]:
-    """What a rank keeps while each action of its order runs. ``of_microbatch``: bytes of one, chunk by chunk.
+    """The bytes that a rank keeps while each action of its order runs. ``of_microbatch``: bytes of one, chunk by chunk.
 
-    Empty where gradients of weights are computed apart: what a backward puts aside for them is in no row of the plan.
+    Empty if weight gradients are actions of their own: no row of the plan has the tensors that a backward keeps for
+    them.
     """
     if any(action.kind == "W" for action in order):
         return {}

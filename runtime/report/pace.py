@@ -17,8 +17,9 @@ _RECENT = 20  # steps that the time left is judged by
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the plan says of a step. ``flops``: of one device, model FLOPs of forward and backward, with nothing that
-    is computed again; ``peak``: what it can do in a second, 0 where no cluster is named; ``bubble`` of the schedule."""
+    """The plan's figures of a step. ``flops``: of one device, model FLOPs of forward and backward, without
+    recomputation; ``peak``: its FLOPs per second, 0 without a cluster; ``bubble`` of the schedule.
+    """
 
     flops: float
     peak: float

@@ -1,4 +1,4 @@
-"""Show training while it goes on: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside."""
+"""Show training while it runs: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFRESHES = 4  # a second
 
 
 class Sink(Protocol):
-    """Where the figures of each step go beside the screen."""
+    """A destination of each step's figures beside the screen."""
 
     def write(self, row: StepRow) -> None: ...
 
@@ -49,7 +49,7 @@ class Progress:
 
     ``first``: the steps that an earlier run has made. ``every_step`` keeps a line of every step in a terminal too;
     ``quiet`` shows none, and the sinks have them.
-    ``console``: where to; stdout if not given.
+    ``console``: the output; stdout if not given.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Progress:
             sink.close()
 
     def show(self, row: StepRow) -> None:
-        """Raises PlanError where a sink cannot be written."""
+        """Raises PlanError if a sink cannot be written."""
         if not self.enabled:
             return
         for sink in self.sinks:

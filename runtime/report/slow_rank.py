@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median_low
 
 SLOWER = 2.0  # than the median of those with the same work, to be named
-SLOWER_STAGE = 3.0  # than the median of the other stages, where no replica has the same work
+SLOWER_STAGE = 3.0  # than the median of the other stages, if no replica has the same work
 
 
 @dataclass(frozen=True, slots=True)

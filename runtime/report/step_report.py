@@ -22,7 +22,7 @@ class PlanWarning(UserWarning):
 
 
 def warn_of(plan: Plan, rank: int) -> None:
-    """On rank 0: one Python warning for each thing that the plan warns of, however many layers it stands in."""
+    """On rank 0: one Python warning for each thing that the plan warns of, for any number of layers."""
     rows = {row.what: row for row in plan.diagnostics if row.level == "warning" and rank == 0}
     for row in rows.values():
         place, fix = f" (at {row.where})" if row.where else "", f"; {row.fix}" if row.fix else ""
@@ -41,7 +41,7 @@ class StepClock:
 
     @property
     def seconds(self) -> float:
-        """Waits for the device where the step still runs."""
+        """Waits for the device if the step still runs."""
         assert self._end is not None, "the step has not ended"
         return self._marks.seconds(self._start, self._end)
 
@@ -51,17 +51,17 @@ class StepReport:
 
     ``loss``: mean over the valid tokens of the global batch. ``grad_norm``: of all parameters, before clipping.
     ``skipped``: the loss or a gradient was not finite, so nothing changed. ``seconds``: of the step, by this rank's
-    clock; 0 where no batch was run, and ``tokens_per_s`` then: of the first integer input of the global batch.
+    clock; 0 if no batch was run, and ``tokens_per_s`` then: of the first integer input of the global batch.
     ``expert_tokens``: of each layer of experts, by its block, how many tokens of the global batch each expert got;
-    where experts have axes of their own, whether or not they found a slot there. ``imbalance``: the most over the mean,
-    in the layer where that is largest; 1 where all are alike or there are none. ``dropped_share``: of all choices of
-    tokens those that found no slot; None where a layer's slots are filled in a way that is not understood, or by the
-    experts' own choice, or no experts are counted. ``stop_requested``: some rank was asked to end by a signal before
+    if experts have axes of their own, dropped ones included. ``imbalance``: the most over the mean,
+    in the layer with the largest ratio; 1 if all are alike or there are none. ``dropped_share``: of all choices of
+    tokens those that found no slot; None if a layer's slots are filled in a way that is not understood, or by the
+    experts' own choice, or no experts are counted. ``stop_requested``: some rank got a signal to end before
     this update (``runtime.distributed.stopping``). ``usual_seconds``: of each rank, seconds of a usual run over its
     actions without waits for other stages; 0 if unknown yet. ``slow_rank``: the ranks that the
     others wait for, if any. ``bubble``: the share of the pipeline's run in which ranks wait for other
     stages, mean over them; on a GPU of a step or two before. ``memory_bytes``: the most that a rank has held so far, of
-    its GPU, or resident in the host's memory. ``loss_scale``: that the step ran with. None where there is no such.
+    its GPU, or resident in the host's memory. ``loss_scale``: that the step ran with. None if there is no such.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepReport:
         ``layers`` (block, experts), how many were dropped of each of ``dropping`` layers that count it, and the notes
         of ``runtime.distributed.notes``, on the device. ``drops``: whether a token may find no slot; None: not known.
 
-        ``notes``: how many there are, and what is given them when figures are read. Raises what that raises.
+        ``notes``: their number, and a function that gets them when figures are read. Raises that function's errors.
         ``places``: of each rank its (pp, dp), and the first rank of its pipeline. ``scale``: of the loss.
         """
         self.lr = lr
@@ -196,7 +196,7 @@ class StepReport:
 
 
 def bubble_of(told: Told, pipelines: Sequence[int]) -> float | None:
-    """The share of a pipeline's run in which its ranks do not work, mean over all; None where a rank does not know.
+    """The share of a pipeline's run in which its ranks do not work, mean over all; None if a rank does not know.
 
     The run is that of the first stage: it makes the first forward, and the last backward. ``pipelines``: of each rank,
     the rank of its pipeline that has the first stage.

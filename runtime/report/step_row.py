@@ -10,11 +10,11 @@ class StepRow:
     """One line of the log. None: there is no such figure in this run, or it is not known yet.
 
     ``imbalance``: of experts, the most tokens over the mean; ``dropped``: the share of choices that found no slot.
-    ``one_process_loss``: of the single process, where it runs beside. ``slow_rank``: who the others wait for, and what
-    that costs. ``loss_scale``: that the step ran with. ``validation_loss``: after this step, where it was asked for.
-    ``step_seconds``: of the step. ``data_share``: of the time of a step, making its batch and the step itself, what
-    the batch takes. ``flops_per_s``: of one device, model FLOPs of forward and backward over ``step_seconds``;
-    ``peak_share``: of what the cluster's file says that a device can do. ``memory_bytes``: the most that a rank has
+    ``one_process_loss``: of the single process, if it runs too. ``slow_rank``: the rank that others wait for, and the
+    cost. ``loss_scale``: that the step ran with. ``validation_loss``: after this step, if due.
+    ``step_seconds``: of the step. ``data_share``: the batch's share of the time of a step with its batch.
+    ``flops_per_s``: of one device, model FLOPs of forward and backward over ``step_seconds``;
+    ``peak_share``: its share of a device's peak in the cluster file. ``memory_bytes``: the most that a rank has
     held. ``bubble``: measured; ``planned_bubble``: of the plan's schedule. ``seconds_left``: until the last step.
     """
 

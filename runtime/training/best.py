@@ -22,7 +22,7 @@ class Best:
     """Owns the least loss, its step, and the number of validations since. All ranks see the same losses."""
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
-        """``extra``: goes with each save, also with those of others: what is best so far is in it."""
+        """``extra``: stored in every save, not only in the best; it holds the best loss so far."""
         self._engine, self._job, self._extra = engine, job, extra
         self.loss, self.step, self.num_since = math.inf, 0, 0
 
@@ -40,7 +40,7 @@ class Best:
         return self._job.patience is not None and self.num_since >= self._job.patience
 
     def see(self, loss: float | None) -> None:
-        """The validation loss after a step, None where there was none."""
+        """The validation loss after a step, None if there was none."""
         if loss is None:
             return
         is_best = loss < self.loss
@@ -81,7 +81,7 @@ class Best:
 
 
 def check_best(job: Job) -> None:
-    """Raise PlanError for options that need a validation, where there is none."""
+    """Raise PlanError for options that need a validation if there is none."""
     for option, is_asked in (("--keep-best", job.keep_best), ("--patience", job.patience is not None)):
         if is_asked and job.validate_every is None:
             fix = "add --validate-every N, and `data: {validation: 0.05}` to the spec"

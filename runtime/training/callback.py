@@ -18,7 +18,7 @@ class Callback:
     """Owns the function. Whatever it raises is a PlanError that names its file and line; then all ranks end."""
 
     def __init__(self, reference: str) -> None:
-        """Runs the file. Raises PlanError where that fails, or has no such function."""
+        """Runs the file. Raises PlanError if that fails, or has no such function."""
         file, _, name = reference.rpartition(":")
         self._file = Path(file)
         if not file.endswith(".py") or not self._file.is_file():

@@ -33,7 +33,7 @@ _MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``validation``: None where the spec holds nothing out; ``validate_every``: steps between two, None for none.
+    """``validation``: None if the spec holds nothing out; ``validate_every``: steps between two, None for none.
 
     ``identity``: goes with each save.
     """
@@ -47,7 +47,7 @@ class RunData:
         return self.validation is not None and self.validate_every is not None and step % self.validate_every == 0
 
     def validation_loss(self, evaluate: Callable[..., float], layout: BatchLayout) -> float:
-        """The mean over the same batches each time: all of what is held out, or a part of it. ``evaluate``: as of an
+        """The mean over the same batches each time: all of the held-out text, or a part of it. ``evaluate``: as of an
         Engine; each rank reads the rows that ``layout`` gives it."""
         assert self.validation is not None, "nothing is held out"
         rows = OwnRows(self.validation, layout)
@@ -57,7 +57,7 @@ class RunData:
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
-    """What ``job`` reads. Raises PlanError where the text does not serve it."""
+    """The data that ``job`` reads. Raises PlanError if the text does not serve it."""
     texts = [read_tokens(source, job.tokenizer) for source in job.sources]
     for tokens in texts:
         _check_ids(tokens, spec, plan)

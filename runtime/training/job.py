@@ -18,7 +18,7 @@ GROUPS_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a run. ``stopped``: the signal that ended it before its last step. ``failure``: why it gave up."""
+    """The result of a run. ``stopped``: the signal that ended it before its last step. ``failure``: why it gave up."""
 
     rows: list[StepRow]
     stopped: int | None = None
@@ -27,12 +27,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank needs to know; the same on all of them.
+    """The settings of a run; the same on every rank.
 
     ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
     stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
-    ``tokenizer``: a file that cuts the text of ``data``, None for its bytes or where it holds tokens already.
+    ``tokenizer``: a file that tokenizes the text of ``data``, None for its bytes or if ``data`` holds tokens already.
     ``validate_every``: steps between two validations, None for none.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
@@ -78,7 +78,7 @@ class Job:
 
 
 def spec_of(job: Job) -> Spec:
-    """The spec of the run: its file, and the options that stand for keys of it."""
+    """The spec of the run: its file, and the options that replace keys of it."""
     spec = Spec.load(job.spec)
     if job.audit is None:
         return spec
@@ -88,7 +88,7 @@ def spec_of(job: Job) -> Spec:
 def saves_directory(
     save: str | None, save_every: int | None, resume: str | None, keep_best: bool = False
 ) -> str | None:
-    """Where saves go: ``save``, or ``checkpoints`` where an option asks for saves without saying where."""
+    """The directory of saves: ``save``, or ``checkpoints`` if an option asks for saves without a directory."""
     return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO or keep_best else None)
 
 

@@ -67,7 +67,7 @@ class _Run:
         self.show(self._lag)
 
     def _validated(self) -> float | None:
-        """By the running mean of the weights where there is one. None after most steps."""
+        """The validation loss, by the running mean of the weights if there is one. None after most steps."""
         if not self.data.is_validated_after(self.engine.step_index):
             return None
         with nullcontext() if self.engine.spec.optimizer.ema is None else self.engine.averaged_weights():
@@ -80,7 +80,7 @@ class _Run:
             self.profile.finish()
 
     def show(self, lag: int = 0) -> None:
-        """The steps but for the last ``lag``. Sets ``is_stopped`` where a rank was asked to stop: on all alike."""
+        """Shows the steps except the last ``lag``. Sets ``is_stopped`` on all ranks if one was asked to stop."""
         while len(self._waiting) > lag:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
@@ -91,8 +91,8 @@ class _Run:
 def run_rank(job: Job) -> Trained:
     """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
 
-    After a restart by the launcher it goes on from the last save that the run itself has made. SIGTERM or Ctrl-C of any
-    rank ends it after a whole step, with a save if saves were asked for.
+    After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
+    rank ends it after a complete step, with a save if the job has saves.
     """
     spec = spec_of(job)
     weights = pretrained_directory(job.model)
@@ -147,7 +147,7 @@ def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProce
 
 
 def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
-    """``model`` where it holds values, else the whole of it from its directory, in the same mode."""
+    """``model`` if it holds values, else a model loaded from its directory, in the same mode."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)

@@ -17,7 +17,7 @@ from runtime.data.text.sources import STDLIB
 def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
     """The one text without a share, or the first of several and all of them with theirs.
 
-    Raises PlanError where a share is missing, or no positive number.
+    Raises PlanError if a share is missing, or no positive number.
     """
     parts = [_part(text) for text in given]
     if len(parts) == 1 and parts[0][1] is None:
@@ -34,7 +34,7 @@ def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
 def mixture_of_spec(path: str) -> tuple[str, tuple[tuple[str, float], ...]]:
     """The same, of the spec at ``path``: paths are relative to the working directory, or to the spec's.
 
-    Raises PlanError where the spec names no text, or one that is not there.
+    Raises PlanError if the spec names no text, or one that is not there.
     """
     spec = Spec.load(path)
     shares = spec.data.mixture

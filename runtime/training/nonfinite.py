@@ -17,7 +17,7 @@ MOST_SKIPPED = 100  # steps in a row, with `precision.nonfinite: skip` and no lo
 
 
 class NonFiniteError(RuntimeError):
-    """Training cannot go on: loss or gradients of a step are NaN or infinite. The same on every rank."""
+    """Training cannot continue: loss or gradients of a step are NaN or infinite. The same on every rank."""
 
 
 class NonFiniteGuard:

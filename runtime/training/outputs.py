@@ -44,7 +44,7 @@ def check_outputs(job: Job) -> None:
 
 
 def _check_log(job: Job) -> None:
-    """What is there stays: the log itself knows, once training begins, which steps of it an earlier run has made."""
+    """Keeps the file's content: once training begins, the log itself finds the steps of an earlier run."""
     if job.log is None:
         return
     try:
@@ -54,7 +54,7 @@ def _check_log(job: Job) -> None:
 
 
 def _check_replaceable(path: str, what: str) -> None:
-    """What is there stays until the new one is whole; it is written beside first."""
+    """The old file stays until the new one, written beside it, is complete."""
     target = Path(os.path.realpath(path))
     try:
         if target.is_dir():

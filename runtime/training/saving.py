@@ -1,4 +1,4 @@
-"""The saves of a run: when they are made, which of them stay, and which one a run goes on from."""
+"""The saves of a run: when they are made, which of them stay, and from which one a run resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.training.job import AUTO, Job, check_saves
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a run goes on from: the first of ``saves`` that can be taken; none: it begins anew.
+    """The saves from which a run may resume: it takes the first good one; without one it starts afresh.
 
     ``own``: those of them that are of the run's own line, or of one that it takes over. ``skipped``: why newer ones
     are not among them. ``is_named``: the user has named the save, and no other will do.
@@ -40,14 +40,14 @@ class _Origin:
 class RunSaves:
     """Saves of one run. Owns, on rank 0, the right to write to their directory.
 
-    ``extra``: what goes with each save, to be compared when a run goes on from it. A save that fails on the way is
-    told and the training goes on; the last one must be good.
+    ``extra``: stored in each save, and compared when a run resumes from it. If a save fails, it is reported and the
+    training continues; the last one must be good.
     """
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
-        self.taken: dict[str, Any] = {}  # what came with the save that the run goes on from
+        self.taken: dict[str, Any] = {}  # the extra data of the save from which the run resumes
         self._saved: int | None = None
         self._line = line_of_run(os.environ)
 
@@ -71,7 +71,7 @@ class RunSaves:
         return is_due
 
     def finish(self) -> None:
-        """Save what is not saved yet, and return when all of it is on the disk."""
+        """Save the last step if it is not saved yet, and return when all saves are on the disk."""
         if self.job.save is None:
             return
         self._await()
@@ -81,11 +81,10 @@ class RunSaves:
         self._say(f"saved step {self.engine.step_index} in {self.job.save}")
 
     def resumed(self) -> Path | None:
-        """Take up the training where a save left it; the save, None where there is none yet.
+        """Resume the training from a save; returns the save, None if there is none yet.
 
-        A restart goes on from the last save of this run, where there is one. ``auto`` passes over saves that are
-        damaged and says which. Raises PlanError on every rank where the named save, or every one that there is, cannot
-        be taken.
+        A restart resumes from the last save of this run, if there is one. ``auto`` skips damaged saves and names them.
+        Raises PlanError on every rank if the named save, or every one that there is, cannot be taken.
         """
         with agreed(self.engine.groups):
             found = asdict(self._origin()) if self.engine.groups.rank == 0 else None
@@ -150,7 +149,7 @@ class RunSaves:
         return save
 
     def _warn_of_others(self, directory: Path, line: Line) -> None:
-        """Name what lies beside the saves of this run, and is not followed."""
+        """Name the directories beside the saves of this run that are ignored."""
         if others := on_line(saves_in(directory), line)[1]:
             self._say(
                 f"warning: {_listed(others)} in {directory} belong to another line of saves: restarts and --keep "
@@ -160,7 +159,7 @@ class RunSaves:
             self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest and are not saves")
 
     def _begin(self) -> None:
-        """A save that goes on beside the next steps; those that the one before has made needless go."""
+        """A save that runs beside the next steps; saves that are no longer needed are removed."""
         assert self.job.save is not None
         self._await()
         self._prune()
@@ -183,7 +182,7 @@ class RunSaves:
         self._say(f"warning: step {step} is not saved: {error}")
 
     def _prune(self) -> None:
-        """Old saves that stay cost room and no more: training and its saves go on."""
+        """Old saves that cannot be removed only take space: training and its saves continue."""
         if self.job.keep is not None and self.job.save is not None and self.engine.groups.rank == 0:
             try:
                 prune(self.job.save, self.job.keep, self.engine.saver.line)

@@ -23,9 +23,9 @@ from runtime.training.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What rank 0 saw beside the engine's report of a step. ``step``: its number, from 1.
+    """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
 
-    ``one_process_loss``: of the single process, where it runs; ``validation_loss``: after the step, where asked for.
+    ``one_process_loss``: of the single process, if it runs; ``validation_loss``: after the step, if due.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Showing:
         self._stack = ExitStack()
 
     def from_step(self, step: int) -> Self:
-        """``step`` steps were made by an earlier run: what is shown begins there, and the log keeps their rows."""
+        """An earlier run made ``step`` steps: the display begins there, and the log keeps their rows."""
         self._first = step
         return self
 

@@ -6,7 +6,7 @@
 
 Below float64 the one process goes on from the engine's weights once they are compared.
 The weights after an update are gathered when the next forward has read them, since a gather waits for all of them: the
-engine goes on as in ``train_step``.
+engine continues as in ``train_step``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """What the engine did with one batch, whole. ``before``: the parameters that it read; none in the first step."""
+    """The engine's results for one global batch, as full tensors. ``before``: the parameters that it read; none in the
+    first step.
+    """
 
     loss: float
     norm: float
@@ -76,7 +78,7 @@ class Beside:
                     parameter.copy_(found[name])
 
     def compare_parameters(self, found: Named) -> None:
-        """After the last update of both. ``found``: the engine's, whole."""
+        """After the last update of both. ``found``: the engine's, as full tensors."""
         truth, step = dict(named_parameters(self._one.model)), self._one.num_updates
         self.rows += compare_parameters(found, truth, self._allowed(step), self._still or set(), self._noise, step=step)
 
@@ -84,7 +86,7 @@ class Beside:
         return Tolerance.of(self.precision, self._one.spec.optimizer.lr, self._tolerance, num_updates=num_updates)
 
     def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
-        """What the comparison of parameters needs of this step's gradients."""
+        """Note the facts of this step's gradients that the comparison of parameters needs."""
         unreached = {name for name, gradient in gradients.items() if gradient is None}
         self._still = unreached if self._still is None else self._still & unreached
         o = self._one.spec.optimizer

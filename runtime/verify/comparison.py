@@ -14,9 +14,9 @@ from runtime.audit.tolerance import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: ``difference`` against what is ``allowed``; inf where a tensor is missing or not a number.
+    """One comparison: ``difference`` against the ``allowed`` one; inf if a tensor is missing or holds NaN.
 
-    ``name``: of a tensor; "" of a number of the whole step. ``step`` counts from 1, as the log does; 0: of no step.
+    ``name``: of a tensor; "" for a number of the full step. ``step`` counts from 1, as the log does; 0: of no step.
     """
 
     kind: str
@@ -56,7 +56,7 @@ def compare_gradients(
 
     Rounding of parameters adds up as a random walk over updates, and so does the difference of their gradients.
     A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
-    ``truth`` (the loss does not depend on it) stands for zeros.
+    ``truth`` (the loss does not depend on it) counts as zeros.
     """
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
     limit = allowed.gradient * sqrt(allowed.num_updates)
@@ -76,8 +76,8 @@ def noise_of_updates(
 ) -> dict[str, Tensor]:
     """By element how far apart AdamW's first update drives the two sides, by nothing but their gradients.
 
-    It moves an element by lr · g / (|g| + eps): where g is no larger than eps, its rounding is as large as the update.
-    ``scale``: what clipping multiplies gradients by. Whether the gradients go together, ``compare_gradients`` says.
+    It moves an element by lr · g / (|g| + eps): if g is no larger than eps, its rounding is as large as the update.
+    ``scale``: the factor of clipping. Whether the gradients go together, ``compare_gradients`` says.
     """
 
     def update(gradient: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def compare_parameters(
 ) -> list[Row]:
     """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit.
 
-    ``noise``: by element, what one update may add.
+    ``noise``: by element, the difference that one update may add.
     """
     added = noise or {}
     rows = [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]

@@ -56,7 +56,7 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
 def freeze_parameter(plan: Plan, fqn: str) -> Plan:
     """The plan with a trainable parameter as a constant, as of a capture that loses it; ``plan`` itself is used up.
 
-    Raises PlanError where the program reads no such parameter.
+    Raises PlanError if the program reads no such parameter.
     """
     source, _ = plan.to_run()
     program, values = source.program, dict(source.model.named_parameters()) if source.model is not None else {}
@@ -78,9 +78,9 @@ def num_collectives(plan: Plan) -> int:
 
 
 def exchanges(stage: StageModule) -> list[tuple[fx.GraphModule, fx.Node]]:
-    """The nodes of a stage that talk to other ranks of tp, cp, ep or etp in its forward or backward, each in its graph.
+    """The nodes of a stage that communicate over tp, cp, ep or etp in its forward or backward, each with its graph.
 
-    What its blocks compute again is behind all else, of it what talks in a forward.
+    The reruns of its blocks come last, with their nodes that communicate in a forward.
     """
     reruns = [getattr(stage.module, str(n.target)) for n in stage.module.graph.nodes if n.op == "get_attr"]
     found = [(stage.module, node) for node in stage.module.graph.nodes if node.target in STAND_INS]
@@ -129,7 +129,7 @@ def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any,
 
 
 def _own_tokens(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """This rank's tokens in the place of those of all."""
+    """This rank's tokens instead of those of all ranks."""
     return torch.cat([x] * axis.size, dim)
 
 

@@ -32,13 +32,13 @@ from planner.placement.rules.table import has_rule
 from planner.spec.spec import Spec
 
 DROPOUT = "dropout"
-_IN_PLACE = {aten.bernoulli_.float: (DROPOUT, BERNOULLI), aten.bernoulli_.Tensor: (BERNOULLI,)}  # who else draws so
+_IN_PLACE = {aten.bernoulli_.float: (DROPOUT, BERNOULLI), aten.bernoulli_.Tensor: (BERNOULLI,)}  # in-place draws
 _FIX = "write dropout: fast to verify the plan without dropout"
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the forward of the global batch draws at one op. ``p``: of a dropout, else 0. ``lines``: of user code."""
+    """The draw of one op in the forward of the global batch. ``p``: of a dropout, else 0. ``lines``: user code."""
 
     kind: str
     place: Place
@@ -48,7 +48,7 @@ class Named:
 
 
 def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
-    """What one forward over the global batch draws, in its order; a dropout of all draws nothing."""
+    """The draws of one forward over the global batch, in its order; a dropout with p = 1 draws nothing."""
     size = spec.batch.global_size
     inputs = {
         name: torch.empty((size, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
@@ -85,7 +85,7 @@ class NamedDraws(TorchDispatchMode):
 
     @contextmanager
     def forward(self, step: int) -> Iterator[None]:
-        """A forward of the global batch runs inside. Raises PlanError where it has not drawn what it should."""
+        """A forward of the global batch runs inside. Raises PlanError if a draw is missing."""
         self._random.begin(step, 0)
         self._left.extend(self.draws)
         with self:
@@ -102,7 +102,7 @@ class NamedDraws(TorchDispatchMode):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Its backward runs inside. Raises PlanError where it draws: nothing says which draw of the forward that is."""
+        """Its backward runs inside. Raises PlanError if it draws: nothing says which draw of the forward that is."""
         self._is_forward = False
         try:
             with self:
@@ -140,7 +140,7 @@ class NamedDraws(TorchDispatchMode):
 
 
 def _fits(named: Named, func: Any, made: Tensor, args: Any) -> bool:
-    """Whether this op draws what the name is for."""
+    """Whether this op is the draw of that name."""
     kinds = _IN_PLACE.get(func) or (KINDS.get(func),)
     is_dropout = named.kind == DROPOUT
     return (

@@ -1,4 +1,4 @@
-"""The truth: the unmodified model in one process, trained by plain torch on the whole global batch.
+"""The truth: the unmodified model in one process, trained by plain torch on the full global batch.
 
 No decision of the planner and no pass takes part, so a difference from the engine is a difference from the user's
 model.
@@ -33,7 +33,7 @@ class Untouched:
         self._before = fingerprint_of_model(model)
 
     def check(self, model: nn.Module) -> None:
-        """Raise PlanError where ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
+        """Raise PlanError if ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
         now = fingerprint_of_model(model)
         names = [name for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
         if names:
@@ -48,7 +48,7 @@ class OneProcess:
     """Trains ``model`` itself. Owns torch's AdamW over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
-    ``draws``: the names of what it draws, where dropout is on.
+    ``draws``: the names of its draws, if dropout is on.
     """
 
     def __init__(self, model: nn.Module, spec: Spec, draws: NamedDraws | None = None) -> None:

@@ -1,7 +1,7 @@
 """Does the plan equal one process? Run both on the same random batches, update by update, and compare the loss, the
 norm, every gradient and every parameter after each of them.
 
-The truth is the user's unmodified model on the whole global batch, the object itself and no copy (verify.reference).
+The truth is the user's unmodified model on the full global batch, the object itself and no copy (verify.reference).
 With ``dropout: layout_invariant`` both sides draw by name (verify.named_draws). Else dropout is off on both: its masks
 depend on the order in which a process draws them.
 """
@@ -38,12 +38,12 @@ from runtime.verify.named_draws import NamedDraws, draws_of
 from runtime.verify.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
-IGNORED_FRACTION = 0.25  # of the labels, where the loss skips some: microbatches then hold different token counts
+IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """What every rank needs to know; the same on all of them."""
+    """The settings of a verification; the same on every rank."""
 
     model: str
     spec: str
@@ -55,7 +55,7 @@ class VerifyJob:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """``rows``: everything that was compared. ``notes``: what a reader must know to trust it."""
+    """``rows``: everything that was compared. ``notes``: the limits of the comparison."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def verify(
 
 
 def _last_error(text: str) -> str:
-    """The line of a traceback that names the error, without what it shows below."""
+    """The line of a traceback that names the error, without the lines below it."""
     return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
@@ -163,7 +163,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
 
 
 def one_process(model: nn.Module, spec: Spec) -> OneProcess:
-    """``model`` itself, which draws by name where the plan does."""
+    """``model`` itself, which draws by name if the plan does."""
     return OneProcess(
         model, spec, NamedDraws(model, draws_of(model, spec), spec.seed) if _draws_by_name(spec) else None
     )
@@ -188,7 +188,7 @@ def _note_of_dropout(draws: NamedDraws | None) -> str:
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
-    """A global batch by the spec's inputs; where the loss ignores some labels, a quarter of them are ignored."""
+    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored."""
     generator = torch.Generator().manual_seed(spec.seed + seed)
     batch = {n: _random_input(n, i, spec.batch.global_size, generator) for n, i in spec.require_inputs().items()}
     for name, ignored in decided.to_run()[0].ignored_labels.items():

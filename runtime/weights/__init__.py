@@ -1,1 +1,1 @@
-"""A rank's shards: the sources of their values, and the gathering of whole tensors."""
+"""A rank's shards: the sources of their values, and the gathering of full tensors."""

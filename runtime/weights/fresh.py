@@ -45,7 +45,7 @@ def normal(
 
     blocks = blocks_of(start, stop)
     num_threads = min(len(blocks), num_threads or _num_threads())
-    if num_threads > 1:  # drawing lets go of the interpreter
+    if num_threads > 1:  # drawing releases the interpreter lock
         with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(draw, blocks))
     else:

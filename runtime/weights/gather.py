@@ -1,7 +1,7 @@
-"""Whole tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
+"""Full tensors on rank 0, from the shards that ranks hold by the plan; every rank walks its rows in one order.
 
 Of equal copies, over dp or edp, tp or etp and the stages of a tied weight, the first one sends. Shards go from host
-memory to host memory: no communicator of the device is made for each sender, and rank 0's device never holds a whole
+memory to host memory: no communicator of the device is made for each sender, and rank 0's device never holds a full
 tensor. A rank sends when rank 0 asks for it, so that no copies pile up while rank 0 writes, and none waits for less
 than that takes.
 """
@@ -27,7 +27,8 @@ def collect(
 ) -> dict[str, Tensor]:
     """Full tensors on the CPU of rank 0, by name, ``{}`` elsewhere. ``own``: this rank's shards by name.
 
-    ``dtypes``: what is sent of each row; rows without are left out. Every rank calls it with the same rows and dtypes.
+    ``dtypes``: the dtype to send of each row; rows without one are left out. Every rank calls it with the same rows and
+    dtypes.
     """
     found = {row.name: whole(row, own, dtypes[row.name], groups) for row in rows if row.name in dtypes}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -47,7 +48,7 @@ def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, gro
 def _shards(
     senders: Sequence[int], row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups
 ) -> list[Tensor]:
-    """On rank 0, in the order of ``senders``: all are asked, then awaited."""
+    """On rank 0, in the order of ``senders``: all receives are posted, then awaited."""
     others = [rank for rank in senders if rank != 0]
     parts = {rank: torch.empty(row.local_shape, dtype=dtype) for rank in others}
     works: list[Any] = [dist.irecv(parts[rank], rank, group=groups.host) for rank in others]
@@ -86,7 +87,7 @@ def _narrowed(tensor: Tensor, place: Mapping[int, tuple[int, int]]) -> Tensor:
 
 
 def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the model's order, tied parameters under each of their names; what is of no row comes last."""
+    """In the model's order, tied parameters under each of their names; tensors without a row come last."""
     named = {}
     for row in rows:
         if row.name in tensors:

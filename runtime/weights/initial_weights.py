@@ -51,14 +51,14 @@ def held_tensors(plan: Plan) -> list[InitialTensor]:
 
 
 def identity_of(plan: Plan) -> str:
-    """What must be equal before values are exchanged: the tensors' names, shapes and dtypes."""
+    """A hash of the tensors' names, shapes and dtypes, which must be equal before values are exchanged."""
     return hashlib.sha256(repr(held_tensors(plan)).encode()).hexdigest()[:16]
 
 
 def differing(plan: Plan, groups: Groups, mode: str) -> list[InitialTensor]:
-    """What some rank holds with other values than rank 0. Every rank calls it.
+    """The tensors that differ on some rank from those of rank 0. Every rank calls it.
 
-    Raises PlanError on every rank, where ``mode`` is require_equal and something differs.
+    Raises PlanError on every rank, if ``mode`` is require_equal and something differs.
     """
     if groups.world is None:
         return []
@@ -93,7 +93,9 @@ def take_constants(plan: Plan, groups: Groups, differ: list[InitialTensor]) -> N
 def take_weights(
     plan: Plan, program: RankProgram, source: WeightSource, groups: Groups, differ: list[InitialTensor], fresh: Fresh
 ) -> Fresh:
-    """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns what is still fresh."""
+    """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns the parameters that are
+    still fresh.
+    """
     for held in differ:
         if held.kind == "parameter":
             full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
@@ -122,7 +124,7 @@ def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
 
 
 def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> Tensor:
-    """The whole tensor, on this rank's device. As bytes: no backend sends every dtype."""
+    """The full tensor, on this rank's device. Sent as bytes: no backend sends every dtype."""
     if groups.rank == 0 and value is not None:
         full = value.detach().to(device=groups.device, dtype=held.dtype, copy=True).contiguous()
         mismatch = tuple(full.shape) != held.shape
@@ -138,7 +140,7 @@ def _places(program: RankProgram, fqn: str) -> Iterator[tuple[StageModule, Local
 
 
 def buffers_of(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
-    """Where this rank has a buffer of the model: in its stages, and in the graph that counts what losses divide by."""
+    """This rank's copies of a model's buffer: in its stages, and in the graph that counts the loss denominators."""
     for stage in program.stages:
         if fqn in stage.buffers:
             yield stage.module.get_buffer(stage.attributes[fqn])

@@ -35,7 +35,9 @@ _FOR_MODULES = "_init_weights"
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a method; ``module`` is the dotted name of what it initialises, ``written`` the parameters."""
+    """One call of a method; ``module`` is the dotted name of the module that it initialises, ``written`` the
+    parameters.
+    """
 
     module: str
     method: str
@@ -47,7 +49,7 @@ class OwnMethods:
     """Values of a model's parameters by its own methods. Owns the calls, and the values of the last ones that ran."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """Raises PlanError where a method cannot run without values."""
+        """Raises PlanError if a method cannot run without values."""
         self._model, self._seed = model, seed
         self._names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._calls = _calls_that_write(model)
@@ -55,8 +57,9 @@ class OwnMethods:
 
     @torch.no_grad()
     def value(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The full tensor [shape], drawn in float32 whatever the dtype. Raises PlanError, naming the parameter, where
-        no method writes all of it."""
+        """The full tensor [shape], drawn in float32 whatever the dtype. Raises PlanError, naming the parameter, if no
+        method writes all of it.
+        """
         wanted = self._names[fqn]
         calls = [call for call in self._calls if wanted in call.written]
         key = tuple(f"{call.module}.{call.method}" for call in calls)
@@ -149,9 +152,9 @@ def _takes_module(method: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _exchanged(model: nn.Module, made: Callable[[nn.Parameter], Tensor | None]) -> Iterator[dict[int, Tensor]]:
-    """Inside, parameters on meta are what ``made`` makes of them, and buffers copies; afterwards all is as before.
+    """Inside, ``made`` replaces parameters on meta, and buffers are copies; afterwards both are as before.
 
-    Yields what was made, by the id of the parameter that it stands for.
+    Yields the replacements, by the id of the parameter.
     """
     held: dict[int, Tensor] = {}
     parameters = [(m, dict(m._parameters)) for m in model.modules()]
@@ -174,7 +177,7 @@ def _exchanged(model: nn.Module, made: Callable[[nn.Parameter], Tensor | None]) 
 
 
 def _unwritten(parameter: Tensor) -> Tensor:
-    """NaN in each element, float32 where it is of floats."""
+    """NaN in each element, in float32 for floating-point parameters."""
     dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
     value = torch.empty(parameter.shape, dtype=dtype)
     return value.fill_(float("nan")) if dtype.is_floating_point or dtype.is_complex else value.zero_()

@@ -66,7 +66,7 @@ def initialise(
 
 
 def fresh_shard(source: WeightSource, parameter: LocalParameter, part: Part) -> Tensor:
-    """This rank's shard, on the CPU: where it lies in one run of rows, as its experts do, nothing else is drawn."""
+    """This rank's shard, on the CPU: if it is one run of rows, as those of experts are, no other rows are drawn."""
     shape, dtype = tuple(parameter.global_shape), parameter.dtype
     of_rows = part.ranges.get(0, ())
     if len(of_rows) != 1:
@@ -93,7 +93,7 @@ def _values(source: WeightSource, parameter: LocalParameter, part: Part, device:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What rank 0 keeps whole, since no stage computes with it or nothing updates it, and a checkpoint holds it.
+    """The tensors that rank 0 keeps in full for checkpoints, since no stage computes with them or nothing updates them.
 
     ``parameters``: those that do not reach the loss. ``buffers``: the persistent ones. ``texts``: config files by name,
     of the directory that was loaded.
@@ -124,7 +124,7 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
 
 
 def _is_near(row: ParameterPlan, plan: Plan) -> bool:
-    """Whether rank 0 would hold it if its stage computes with it: what is of one expert alone may lie elsewhere."""
+    """Whether rank 0 would hold the parameter if it is of rank 0's stage: an expert's own may lie on another rank."""
     return row.expert is None or row.expert.is_held(plan.mesh.ep, plan.mesh.place(0)["ep"])
 
 
@@ -134,7 +134,7 @@ def shard(full: Tensor, part: Part) -> Tensor:
 
 
 def _padded(full: Tensor, part: Part, dims: Collection[int]) -> Tensor:
-    """With the padding of its placement, where that is on one of ``dims``."""
+    """The tensor with the padding of its placement, if that is on one of ``dims``."""
     dim, padding = part.placement.dim, part.placement.padding
     if not padding or dim not in dims:
         return full

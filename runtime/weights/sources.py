@@ -27,7 +27,7 @@ from runtime.weights.own_methods import OwnMethods
 
 
 class WeightSource(Protocol):
-    """Where full tensors come from, by the user's dotted names.
+    """A source of full tensors, by the user's dotted names.
 
     ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some; ``rows`` makes those of some
     rows alone.
@@ -45,7 +45,7 @@ class WeightSource(Protocol):
 
 
 class ModelWeights:
-    """The values that the user's module holds now. Raises PlanError for what is on meta and cannot be made again."""
+    """The values that the user's module holds now. Raises PlanError for a tensor on meta that cannot be recreated."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: nn.Module | None = model
@@ -80,7 +80,7 @@ class OwnWeights(ModelWeights):
         return self._parameters[fqn].is_meta
 
     def release(self) -> None:
-        """The model stays: its methods are run when fresh values are asked for."""
+        """The model stays: its methods run when fresh values are needed."""
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not self._parameters[fqn].is_meta:
@@ -137,7 +137,7 @@ class InitialWeights(ModelWeights):
 
 
 def weight_source(plan: Plan, spec: Spec) -> WeightSource:
-    """The weights of the model that was planned, fresh ones where it stands on meta. Raises PlanError if it is gone."""
+    """The weights of the model that was planned, fresh ones if it is on meta. Raises PlanError if it is gone."""
     decisions, _ = plan.to_run()
     model = decisions.model
     if model is None:

@@ -1,12 +1,13 @@
-"""The kind of every value of a captured graph (planner.capture.loss.kinds), from two captures of different sizes.
+"""The kind of every value of a captured graph (planner.capture.loss.kinds), from two captures of different batch sizes.
 
     of a batch tensor, row by row                  ROWS        rows[i], or split and chunk along the batch  → of a part
-    sum, mean over the batch; cross-entropy        SHARE       of one sequence alone, by whatever op        → UNIT
+    sum, mean over the batch; cross-entropy        SHARE       of one sequence alone, by any op             → UNIT
     ones @ rows, Σ_i f(row_i), cat of SHAREs       SHARE       cat, stack of UNITs, in order                → ROWS
     a small SHARE of batch tensors alone           WHOLE       (a count: of the global batch, known before the forward)
 
-Ops are trusted to keep rows apart where exactly one dim of their result follows the batch and they are none of those
-that could mix it (planner.capture.batch.mixing). Before the loss, what mixes sequences is told and then taken as rows.
+Ops are trusted to keep rows apart if exactly one dim of their result grows with the batch and they are none of those
+that could mix it (planner.capture.batch.mixing). Before the loss, an op that mixes sequences is reported, and its
+result counts as rows.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _size(node: fx.Node, dim: int) -> int:
 
 
 def _pieces(sizes: Sequence[Fraction]) -> list[Part]:
-    """Where pieces of these relative sizes stand in what they were joined to."""
+    """The parts of pieces of these relative sizes in their concatenation."""
     ends = [sum(sizes[:i], Fraction(0)) / sum(sizes) for i in range(len(sizes) + 1)]
     return [Part(a, b) for a, b in pairwise(ends)]
 
@@ -92,8 +93,8 @@ class Typing(Joins):
         self.single: set[fx.Node] = set()
         self._parts, self._likeness = Parts(captures, program.graph.graph, second), Likeness()
         self._from_inputs = input_only(program)
-        self._counted: set[fx.Node] = set()  # what reads counts
-        self._pieces: set[fx.Node] = set()  # cuts that are what was concatenated
+        self._counted: set[fx.Node] = set()  # readers of counts
+        self._pieces: set[fx.Node] = set()  # cuts that equal a concatenated piece
         for node in program.graph.graph.nodes:
             if node.op != "output":
                 self._note(node)
@@ -126,7 +127,7 @@ class Typing(Joins):
         )
 
     def _settled(self, node: fx.Node, kind: Kind) -> Kind:
-        """What stands for a join in the second graph is joined; before the loss one grown dim is taken for rows."""
+        """A value that the second graph joins is joined; before the loss, one grown dim counts as rows."""
         join = self.captures.joins.get(node)
         if join is not None:
             sums, one = join.target is aten.add.Tensor, replace(kind, like=1)
@@ -143,7 +144,9 @@ class Typing(Joins):
         return kind
 
     def takes_apart(self, node: fx.Node) -> bool:
-        """Whether a cut along the batch is one of several that make up the whole, or one of what was joined before."""
+        """Whether a cut along the batch is one of several that cover all of it, or one of a value that was joined
+        before.
+        """
         if node in self._pieces or (splits(node) and all(user in self._pieces for user in node.users)):
             return True
         cut = next((c for c in map(cut_of, (node, *node.users)) if c is not None), None)
@@ -233,7 +236,7 @@ class Typing(Joins):
     # ---- ops of losses
 
     def _scale(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """a · b or a / b, where b is the same everywhere."""
+        """a · b or a / b, if b is the same in every microbatch."""
         operands = [self._given(node, a) for a in node.args[:2] if isinstance(a, fx.Node)]
         linear = [k for k in operands if k.name in (SHARE, LOOSE)]
         if len(linear) == 1 and all(k.name == WHOLE for k in operands if k is not linear[0]):
@@ -328,7 +331,7 @@ class Typing(Joins):
         return Kind(ROWS, dim, kind.part, ("merged", before // outer, kind.order)) if merged else unknown
 
     def _choose(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """where(c, a, b), masked_fill(a, c, 0): linear where c is the same everywhere."""
+        """where(c, a, b), masked_fill(a, c, 0): linear if c is the same in every microbatch."""
         values, condition = selects(node)
         kinds = [self._given(node, n) for n in values]
         if self._given(node, condition).name == WHOLE and any(k.name == SHARE for k in kinds):

@@ -19,7 +19,7 @@ from planner.graph.walks import operands, walk
 
 
 def check_fixed_lookups(program: Program) -> None:
-    """Raise PlanError where an embedding is asked for a row that it has not, whatever the batch."""
+    """Raise PlanError if a constant id exceeds the rows of an embedding, for every batch."""
     for node in program.graph.graph.nodes:
         if getattr(node.target, "_opname", "") != "embedding":
             continue

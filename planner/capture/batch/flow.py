@@ -1,9 +1,9 @@
-"""Which dims of a value may hold the batch, told from one capture: enough to see that an op runs along other dims.
+"""The dims of a value that may hold the batch, from one capture: enough to see that an op runs along other dims.
 
     ids [b, t] → 0      embedding → 0      x.transpose(0, 1) → 1      x.view(b·h, t, d) → 0, in steps of h
 
-A dim that is not named holds no sequence beside another; one that is named may. An op that is not known here makes
-everything behind it unknown.
+A dim that is not named holds no sequence beside another; one that is named may. An op that is not known here makes all
+its dependents unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BESIDE = {"topk", "sort", "argsort", "msort", "gather", "scatter", "scatter_add"
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
-    """Node → dims that may hold the batch; None where that is not known. Microbatches hold two sequences or more."""
+    """Node → dims that may hold the batch; None if that is not known. Microbatches hold two sequences or more."""
     flow = batch_runs(program, on_batch)
     return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
 
@@ -109,7 +109,7 @@ def _aligned(dims: Dims, operand: fx.Node, result: fx.Node) -> Dims:
 
 
 def _reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
-    """Sequences that lie ``near`` to ``far`` elements apart are on each new dim whose own steps are among these."""
+    """Sequences that are ``near`` to ``far`` elements apart are on each new dim with steps in that range."""
     found: set[Run] = set()
     for dim, step, count in dims:
         near = step * prod(before[dim + 1 :])
@@ -155,7 +155,7 @@ def _by_letters(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims | None:
 
 
 def _beside(node: fx.Node, given: dict[fx.Node, Dims]) -> Dims:
-    """Operands of equal dims, of which the op takes one apart: the others stay."""
+    """Operands of equal dims; the op splits one of the dims: the others stay."""
     dims = frozenset().union(*given.values())
     return _anywhere(node) if any(dim in dims_along(node) for dim, *_ in dims) else dims
 

@@ -1,12 +1,12 @@
-"""Which integers a batch may hold: the ids of what the graph looks up by them, and the classes of its labels.
+"""The integers that a batch may hold: ids that the graph looks up, and classes of its labels.
 
     embedding(W[n, h], ids)                        0 ≤ id < n
     cross_entropy(logits[.., c], labels, skipped)  0 ≤ label < c, or skipped
     index_select, gather of n along a dim          0 ≤ i < n            x[ids]    -n ≤ i < n
 
-Followed from each integer input through ops that only move its values. What a slice drops may hold anything, so the
-part of a sequence that is looked up is known exactly; where it would not be, and after any arithmetic, there is no
-range: a value outside of one fails in the unmodified model too.
+Followed from each integer input through ops that only move its values. Values that a slice drops may be anything, so
+the part of a sequence that is looked up is known exactly; if it is not, and after any arithmetic, there is no range: a
+value outside of a range fails in the unmodified model too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Span = tuple[int, int]
 class IdRange:
     """``low`` ≤ value < ``high``, or ``skipped``, in ``part`` (half-open spans of the dims of one sequence).
 
-    ``what`` tells the user who reads it, ``unit`` what it counts.
+    ``what`` names the reader for the user, ``unit`` the kind of ids.
     """
 
     low: int
@@ -55,7 +55,7 @@ class _Trace:
 
 
 def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
-    """Batch key → what holds for its values; keys of which nothing is sure are left out."""
+    """Batch key → the ranges of its values; keys without a certain range are left out."""
     traces: dict[fx.Node, list[_Trace]] = {}
     found: dict[str, dict[IdRange, None]] = {}
     for node in program.graph.graph.nodes:
@@ -72,11 +72,11 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
     return {key: tuple(ranges) for key, ranges in found.items()}
 
 
-# ---- who looks up
+# ---- lookups
 
 
 def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange]]:
-    """The ids that a call reads, and where they must lie."""
+    """The ids that a call reads, and their range."""
     name = getattr(node.target, "_opname", "")
     if name not in _LOOKUPS:
         return
@@ -112,11 +112,11 @@ def _held(weight: fx.Node, program: Program) -> str:
     return next(names, "of no parameter").removesuffix(".weight")
 
 
-# ---- what keeps values
+# ---- ops that keep values
 
 
 def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterator[_Trace]:
-    """Which inputs' values the result holds, whole."""
+    """The inputs with unchanged values in the result."""
     name = getattr(node.target, "_opname", "")
     if name not in _MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
         return

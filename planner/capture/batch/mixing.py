@@ -1,11 +1,11 @@
-"""Find where the sequences of a batch see each other: there a microbatch cannot compute what the global batch would.
+"""Find ops that mix the sequences of a batch: there a microbatch cannot compute the values of the global batch.
 
     x − x.mean(0)        statistics over the batch            z @ z.T              each sequence with each other
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
     a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
 Whether a dim holds the batch is known from two captures (capture.batch.two_captures). The second costs as much as the
-first, so it is asked for only where an op could do one of these; a sum over the features, as of a norm, could not.
+first, so it is made only if an op could do one of these; a sum over the features, as of a norm, could not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumpro
          "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft"}  # fmt: skip
 PRODUCTS = {"mm", "matmul", "bmm", "einsum", "linear"}
 
-BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, where known
+BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, if known
 
 
 def has_gradient(node: fx.Node) -> bool:
@@ -35,8 +35,9 @@ def has_gradient(node: fx.Node) -> bool:
 
 
 def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collection[fx.Node]) -> list[fx.Node]:
-    """What is computed of the batch outside of ``loss`` and counts in the gradients: values that have one, and those of
-    batch tensors alone that such a value is made of, as a maximum over the ids that scales an embedding."""
+    """Values computed from the batch outside of ``loss`` that affect gradients: those with a gradient, and their inputs
+    made of batch tensors alone, such as a maximum over the ids that scales an embedding.
+    """
     given, inner = input_only(program), [n for n in program.graph.graph.nodes if n in on_batch and n not in loss]
     with_gradient = {n for n in inner if has_gradient(n)}
     read = {n for reader in with_gradient for n in reader.all_input_nodes if given.get(n.name)}
@@ -49,7 +50,7 @@ def _name(node: fx.Node) -> str:
 
 
 def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
-    """Told by the op alone: cheap, and true of few ops of a Transformer."""
+    """Decided by the op alone: cheap, and true of few ops of a Transformer."""
     if node.op != "call_function":
         return False
     if isinstance(node.target, OwnBackward):
@@ -66,7 +67,7 @@ def _runs_along_dims(node: fx.Node) -> bool:
 
 
 def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
-    """Whether a user's own backward makes a term of the loss, which is told as one."""
+    """Whether a user's own backward makes a term of the loss, which is reported as one."""
     value = node.meta["val"]
     if not isinstance(node.target, OwnBackward):
         return False
@@ -83,7 +84,7 @@ def _works_by_sequence(call: OwnBackward, batch_dims: Sequence[Collection[int]])
 
 
 def _is_batched(node: fx.Node) -> bool:
-    """A product of operands of three or more dims, of which the first stays a dim of its own."""
+    """A product of operands of three or more dims that keeps the first as a batch dim."""
     if _name(node) == "einsum":
         words, _, result = str(node.args[0]).partition("->")
         return all(word[:1] == result[:1] for word in words.split(","))
@@ -118,7 +119,7 @@ def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) 
 
 
 def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
-    """Whether an op that may mix does: it runs along the batch. What is not known is not claimed."""
+    """Whether an op that may mix does: it runs along the batch. False if that is unknown."""
     inputs = [dims_of(n) for n in node.all_input_nodes]
     if any(dims is None for dims in inputs):
         return False

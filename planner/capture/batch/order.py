@@ -1,4 +1,4 @@
-"""Find values that are computed of others whose sequences stand in another order along one dim.
+"""Find values computed from operands that have the sequences in different orders along one dim.
 
     x.view(b·h, …) * y.repeat(h, 1, 1)      of x every h rows are one sequence, of y every b-th row is
 
@@ -23,7 +23,7 @@ def batch_size(program: Program) -> int:
 
 
 def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.Node]:
-    """Nodes that read two orders of the batch; none where one sequence alone was captured."""
+    """Nodes that read two orders of the batch; none if only one sequence was captured."""
     size, runs = batch_size(program), batch_runs(program, on_batch)
     if size == 1:
         return []
@@ -31,7 +31,7 @@ def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.
 
 
 def may_repeat_batch(node: fx.Node) -> bool:
-    """Of a capture of one sequence: whether an op repeats its dim as a whole, the first or one behind a new dim."""
+    """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
     if _name(node) not in ("repeat", "expand"):
         return False
     shape, before = shape_of(node), shape_of(node.all_input_nodes[0])
@@ -51,7 +51,7 @@ def _reads_two(node: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: 
 
 
 def _certain(operand: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> Iterator[tuple[int, int]]:
-    """(dim, distance of two sequences) where all sequences stand on one dim, evenly."""
+    """(dim, distance of two sequences) if all sequences are on one dim, evenly."""
     found = runs.get(operand) or frozenset()
     if len(found) == 1:
         ((dim, step, count),) = found

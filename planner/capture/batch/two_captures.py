@@ -1,12 +1,12 @@
-"""Where the batch stands in a captured graph: which dims, which numbers and which constants follow the batch's size.
+"""The batch in a captured graph: the dims, numbers and constants that grow with the batch's size.
 
 A graph is captured at one size, and there a size looks like any other number: ``loss.sum() / 8`` may divide by the
-batch or by a constant. A second capture, of more sequences, tells. It costs as much as the first, so it is made only
-for losses that leave a doubt.
+batch or by a constant. A second capture, of more sequences, shows which. It costs as much as the first, so it is made
+only for losses that leave a doubt.
 
-The two graphs are laid on each other from the loss upwards. Where a model loops over its sequences in Python the second
-graph has more terms in a sum, or more pieces in a concatenation: the first ones are laid on each other, and how many
-more there are is noted.
+The two graphs are matched node by node from the loss upwards. If a model loops over its sequences in Python, the second
+graph has more terms in a sum, or more pieces in a concatenation: the first ones are matched, and the number of further
+ones is noted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TwoCaptures:
 
     ``more``: node → how many more terms (of a sum) or pieces (of a concatenation) the second has in its place.
     ``joins``: node of a graph with one sequence → the sum or concatenation that the second has in its place.
-    ``taken``: (reader, node) where the reader in the second graph reads one of ``times`` parts of the node: in the
-    first, of one sequence, a part is the whole.
+    ``taken``: (reader, node) if the reader in the second graph reads one of ``times`` parts of the node: in the first,
+    of one sequence, a part is all of it.
     """
 
     times: int
@@ -53,7 +53,7 @@ class TwoCaptures:
     taken: set[tuple[fx.Node | None, fx.Node]] = field(default_factory=set)
 
     def changed(self, node: fx.Node) -> frozenset[int] | None:
-        """The dims of ``node`` that grow with the batch; None where that is not known."""
+        """The dims of ``node`` that grow with the batch; None if that is not known."""
         other = self.others.get(node)
         a, b = node.meta.get("val"), None if other is None else other.meta.get("val")
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() == b.dim()):
@@ -61,7 +61,7 @@ class TwoCaptures:
         return frozenset(d for d in range(a.dim()) if a.shape[d] != b.shape[d])
 
     def grows(self, node: fx.Node, dim: int) -> int:
-        """How many times as long the second is along ``dim``; 0 where that is no whole number."""
+        """How many times as long the second is along ``dim``; 0 if that is no integer."""
         here, there = node.meta["val"].shape[dim], self.others[node].meta["val"].shape[dim]
         return there // here if here and there % here == 0 else 0
 
@@ -97,7 +97,7 @@ def _result(graph: fx.Graph) -> fx.Node:
 
 
 def _same_op(found: TwoCaptures, reader: fx.Node | None, a: fx.Node, b: fx.Node) -> fx.Node:
-    """What of the second graph stands for ``a``: ``b``, or the first of the terms or pieces that ``b`` joins."""
+    """The match of ``a`` in the second graph: ``b``, or the first of the terms or pieces that ``b`` joins."""
     while b.target in COPIES and b.target != a.target:
         b = b.all_input_nodes[0]
     if is_cut(b) and not (a.target == b.target and a.args[1:] == b.args[1:]):
@@ -160,7 +160,7 @@ def _adds_nodes(node: fx.Node) -> bool:
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:
-    """What a chain of additions adds up, in order."""
+    """The terms of a chain of additions, in order."""
     spine: Any = spine_of(node)
     return [spine[-1].args[0], *(n.args[1] for n in reversed(spine))] if spine else [node]
 
@@ -199,7 +199,7 @@ def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _is_part_of(b: fx.Node, source: fx.Node, a: fx.Node, times: int) -> bool:
-    """Whether ``b`` is cut from ``source`` and has the shape of ``a``, which is the whole of its source."""
+    """Whether ``b`` is cut from ``source`` and has the shape of ``a``, which is all of its source."""
     if not is_cut(b) or _cut_from(b) is not source:
         return False
     x, y, whole = a.meta.get("val"), b.meta.get("val"), source.meta.get("val")

@@ -1,10 +1,10 @@
-"""Parallel branches become one batched op: a module a head (or a group), applied to slices and put together again.
+"""Parallel branches become one batched op: a module for each head (or group), applied to slices and concatenated.
 
     cat([norm_i(x[:, i:i+1]) for i in range(n)], dim=1)    →    vmap(norm)(x, stack(weights))
 
-Branch by branch each slice is whole, and what the branches compute could not be cut between ranks. As one op over a new
-dim of n it is cut like any other. Only branches with small weights of their own are joined: a stack of matrices would
-hold on every rank what the matrices, cut one by one, need not.
+As separate branches each slice is unsharded, and the branches could not be split between ranks. One op over a new dim
+of n is sharded like any other. Only branches with small weights of their own are joined: a stack of matrices would be
+held in full on every rank, while the matrices can be sharded one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ FEWEST = 2
 
 @dataclass
 class _Branches:
-    """What ``num`` equal branches read, by the node of the first: pieces of a tensor, a value each, one for all."""
+    """The inputs of ``num`` equal branches, by the node of the first: pieces of a tensor, one value each, or one for
+    all.
+    """
 
     num: int
     dim: int
@@ -54,7 +56,7 @@ def join_branches(graph: fx.Graph, copy_body: CopyBody) -> bool:
 
 
 def _branches_of(cat: fx.Node) -> _Branches | None:
-    """The equal branches that ``cat`` puts together; None where they differ, or are too little or too much to join."""
+    """The equal branches that ``cat`` puts together; None if they differ, or are too little or too much to join."""
     outs: Any = cat.args[0]
     dim = int(cat.args[1]) if len(cat.args) > 1 else 0  # pyright: ignore[reportArgumentType]
     if len(outs) < FEWEST or len({shape_of(out) for out in outs}) > 1:
@@ -66,7 +68,7 @@ def _branches_of(cat: fx.Node) -> _Branches | None:
 
 
 def _equal(nodes: tuple[Any, ...], found: _Branches, seen: set[fx.Node]) -> bool:
-    """Whether ``nodes``, one of each branch, do the same to what the branches read; notes what that is."""
+    """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
     first = nodes[0]
     if not isinstance(first, fx.Node) or first in seen:
         return isinstance(first, fx.Node) or all(n == first for n in nodes)
@@ -110,13 +112,13 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _pieces_of(nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
-    """The tensor of which ``nodes`` are the equal parts along ``dim``, all of them and in order."""
+    """The tensor with ``nodes`` as its equal parts along ``dim``, all of them and in order."""
     sources = {piece_of(node, dim, i, len(nodes)) for i, node in enumerate(nodes)}
     return sources.pop() if len(sources) == 1 else None
 
 
 def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
-    """The tensor of which ``node`` is part ``index`` of ``num`` along ``dim``."""
+    """The tensor with ``node`` as its part ``index`` of ``num`` along ``dim``."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -133,7 +135,7 @@ def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
 
 
 def _batched(cat: fx.Node, branches: _Branches, copy_body: CopyBody) -> fx.Node | None:
-    """All branches at once, written before ``cat``; None where an op of theirs cannot be batched."""
+    """All branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
     num, dim, reads = branches.num, branches.dim, branches.reads
 
     def branch(*values: torch.Tensor) -> Any:

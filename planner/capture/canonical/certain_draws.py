@@ -1,7 +1,7 @@
 """Comparisons of a random draw that are certain: a draw from [0, 1) is never below 0 and always below 1.
 
-Layer drop asks such a question at each layer: ``if torch.rand([]) < probability: continue``. What a branch asks of a
-draw cannot be captured; but at probability 0 (or 1) the answer is known, and so is the branch. That a draw is not 0
+Layer drop asks such a question at each layer: ``if torch.rand([]) < probability: continue``. A branch on a draw cannot
+be captured; but at probability 0 (or 1) the answer is known, and so is the branch. That a draw is not 0
 (``torch.rand(1) > 0.0``) is true of all but one in 2^24: an assumption of the plan.
 """
 
@@ -21,9 +21,9 @@ COMPARES = ("lt", "le", "gt", "ge")
 
 
 class CertainDraws(TorchFunctionMode):
-    """While it is entered, a certain comparison of one drawn number is a constant tensor, of which a branch may ask.
+    """While it is entered, a certain comparison of one drawn number is a constant tensor, on which a branch may depend.
 
-    ``check`` is called with the arguments of every torch function, ``assume`` where a draw is taken for not 0.
+    ``check`` is called with the arguments of every torch function, ``assume`` when a draw is assumed not to be 0.
     """
 
     def __init__(self, check: Callable[..., None] | None = None, assume: Callable[[], None] | None = None) -> None:
@@ -67,7 +67,7 @@ def _is_drawn(x: Any) -> bool:
 
 
 def certain_answer(name: str, bound: float) -> bool | None:
-    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None where it depends on the draw."""
+    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None if it depends on the draw."""
     if bound >= 1 or bound < 0:
         return (name in ("lt", "le")) == (bound >= 1)
     return {"lt": False, "ge": True}.get(name) if bound == 0 else None

@@ -1,8 +1,8 @@
 """Ops that are no more than a few other ops (tensordot, inner, hstack, mse_loss, weight_norm …), written out.
 
-PyTorch says itself how such an op is made: by its composite kernel, or by its table of decompositions. It is written
-out where it carries a gradient and has no rule of its own, and kept whole (and reported) where its parts would have
-none either, or would be very many (an LSTM, step by step).
+PyTorch itself defines such an op: by its composite kernel, or by its table of decompositions. It is written out if it
+carries a gradient and has no rule of its own, and kept as one op (and reported) if its parts would have none either, or
+would be very many (an LSTM, step by step).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MOST_CALLS = 64
 
 
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
-    """The graph that the call ``node`` stands for, over its tensor arguments in order; None where it stays a call.
+    """The graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
 
     ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
-    ``has_rule``: of which ops it is known how to cut them.
+    ``has_rule``: whether an op has a rule.
     """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):
-        return None  # batch norm is told by its name (planner.capture.loss.shares)
+        return None  # batch norm is recognised by its name (planner.capture.loss.shares)
     whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
     inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
     if whole is None or not any(n.meta["grad"] for n in inputs):
@@ -42,14 +42,14 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     try:
         graph = make_fx(run, parts, "real")(*(n.meta["val"].detach() for n in inputs))
     except Exception:
-        return None  # what PyTorch cannot write out stays a call, and is reported
+        return None  # an op that PyTorch cannot write out stays a call, and is reported
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     known = all(has_rule(op) or op in spellings for op in calls) and len(calls) <= MOST_CALLS
     return graph if known and not graph.graph.find_nodes(op="get_attr") else None
 
 
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
-    """How the parts of an op are made in turn, where they have no rule; what reads no tensor needs none."""
+    """The decompositions of an op's parts that have no rule; a call without tensor inputs needs none."""
     unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and not has_rule(op)}
     return {op: how for op, how in unknown.items() if _reads_tensors(op)}
 

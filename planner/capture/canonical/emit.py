@@ -1,4 +1,4 @@
-"""What rewrites of captured calls share: emitting a call, shapes, and tables by op name.
+"""Code that rewrites of captured calls share: emitting a call, shapes, and tables by op name.
 
 A rewrite is a function ``(emit, node, args, kwargs) -> value``: ``node`` is the captured call, ``args`` and ``kwargs``
 are its arguments in the graph under construction, and ``emit(target, args, kwargs, val)`` adds one call for it.

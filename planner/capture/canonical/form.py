@@ -5,9 +5,9 @@
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
     own_backward(tensors, key)           → the user's Function (planner.graph.ops.own_backward)
-    wrap_with_set_grad_enabled(body)     → the body in line, what it reads detached where it runs without gradients
+    wrap_with_set_grad_enabled(body)     → the body in line, with detached inputs if it runs without gradients
 
-Leaves:  one flat graph of functional ops whose output is the tuple of the tensors asked for; every node has
+Leaves:  one flat graph of functional ops with the tuple of the requested tensors as output; every node has
          ``meta["val"]`` and ``meta["grad"]``; nothing dead.
 """
 
@@ -49,7 +49,7 @@ def canonicalize(
     """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
 
     ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
-    nothing reads, left out. ``has_rule``: ops without a rule are written out where that helps (canonical.decompose).
+    nothing reads, left out. ``has_rule``: ops without a rule are written out if that helps (canonical.decompose).
     """
     writer = _Writer(constants or {}, has_rule)
     env: dict[fx.Node, Any] = {}
@@ -67,7 +67,7 @@ def canonicalize(
 
 
 def prune(module: fx.GraphModule) -> None:
-    """Drop what nothing reads; random ops are not kept for their side effect on the generator."""
+    """Drop nodes without readers; random ops are not kept for their side effect on the generator."""
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     module.recompile()
 
@@ -90,7 +90,7 @@ class _Writer:
         return new
 
     def copy_body(self, source: fx.GraphModule, env: dict[fx.Node, Any]) -> Any:
-        """Copy every call of ``source``; returns what its output node returns."""
+        """Copy every call of ``source``; returns the arguments of its output node."""
         for node in source.graph.nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], lambda n: env[n])
@@ -114,7 +114,7 @@ class _Writer:
         return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
 
     def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Copy the parts of a composite op in its place, each with the user's line of the whole."""
+        """Copy the parts of a composite op in its place, each with the user's line of the composite op."""
         found: list[fx.Node] = []
         fx.map_arg((args, kwargs), found.append)
         holders = parts.graph.find_nodes(op="placeholder")
@@ -164,7 +164,7 @@ class _Writer:
         return new
 
     def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
-        """What a call without gradients reads: the graph that runs has no other way to stop a gradient."""
+        """Detach the input of a call without gradients: the graph that runs has no other way to stop a gradient."""
         if not value.meta["grad"]:
             return value
         return self._create(origin, aten.detach.default, (value,), {}, value.meta["val"].detach())
@@ -221,12 +221,12 @@ def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 
 
 def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Mean and deviation, which it gives too, are for a backward that nobody asks of this graph."""
+    """Mean and deviation, which it gives too, are for a backward that this graph does not run."""
     return emit(aten.layer_norm.default, args, kwargs, node.meta["val"][0]), None, None
 
 
 def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """``sparse`` says how the gradient is stored, not what it is: the gradient of a shard is dense."""
+    """``sparse`` changes how the gradient is stored, not its values: the gradient of a shard is dense."""
     if len(args) > 3 and args[3]:
         raise PlanError(
             "scale_grad_by_freq divides the gradient of an embedding by counts in the batch, which a microbatch "
@@ -271,7 +271,7 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
 
 
 def _own_backward(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A Function of the user's takes its place: detached from what it gives no gradient, and where it gives none."""
+    """A Function of the user's takes its place; inputs and results without a gradient are detached."""
     call = recorded(args[1])
     operands = [o if r else _cut_off(emit, o) for o, r in zip(args[0], call.facts.reached, strict=True)]
     vals = list(node.meta["val"])

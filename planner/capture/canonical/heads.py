@@ -4,8 +4,8 @@
     o[0](head[0](x)) + o[1](head[1](x)) + …                                 →    a sum over that dim
 
 One by one, a head could only be cut inside itself, with an exchange of scores for each. The weights of the heads are
-stacked, those of one shape together: a rank holds a part of each, and one exchange of the stack gives it whole heads.
-Branches without a product of two activations are left as they are: their weights are cut one by one.
+stacked, those of one shape together: a rank holds a part of each, and one exchange of the stack gives it complete
+heads. Branches without a product of two activations are left as they are: their weights are cut one by one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 class _Unknown(Exception):
-    """An op that is not written over a dim of heads: the loop stays as it is."""
+    """An op that is not written over a dim of heads: the loop stays unchanged."""
 
 
 @dataclass
 class _Loop:
-    """What ``num`` equal branches do, by the nodes of the first."""
+    """The loop of ``num`` equal branches, by the nodes of the first."""
 
     num: int
     pieces: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # piece 0 → tensor, and its dim of pieces
@@ -43,7 +43,7 @@ class _Loop:
 
 
 def join_heads(graph: fx.Graph) -> bool:
-    """Rewrite every such loop of ``graph``, whose parts were concatenated or added up."""
+    """Rewrite every such loop of ``graph`` with parts that are concatenated or added up."""
     joined = False
     for node in list(graph.nodes):
         leaves = _concatenated(node) or _added_up(node)
@@ -83,7 +83,7 @@ def _terms(node: fx.Node, *, is_end: bool = True) -> list[fx.Node]:
 
 
 def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
-    """The equal branches that end in ``leaves``; None where they differ, or hold no product of two activations."""
+    """The equal branches that end in ``leaves``; None if they differ, or hold no product of two activations."""
     if len({shape_of(n) for n in leaves}) > 1 or len(set(leaves)) < len(leaves):
         return None
     loop = _Loop(len(leaves))
@@ -98,13 +98,13 @@ def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
 
 
 def _mixes(node: fx.Node, loop: _Loop) -> bool:
-    """A product of what the branch itself made."""
+    """A product of values that the branch itself made."""
     made = [n for n in node.all_input_nodes if n.meta["grad"] and (n in loop.body or n in loop.pieces)]
     return node.target is SDPA or (node.target in PRODUCTS and len(made) == len(node.all_input_nodes) == 2)
 
 
 def _are_equal(nodes: tuple[Any, ...], loop: _Loop, seen: set[fx.Node]) -> bool:
-    """Whether ``nodes``, one of each branch, do the same to what the branches read; notes what that is."""
+    """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
     first = nodes[0]
     if first in seen or all(n is first for n in nodes):
         return True
@@ -133,7 +133,7 @@ def _dim_of_pieces(node: fx.Node) -> int | None:
 
 
 class _Writer:
-    """Owns the calls over all heads: values of the branches get a first dim of heads, what they share does not."""
+    """Owns the calls over all heads: values of the branches get a first dim of heads, shared values do not."""
 
     def __init__(self, graph: fx.Graph, loop: _Loop) -> None:
         self.graph, self.loop, self.num = graph, loop, loop.num
@@ -141,7 +141,7 @@ class _Writer:
         self.origin = next(iter(loop.body))
 
     def result(self, end: fx.Node, leaves: list[fx.Node]) -> fx.Node:
-        """What takes the place of ``end``: a concatenation, or a sum with other terms."""
+        """The replacement of ``end``: a concatenation, or a sum with other terms."""
         self._stack_weights()
         for piece, (source, dim) in self.loop.pieces.items():
             self.new[piece] = self._cut_in_heads(source, dim)
@@ -201,7 +201,7 @@ class _Writer:
                 self.new[first] = self._view(self._emit(aten.slice.Tensor, stack, 0, i, i + 1), [self.num, *shape])
 
     def _write(self, node: fx.Node) -> None:
-        """The call over all heads; nothing where all that it reads is shared, as it is the same for every head."""
+        """The call over all heads; nothing if all its inputs are shared: its result is then equal for every head."""
         if not any(n in self.new for n in node.all_input_nodes):
             if draws(node.target) and node.target is not SDPA:
                 raise _Unknown
@@ -244,7 +244,7 @@ class _Writer:
         return self._emit(aten.expand.default, self._aligned(x, len(shape) - 1), shape)
 
     def _along(self, node: fx.Node) -> fx.Node:
-        """Ops whose dims count one more."""
+        """Ops with dims that move by one."""
         x, args = node.all_input_nodes[0], list(node.args)
         ndim = len(shape_of(x))
         if len(node.all_input_nodes) > 1 or node.kwargs:

@@ -1,6 +1,6 @@
 """Canonical forms of indexing and of writing into parts: slices, selections of rows, and concatenations.
 
-x[.., [2, 3], ..]                    → slice                       where the index is a constant run
+x[.., [2, 3], ..]                    → slice                       if the index is a constant run
 slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
 … of every n-th element              → the same along a dim of n of its own
 select_scatter, copy                 → the same, or the source itself
@@ -64,7 +64,7 @@ def _every_nth(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, st
 
 
 def _viewed_back(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
-    """``x.reshape(shape)``; where ``x`` is such a tensor in another shape, that tensor."""
+    """``x.reshape(shape)``; if ``x`` is itself a view of a tensor with that shape, that tensor."""
     seen = x.all_input_nodes[0] if x.target is aten.reshape.default else x
     return seen if shape_of(seen) == tuple(shape) else viewed(emit, x, shape)
 
@@ -76,7 +76,7 @@ def _between(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, end:
 
 
 def _pieces(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> list[fx.Node]:
-    """[start, end) of ``x``: what it was put together from, where the bounds meet; else a slice."""
+    """[start, end) of ``x``: the operands of its concatenation, if the bounds match; else a slice."""
     if start == end:
         return []
     if x.target is aten.cat.default and x.args[1] == dim:
@@ -104,7 +104,7 @@ def _select_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str
 
 
 def _copy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What was in the destination does not matter: the source, cast and broadcast."""
+    """The old content of the destination does not matter: the source, cast and broadcast."""
     target, source = args[0].meta["val"], args[1]
     if source.meta["val"].dtype != target.dtype:
         source = applied(emit, aten.to.dtype, source, target.dtype)

@@ -1,9 +1,9 @@
-"""Canonical forms of what moves, cuts and joins elements without computing on them.
+"""Canonical forms of ops that move, split and join elements without computing on them.
 
 view, flatten, unsqueeze, squeeze …  → reshape to static sizes
 transpose, t, mT, movedim …          → permute
 split, chunk, unbind, select         → split_with_sizes / slice, then reshape
-stack, cat                           → cat of what is not empty
+stack, cat                           → cat of the operands that are not empty
 repeat_interleave                    → a new dim, expanded, merged
 to, type_as, _to_copy                → to.dtype, or nothing
 """
@@ -32,7 +32,7 @@ def _reshape(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 
 
 def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The permutation is read off by applying the op to a meta tensor whose sizes are all different."""
+    """The permutation is read off by applying the op to a meta tensor with distinct sizes."""
     ndim = args[0].meta["val"].dim()
     probe = torch.empty([d + 2 for d in range(ndim)], device="meta")
     target: Any = node.target
@@ -81,7 +81,7 @@ def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
     selected = reshaped(emit, piece, val)
     if dim == 0:
-        selected.meta["selected"] = True  # of one, where it looks like a view
+        selected.meta["selected"] = True  # of size 1, if it looks like a view
     return selected
 
 

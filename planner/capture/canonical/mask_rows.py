@@ -1,9 +1,10 @@
-"""What a mask of constants allows, row by row, without the mask: of 131,072 tokens it would have 17 billion elements.
+"""The columns that a mask of constants allows, row by row, without the mask: for 131,072 tokens it has 17 billion
+elements.
 
     allowed(i, j)  =  first[i] <= j < stop[i]        causal: 0, i + 1     full: 0, t     a window of w: i + 1 - w, i + 1
 
-A comparison of a column of numbers with a row of them, in order, allows a run in each row; runs that are cut with each
-other, joined, or turned inside out at an end are runs again. Vectors are computed; of all else nothing is known.
+A comparison of a column of numbers with a row of them, in order, allows a run in each row; intersections, unions and
+complements of runs at an end are runs again. Vectors are computed; all other values are unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NOT, SAME = {aten.bitwise_not, aten.logical_not}, {aten.reshape, aten.expand, at
 
 @dataclass(frozen=True)
 class Runs:
-    """Of each of ``len(first)`` rows the run of columns that is allowed, of ``width``; an empty one where none is."""
+    """For each of ``len(first)`` rows the allowed run of columns, of ``width``; an empty one if none is allowed."""
 
     first: Tensor
     stop: Tensor
@@ -46,14 +47,14 @@ class Runs:
 
 
 class MaskRows:
-    """Looks at constant values [.., s, t]; owns what was found of each."""
+    """Examines constant values [.., s, t]; owns the result for each."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
         self._found: dict[fx.Node, Runs | None] = {}
 
     def of(self, node: Any) -> Runs | None:
-        """The runs of a boolean value that is alike in all leading dims; None where there are none that are known."""
+        """The runs of a boolean value that is alike in all leading dims; None if there are none that are known."""
         if not isinstance(node, fx.Node) or node not in self.constants.nodes or len(shape_of(node)) < 2:
             return None
         if node not in self._found:
@@ -88,7 +89,7 @@ class MaskRows:
         return self.of(node) if vector is None else _of_vector(vector, rows, width)
 
     def _of_vector(self, node: fx.Node) -> Runs | None:
-        """One that is a vector, as it is or spread to its shape."""
+        """The runs of a vector, itself or expanded to a shape."""
         vector = self._vector(node)
         return None if vector is None else _of_vector(vector, *shape_of(node)[-2:])
 
@@ -156,7 +157,7 @@ def _compared(name: str, left: Tensor, right: Tensor, rows: int, width: int) -> 
 
 
 def _joined(a: Runs | None, b: Runs | None, either: bool) -> Runs | None:
-    """What both allow; or ``either``, where that is a run."""
+    """The columns that both allow; or ``either``, if that is a run."""
     if a is None or b is None or (a.width, len(a.first)) != (b.width, len(b.first)):
         return None
     if not either:
@@ -172,7 +173,7 @@ def _joined(a: Runs | None, b: Runs | None, either: bool) -> Runs | None:
 
 
 def _turned(runs: Runs | None) -> Runs | None:
-    """What is not allowed, where that is a run: the rest of a row behind or before one at its end."""
+    """The complement, if that is a run: the rest of a row after or before a run at its end."""
     if runs is None:
         return None
     starts, ends = runs.first <= 0, runs.stop >= runs.width

@@ -1,8 +1,8 @@
 """Explicit attention masks that say nothing new: provably causal ones become is_causal, provably full ones go away.
 
-A mask made of constants alone (positions, comparisons) is computed here, once, and looked at; of a large one, what each
-row allows is (mask_rows), and the mask itself only where that cannot be told. Flash attention then needs no mask in
-memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
+A mask made of constants alone (positions, comparisons) is computed here, once, and examined; of a large one, only the
+allowed columns of each row are (mask_rows), and the mask itself only if those are unknown. Flash attention then needs
+no mask in memory, and the ops that built it are dead. One that reads a batch tensor or a parameter stays.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""An RMS norm that the model spells out becomes ``aten.rms_norm``, where it is the same formula (``fuse_norms: true``).
+"""An RMS norm that the model spells out becomes ``aten.rms_norm``, if it is the same formula (``fuse_norms: true``).
 
     v · rsqrt(mean(v², last dim) + eps)                          v of float32 or float64     rms_norm(v, [h], None, eps)
     to(to(x, float32) · rsqrt(mean(to(x, float32)²) + eps), x)   x of half precision         rms_norm(x, [h], None, eps)
 
 PyTorch computes a norm of half precision in float32 and rounds once, as the second line does; so one that is computed
-in half precision throughout stays. So does what divides by a root, as a product with rsqrt rounds otherwise, and v · v,
-whose gradient is added in another order than that of v². The weight is left outside, in the precision in which the
-model multiplies by it. On a CPU ops and bits are the same; a GPU has one kernel for each direction in place of seven
-and some twenty, which sums in another order.
+in half precision throughout stays. So does a division by a root, as a product with rsqrt rounds otherwise, and v · v,
+with a gradient that is added in another order than that of v². The weight is left outside, in the precision in which
+the model multiplies by it. On a CPU ops and bits are the same; a GPU has one kernel for each direction in place of
+seven and some twenty, which sums in another order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def spelled_norms(program: Program) -> Iterator[SpelledNorm]:
 
 
 def fuse_norms(program: Program) -> None:
-    """Rewrite them in place; ``program.rewrites`` says where."""
+    """Rewrite them in place; ``program.rewrites`` lists them."""
     found = list(spelled_norms(program))
     for norm in found:
         for result in norm.results:
@@ -81,7 +81,7 @@ def _norm_of(product: fx.Node) -> SpelledNorm | None:
 
 
 def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
-    """Where the value is float32 for the norm alone, and the norm goes back to the dtype that it had."""
+    """The norm of a value that is cast to float32 for the norm alone, and is cast back to its own dtype."""
     (x,) = v.all_input_nodes
     given = x.meta["val"].dtype
     back = tuple(product.users)
@@ -91,7 +91,7 @@ def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
 
 
 def _eps_of(v: fx.Node | None, root: fx.Node | None) -> float | None:
-    """eps, where ``root`` is rsqrt(mean(v², last dim, kept) + eps) and nobody reads what is between."""
+    """eps, if ``root`` is rsqrt(mean(v², last dim, kept) + eps) and the values between have no other readers."""
     if v is None or root is None or root.target is not aten.rsqrt.default or len(root.users) != 1:
         return None
     added: Any = root.args[0]

@@ -24,7 +24,7 @@ UNREDUCED = 0
 
 
 def explicit(text: str, ndims: list[int]) -> str:
-    """An einsum equation with every letter written out; ``ndims`` of the operands. Unchanged where it already is."""
+    """An einsum equation with every letter written out; ``ndims`` of the operands. Unchanged if it already is."""
     left, arrow, right = text.replace(" ", "").partition("->")
     words = left.split(",")
     if not arrow:
@@ -121,7 +121,7 @@ def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """On a log_softmax over the classes, both together are the cross-entropy of what came before."""
+    """On a log_softmax over the classes, both together are the cross-entropy of the logits."""
     given = named(node, args, kwargs)
     logits = _before_log_softmax(emit, given["self"], 1 if len(shape_of(given["self"])) > 1 else 0)
     if logits is None or given["target"].meta["val"].is_floating_point():
@@ -137,7 +137,7 @@ def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
-    """x where ``node`` is reshape*(log_softmax(x, dim)) and the reshape leaves the classes the last dim."""
+    """x if ``node`` is reshape*(log_softmax(x, dim)) and the reshape leaves the classes the last dim."""
     found = node
     while found.target is aten.reshape.default and shape_of(found)[-1] == shape_of(found.all_input_nodes[0])[-1]:
         found = found.all_input_nodes[0]

@@ -1,11 +1,11 @@
-"""Calls that read no weight stand in an order that does not depend on the one in which Python walked a set.
+"""Orders calls that read no weight independently of the order in which Python iterated over a set.
 
     for kind in set(config.layer_types):              cos, sin and masks of each kind
         tables[kind] = self.rotary(positions, kind)
 
 A set of strings is walked in another order in each process, and its iterations make the same lines of other values.
-Within a run of such calls, calls of one line stand as they are first read; lines stand as in the source. Straight code
-stays as it was traced. Names follow: the first ``mul`` of a run has its lowest number.
+Within a run of such calls, calls of one line are ordered by their first reader, lines as in the source. Straight code
+keeps its traced order. Names follow: the first ``mul`` of a run has its lowest number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _runs(graph: fx.Graph, aside: Collection[fx.Node]) -> Iterator[list[fx.Node]
 
 
 def _ordered(run: Sequence[fx.Node], first_read: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Each call behind what it reads; else by line, and then as it is first read."""
+    """Each call after its inputs; else by line, and then by first reader."""
     keys = {node: (lines_of(node), first_read.get(node, len(first_read))) for node in run}
     by_key = {key: node for node, key in keys.items()}
     waiting = {node: sum(n in keys for n in node.all_input_nodes) for node in run}

@@ -1,4 +1,4 @@
-"""Where every reader of a value stops its gradient, the gradient stops before the value is made.
+"""If every reader of a value stops its gradient, the gradient stops before the op that makes the value.
 
     detach(f(x, y))                      → f(detach(x), detach(y))          straight-through estimators, scales of bits
     max(x, dim)[0], min of no gradient   → amax(x, dim), amin
@@ -44,7 +44,7 @@ def stop_early(graph: fx.Graph) -> bool:
 
 
 def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Calls of whose readers some stop the gradient and none passes it on, in the order of the graph."""
+    """Calls with some readers that stop the gradient and none that passes it on, in the order of the graph."""
     found: dict[fx.Node, None] = {}
 
     def stops(user: fx.Node) -> bool:
@@ -73,7 +73,7 @@ def _without_gradient(val: Any) -> Any:
 
 
 def _pick(graph: fx.Graph, node: fx.Node) -> None:
-    """Which of equal elements was picked matters to a gradient, and to who reads the index."""
+    """The choice among equal elements matters to a gradient, and to readers of the index."""
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
         return
     given = named(node)

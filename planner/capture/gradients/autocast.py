@@ -3,12 +3,13 @@
     with torch.autocast("cpu", dtype=torch.bfloat16):        linear(to(x, bf16), to(w, bf16), to(b, bf16))
         y = linear(x, w, b)
 
-While a forward is exported each op is marked with the region that it stands in; the region itself is not recorded, so
-no_grad and other regions inside of it stay what they are. Afterwards each marked op is asked, on fake tensors and under
-autocast, which of its arguments it casts (``written_casts``). An op that is made of others, of which some cast, is
-written out. What autocast remembers of casts (its cache of weights) changes no value.
+While a forward is exported each op is marked with its region; the region itself is not recorded, so
+no_grad and other regions inside of it are unchanged. Afterwards each marked op runs on fake tensors under autocast,
+which shows the arguments that it casts (``written_casts``). A composite op with parts that cast is written out.
+Autocast's cache of cast weights changes no value.
 
-A region of another device than the CPU does nothing to a model on the CPU, and so nothing to the plan: that is told.
+A region of another device than the CPU does nothing to a model on the CPU, and so nothing to the plan: the plan reports
+it.
 
 Needs:   an export under ``Regions``.
 Leaves:  a graph that gives the same values without autocast.
@@ -39,7 +40,7 @@ KEPT = ("stack_trace", "nn_module_stack")
 
 
 class Regions:
-    """Marks what is recorded within a region, and remembers where each was entered.
+    """Marks ops that are recorded within a region, and remembers the line that entered each.
 
     ``entered``: those that compute in another precision; ``idle``: those of other devices.
     """
@@ -50,7 +51,7 @@ class Regions:
         self._here, self._elsewhere = here, elsewhere
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """(owner, name, what stands there while a forward is exported)."""
+        """(owner, name, replacement while a forward is exported)."""
         enter, leave, init = torch.autocast.__enter__, torch.autocast.__exit__, torch.autocast.__init__
         create = TracerBase.create_node
 
@@ -92,7 +93,7 @@ class Regions:
             self.idle[region.device, self._here()] = None
 
     def told(self) -> Iterator[tuple[str, Where]]:
-        """What the plan says of the regions that it computes in another precision."""
+        """The plan's notes on regions that it computes in another precision."""
         for region, where in self.entered:
             dtype = str(region.dtype).removeprefix("torch.")
             yield f"an autocast region computes in {dtype}, with the CPU rules of autocast", where
@@ -114,7 +115,7 @@ def autocast_now() -> Autocast | None:
 
 
 def write_casts(module: fx.GraphModule) -> None:
-    """Put the casts of every marked op into the graph. Raises PlanError where they cannot be told."""
+    """Put the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             marked = [(n, _region(n)) for n in inner.graph.nodes]

@@ -1,6 +1,5 @@
-"""Where in the user's code Python stands now, or stood when it raised: module path, file and line.
-
-Source lines of captured nodes are in planner.graph.source_lines; this is for what never becomes a node.
+"""Python's current line in the user's code, or the line that raised: module path, file and line. Source lines of
+captured nodes are in planner.graph.source_lines; this is for code that never becomes a node.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from planner.graph.source_lines import is_foreign_frame
 
 
 class CallSites:
-    """Knows the modules of one model by name, to tell in whose forward a frame is."""
+    """Knows the modules of one model by name, to find the module of a frame."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}

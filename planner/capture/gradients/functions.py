@@ -1,18 +1,17 @@
 """Is the backward of a user's torch.autograd.Function the derivative of its forward?
 
-torch.export keeps what the forward of a Function computes, and gradients are derived from that again. For a fused or
-memory-saving Function it is the same; for a straight-through estimator or a reversed gradient it is not, and the
-Function stays one op with its own backward (planner.graph.ops.own_backward). So each distinct use is tried once, on
-small random tensors of the shapes that it was given:
+torch.export keeps the ops of a Function's forward, and gradients are derived from them. For a fused or memory-saving
+Function they are the same; for a straight-through estimator or a reversed gradient they are not, and the Function stays
+one op with its own backward (planner.graph.ops.own_backward). So each distinct use is tried once, on small random
+tensors of its input shapes:
 
     d(Function.apply)/dx   against   d(Function.forward)/dx by autograd
 
-Values are drawn around 0, positive, far from 0 (where rounding counts for more: in float64 only) and next to 0, where a
-root or a quotient may be bounded. What only the derivative does not give finite is a difference, what the Function does
-not give finite is not compared. Compared is the norm of the difference.
-
-These trials (and capture.own_backward.trials) are where planning runs a backward: after it, on a torch built for CUDA,
-a fork of this process cannot run another (launchers here start processes that have not planned).
+Values are drawn around 0, positive, far from 0 (with larger rounding errors: in float64 only) and next to 0, where a
+root or a quotient may be bounded. A value that only the derivative makes non-finite is a difference; a value that the
+Function makes non-finite is not compared. The norm of the difference is compared. Only these trials (and
+capture.own_backward.trials) run a backward while planning: after it, on a torch built for CUDA, a fork of this process
+cannot run another (launchers here start processes that have not planned).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def is_of_torch(function: type[Function]) -> bool:
 
 
 def is_derived(use: Application) -> bool | None:
-    """None where it cannot be told: the Function does not run by itself, or gives nothing finite."""
+    """None if that is unknown: the Function does not run by itself, or gives nothing finite."""
     if not any(shape.requires_grad for shape in use.shapes):
         return True
     for attempt in use.attempts(MANY_ELEMENTS):
@@ -53,7 +52,7 @@ def is_derived(use: Application) -> bool | None:
 
 
 def _agree_on_samples(use: Application) -> bool | None:
-    """All samples in float64; where the Function itself is coarser, the first that says anything."""
+    """All samples in float64; if the Function itself is coarser, only the first that is conclusive."""
     known = None
     for sample in (*SAMPLES, NEXT_TO_ZERO):
         equal, dtype = _agree(use, sample)
@@ -64,8 +63,9 @@ def _agree_on_samples(use: Application) -> bool | None:
 
 
 def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
-    """Whether both gradients are equal on one draw of values, None where nothing finite is left to compare; and the
-    coarsest dtype that was met on the way."""
+    """Whether both gradients are equal on one draw of values, None if nothing finite is left to compare; and the
+    coarsest dtype of the ops inside.
+    """
     with on_the_side() as seen:
         own = _gradients(use, use.function.apply, sample)
         derived = _gradients(use, lambda *args: _forward(use.function, args), sample)
@@ -87,7 +87,7 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
 
 
 def _gradients(use: Application, run: Callable[..., Any], sample: Sample) -> list[Tensor]:
-    """By each tensor that asks for one, with random gradients of the outputs; zeros where none arrives."""
+    """For each tensor that requires one, with random gradients of the outputs; zeros if none arrives."""
     torch.manual_seed(0)
     values = draw(use, sample)
     _, found = applied(use, values, run, lambda _, output: _arriving(output, sample))
@@ -106,7 +106,7 @@ def _forward(function: type[Function], args: tuple[Any, ...]) -> Any:
 
 
 class _Context:
-    """In the place of ``ctx`` where a forward runs by itself: takes whatever is stored and does nothing with it."""
+    """Replaces ``ctx`` for a forward that runs by itself: accepts anything that is stored and ignores it."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -1,10 +1,10 @@
-"""Refuse hooks that stand on a model and change its gradients: capture keeps the forward alone, so they would be lost.
+"""Refuse hooks on a model that change its gradients: capture keeps the forward alone, so they would be lost.
 
     module.register_full_backward_hook, register_full_backward_pre_hook, register_backward_hook, and their global forms
     parameter.register_hook, parameter.register_post_accumulate_grad_hook
 
-Hooks that a forward sets on its tensors are met while it is exported (capture.gradients.python_side). Forward hooks are
-part of the forward, and so of what is captured.
+Hooks that a forward sets on its tensors are found while it is exported (capture.gradients.python_side). Forward hooks
+are part of the forward, and so are captured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOOK_FIX = (
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raise PlanError at the first hook on a gradient, naming what it is on and where its function is."""
+    """Raise PlanError at the first hook on a gradient, naming its owner and the line of its function."""
     for what, module, hook in _hooks(model):
         raise PlanError(
             f"a hook on the gradients of {what} would be lost: a plan contains only the computation of the forward",
@@ -36,7 +36,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """(what it is on, module path, function) of every hook."""
+    """(owner in words, module path, function) of every hook."""
     for kind in ("_global_backward_hooks", "_global_backward_pre_hooks"):
         for hook in getattr(torch_modules, kind, {}).values():
             yield "every module", "", hook

@@ -1,9 +1,9 @@
-"""A forward that casts or moves modules of its own: nothing happens where they are of that dtype and device already.
+"""A forward that casts or moves modules of its own: no effect if they are of that dtype and device already.
 
-    self.router = self.router.to(torch.float32)     of float32 weights: as it was
+    self.router = self.router.to(torch.float32)     of float32 weights: no effect
                                                     of others: PlanError, since the first forward changes them for good
 
-PyTorch puts what a cast returns in the weights' places, in a way that fails while these are exchanged for an export.
+PyTorch replaces the weights by the results of a cast, in a way that fails while these are exchanged for an export.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIX = "cast at the use (`F.linear(x, self.weight.to(x.dtype))`), or give the we
 def watched_cast(
     original: Callable[..., Any], model_of: Callable[[], nn.Module | None], refuse: Callable[[str, str], NoReturn]
 ) -> Callable[..., Any]:
-    """In the place of ``nn.Module._apply``. ``model_of``: the model whose forward runs; None outside of the watch."""
+    """Replaces ``nn.Module._apply``. ``model_of``: the model with a running forward; None outside of the watch."""
 
     def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         model = model_of()

@@ -3,7 +3,7 @@
     nn.Embedding(max_norm=…)            renormalises rows of its weight
     with torch.no_grad(): w.mul_(0.9)   also through views, w.data and w.detach()
 
-Read off the exported graph before it is made functional, where a write is still a write.
+Read off the exported graph before it is made functional, while writes are still visible.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a forward may say about gradients in Python, and not by an op: kept, or refused, while it is exported.
+"""Python code in a forward that affects gradients without being an op: kept, or refused, while it is exported.
 
-    checkpoint(use_reentrant=True)   its function in line: what to compute again in the backward is the spec's business
+    checkpoint(use_reentrant=True)   its function in line: the spec decides what to recompute in the backward
     torch.inference_mode()           torch.no_grad(), which is recorded
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
@@ -11,7 +11,7 @@
     p.grad, p.requires_grad = …,
     saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
 
-Names are replaced in PyTorch for the time of one export, on the exporting thread alone, and put back whatever happens.
+Names are replaced in PyTorch for the time of one export, on the exporting thread alone, and always restored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or cha
 
 
 class PythonGradients:
-    """Watches one export. ``notes``: what a user should know. ``first``: of an earlier export of the model."""
+    """Watches one export. ``notes``: for the user. ``first``: of an earlier export of the model."""
 
     def __init__(self, model: nn.Module, first: PythonGradients | None = None) -> None:
         self.functions = CustomFunctions(model, None if first is None else first.functions)
@@ -131,7 +131,7 @@ class PythonGradients:
     # ---- Functions
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the apply of PyTorch's own base class; ``function`` is the user's class."""
+        """Replaces the apply of PyTorch's own base class; ``function`` is the user's class."""
         original = super(_SingleLevelFunction, function).apply  # pyright: ignore[reportAttributeAccessIssue]
         if self._elsewhere():
             return original(*args, **kwargs)
@@ -163,7 +163,7 @@ class PythonGradients:
     # ---- modes
 
     def _inference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """In the place of its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
+        """Replaces its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
         enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
         def recorded_enter(mode: Any) -> Any:

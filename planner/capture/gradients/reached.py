@@ -1,10 +1,10 @@
-"""Where a gradient of the loss flows: weights that none reaches are as frozen ones.
+"""The flow of the loss's gradient: weights that none reaches are treated as frozen.
 
     torch.no_grad(): y = tower(x)          h = bottom(x).detach()          self.spare, which nothing reads
 
-Their weights may ask for a gradient; one process has None for them, and its optimizer leaves them as they are.
+Their weights may ask for a gradient; one process has None for them, and its optimizer does not update them.
 
-Leaves:  ``meta["grad"]`` on what a gradient of the loss reaches, and on nothing else.
+Leaves:  ``meta["grad"]`` on values that a gradient of the loss reaches, and on no others.
 """
 
 from __future__ import annotations

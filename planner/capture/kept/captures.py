@@ -1,9 +1,9 @@
-"""Each capture is made once on this host, where that is certain: the next command finds it on disk (``store``).
+"""Each capture is made once on this host, if its inputs are certain: the next command finds it on disk (``store``).
 
-It is found by all that a capture depends on: how the model was built (``sources``), what a forward may read of it in
-Python (``values``), the inputs, the loss and the dtype.
+Its key covers all that a capture depends on: how the model was built (``sources``), the Python state that a forward may
+read (``values``), the inputs, the loss and the dtype.
 
-Where any of it has no certain form, the model is captured. A program that can be kept is always read from its kept
+If any of it has no certain form, the model is captured. A program that can be kept is always read from its kept
 form, so that a plan is the same whether its capture was kept or made.
 """
 
@@ -44,7 +44,7 @@ def capture(
     dtype: torch.dtype | None = None,
     is_known: bool = False,
 ) -> Program:
-    """As ``planner.capture.export.capture``, or what that gave before; each time a new program. Raises PlanError."""
+    """As ``planner.capture.export.capture``, or its cached result; each time a new program. Raises PlanError."""
     asked, place = _Asked(model, inputs, has_rule, loss, dtype, is_known), store.place_of()
     return asked.made()[0] if place is None else _kept_or_made(asked, place)
 
@@ -86,7 +86,7 @@ class _Asked:
             return made, None
 
     def read(self, place: Path, key: str) -> Program | None:
-        """From the disk. Raises OSError; PlanError as ``made``, for what depends on the values of weights."""
+        """From the disk. Raises OSError; PlanError as ``made``, for code that depends on the values of weights."""
         try:
             kept = store.read(place, key)
             program = None if kept is None else decode(*kept)
@@ -101,7 +101,7 @@ class _Asked:
         return program
 
     def keep(self, kept: store.Kept, place: Path, key: str, read: set[str]) -> None:
-        """Raises OSError, and Uncertain where the capture itself read or changed what the key is made of."""
+        """Raises OSError, and Uncertain if the capture itself read or changed inputs of the key."""
         if more := read - set(user_files()):
             raise Uncertain(f"the forward reads {', '.join(sorted(more))}")
         if self.key() != key:
@@ -110,7 +110,7 @@ class _Asked:
         LOGGER.debug("kept: %s", key)
 
     def tell(self, reason: Exception) -> None:
-        """Why it is not kept: to the user where that costs the next command seconds."""
+        """Report why it is not cached: to the user if that costs the next command seconds."""
         LOGGER.debug("not kept: %s", reason)
         is_slow = self.seconds > AFTER_SECONDS and was_named(self.model)
         if isinstance(reason, OSError):
@@ -146,7 +146,7 @@ def _made_and_kept(asked: _Asked, place: Path, key: str) -> Program:
 
 
 def settled(program: Program) -> tuple[Program, store.Kept]:
-    """The program as it is read again, and its kept form. Raises Uncertain where that would be another program."""
+    """The program as read back, and its kept form. Raises Uncertain if reading it back would give another program."""
     found, constants = encode(program)
     text = json.dumps(found)
     kept = json.loads(text), {name: value.clone() for name, value in constants.items()}

@@ -1,10 +1,10 @@
-"""Whether a file of Python asks nothing but what a capture is found by: it fails closed, by what the file names.
+"""Whether a Python file depends only on inputs of the cache key: judged by the names in the file, and fails closed.
 
-    import torch, math, own_file       certain: packages stand in the key, a user's own files are looked at themselves
+    import torch, math, own_file       certain: packages are in the key, a user's own files are checked themselves
     import requests, time              uncertain: any other import
     os.environ, os.path.join           certain; os.listdir, path.exists(), torch.distributed are not
 
-It reads honest code. Code that hides what it asks finds a way, as it would past a capture.
+It assumes honest code. Code that hides its inputs can evade it, as it can evade a capture.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_code(path: Path, own_packages: Collection[str], is_of_a_process: Calla
 def _asked(
     tree: ast.AST, own_packages: Collection[str], is_of_a_process: Callable[[str], bool]
 ) -> Iterator[tuple[int, str]]:
-    """Lines, and what stands there."""
+    """(line, uncertain use)."""
     aliases = {alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
                for alias in node.names if alias.name in _PARTS}  # fmt: skip
     certain_uses: set[int] = set()

@@ -29,7 +29,7 @@ _SETTINGS = {
 
 
 class ModelState:
-    """A digest of each attribute, buffer and parameter of a model at one time; it keeps alive what it has seen."""
+    """A digest of each attribute, buffer and parameter of a model at one time; it keeps the seen objects alive."""
 
     def __init__(self, model: nn.Module) -> None:
         writer = _Here(model)
@@ -37,7 +37,7 @@ class ModelState:
         self._digests = {name: writer.digest(value) for name, value in _parts(model)}
 
     def difference(self, before: ModelState) -> str | None:
-        """What is another than ``before``, by its dotted name; None where nothing is."""
+        """The first part that differs from ``before``, by its dotted name; None if none does."""
         now, then = self._digests, before._digests
         for names, word in ((now.keys() - then.keys(), "new"), (then.keys() - now.keys(), "gone")):
             if names:
@@ -46,7 +46,7 @@ class ModelState:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Dotted names, and what a forward finds there."""
+    """(dotted name, value) of all that a forward may read."""
     yield from ((name, str(setting())) for name, setting in _SETTINGS.items())
     yield from ((name, vars(module_hooks)[name]) for name in values.GLOBAL_HOOKS)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -98,7 +98,7 @@ class _Here(values.Writer):
         return NotImplemented
 
     def _itself(self, obj: Any, *, is_new: bool = False) -> tuple[Any, ...]:
-        """The object, and what Python shows of it."""
+        """The object, and its Python-visible state."""
         if not is_new and (place := self.seen.get(id(obj))) is not None:
             return "again", place
         self.seen.setdefault(id(obj), len(self.seen))

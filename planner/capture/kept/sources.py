@@ -45,7 +45,7 @@ _OUR_ROOTS = tuple(str(_HOUSES / name) + os.sep for name in ("planner", "passes"
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _METADATA = (".dist-info", ".egg-info")  # the ends of directories
-_LARGE = 16 << 20  # bytes: of a larger file, size and time stand for the content
+_LARGE = 16 << 20  # bytes: of a larger file, size and time represent the content
 
 _reading: list[set[str]] = []  # of those that watch now
 _origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
@@ -167,7 +167,7 @@ def _is_installed(path: str) -> bool:
 
 
 def _is_metadata(path: str) -> bool:
-    """Whether it says what is installed, as ``importlib.metadata`` reads it: a checkout may lie on the path with it."""
+    """Whether ``importlib.metadata`` finds an installed package by it: a checkout on the path may have one."""
     of_package = Path(path).parent
     return of_package.name.endswith(_METADATA) and str(of_package.parent) in map(os.path.abspath, sys.path)
 
@@ -178,13 +178,13 @@ def _content_of(path: str) -> str:
             return _stamp(path)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except FileNotFoundError:
-        return "none"  # asked for, and not there
+        return "none"  # looked up, and absent
     except OSError as error:
         raise Uncertain(f"{path} cannot be read again") from error
 
 
 def _stamps(model: nn.Module) -> list[str]:
-    """Of all sources of the installed packages that define the model's classes: somebody may edit them in place."""
+    """Stamps of all sources of the installed packages that define the model's classes: they may be edited in place."""
     found: set[str] = set()
     for module in users_modules(model):
         package = sys.modules.get(module.__name__.partition(".")[0], module)
@@ -209,7 +209,7 @@ def _our_sources() -> str:
 
 
 def _installed() -> list[str]:
-    """What is installed where, with versions: the names of the directories that say so.
+    """The installed packages with versions: the names of their metadata directories.
 
     The name of a checkout's says no version: sizes and times of its files do.
     """

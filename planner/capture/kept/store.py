@@ -38,7 +38,7 @@ Kept = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def place_of() -> Path | None:
-    """Where captures are kept, whether or not it is there; None where MESHWRIGHT_CACHE=0 asks for none."""
+    """The directory of captures, even if absent; None with MESHWRIGHT_CACHE=0."""
     asked = os.environ.get(VARIABLE)
     if asked == "0":
         return None
@@ -51,7 +51,7 @@ def _cache_home() -> Path:
 
 
 def make(place: Path) -> None:
-    """Make the directory where it is not there. Raises OSError where it, or the one above, is not the owner's alone."""
+    """Create the directory if it is absent. Raises OSError if it, or the one above, is not the owner's alone."""
     place.parent.parent.mkdir(parents=True, exist_ok=True)
     for directory in (place.parent, place):
         with suppress(FileExistsError):
@@ -67,7 +67,7 @@ def _check_own(path: Path, status: os.stat_result, is_kind: Any) -> None:
 
 
 def read(place: Path, key: str) -> Kept | None:
-    """What was kept under ``key``; None where nothing is. Raises OSError, and ValueError where it is damaged."""
+    """The capture kept under ``key``; None if there is none. Raises OSError, and ValueError if it is damaged."""
     path = place / f"{key}.capture"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ def read(place: Path, key: str) -> Kept | None:
 
 
 def write(place: Path, key: str, program: dict[str, Any], constants: dict[str, Tensor]) -> None:
-    """Whole or not at all; the oldest captures make room. Raises OSError."""
+    """Writes atomically; the oldest captures make room. Raises OSError."""
     content = save(constants, metadata={"program": json.dumps(program)})
     if len(content) >= _MOST_BYTES:
         raise OSError(errno.EFBIG, "the capture is too large", str(place))
@@ -101,7 +101,7 @@ def write(place: Path, key: str, program: dict[str, Any], constants: dict[str, T
 
 
 def _prune(place: Path) -> None:
-    """The oldest captures go; so do locks and parts of files that nobody has touched for a day."""
+    """Remove the oldest captures, and locks and partial files that were not touched for a day."""
     left = _MOST_BYTES_OF_ALL
     for number, path in enumerate(sorted(place.glob("*.capture"), key=lambda path: -path.lstat().st_mtime_ns)):
         left -= path.lstat().st_size
@@ -113,7 +113,7 @@ def _prune(place: Path) -> None:
 
 
 def kept_in(place: Path) -> list[Path]:
-    """The files of captures. Raises OSError where the directory is not the owner's."""
+    """The files of captures. Raises OSError if the directory is not the owner's."""
     if not os.path.lexists(place):
         return []
     _check_own(place, os.lstat(place), stat.S_ISDIR)
@@ -122,9 +122,9 @@ def kept_in(place: Path) -> list[Path]:
 
 @contextmanager
 def alone(place: Path, key: str) -> Iterator[None]:
-    """One process of the host at a time, for ``key``; after ten minutes, or where files cannot be locked, each for
-    itself. Raises OSError where the lock cannot be made."""
-    with open_lock_file(place / f"{key}.lock") as file:  # the lock goes with it, also where the process is killed
+    """One process of the host at a time, for ``key``; after ten minutes, or if files cannot be locked, each for
+    itself. Raises OSError if the lock cannot be made."""
+    with open_lock_file(place / f"{key}.lock") as file:  # the lock ends with the file, even if the process is killed
         end = time.monotonic() + _WAIT_SECONDS
         while not _is_locked(file.fileno()) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)

@@ -1,8 +1,8 @@
 """Everything that a forward may read of a model in Python, as one digest: models of equal digests are captured alike.
 
 Classes, attributes and configs of all modules; names, shapes, strides, dtypes and ties of parameters; values of buffers
-and of tensors that are attributes. They are written as pickle writes them (nothing is ever read back): what
-pickle refuses (a closure, a generator) raises Uncertain, and so does an object that says itself how it is pickled.
+and of tensors that are attributes. They are written as pickle writes them (nothing is ever read back): an object that
+pickle refuses (a closure, a generator) raises Uncertain, and so does one that defines its own pickling.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOUSES: tuple[Any, ...] = (torch, torch._C._nn, torch.special, math, operator) 
 
 
 def digest_of(model: nn.Module) -> str:
-    """Raises Uncertain where something of ``model`` has no certain form."""
+    """Raises Uncertain if a part of ``model`` has no certain form."""
     if any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
         raise Uncertain("modules have global hooks")
     found = hashlib.sha256()
@@ -67,7 +67,7 @@ class Writer(pickle.Pickler):
         self.fast = True  # equal strings are written alike, be they one object or two
         self._modules = {id(module): name for name, module in model.named_modules()}
         self.seen: dict[int, int] = {}
-        self.held: list[Any] = []  # what was seen lives on: no other object takes its id
+        self.held: list[Any] = []  # seen objects stay alive: no other object takes their ids
         self._memories: dict[int, int] = {}
         self._num_bytes = 0
 
@@ -91,7 +91,7 @@ class Writer(pickle.Pickler):
         return self._tensor(obj) if isinstance(obj, Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Functions and classes are written by name, and refused where another thing has that name."""
+        """Functions and classes are written by name, and refused if another object has that name."""
         if isinstance(obj, FunctionType):
             if obj.__closure__ or vars(obj):
                 raise Uncertain(f"the function {obj.__qualname__} holds state")

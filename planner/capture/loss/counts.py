@@ -49,9 +49,9 @@ REDUCTIONS = {
 @dataclass
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
-    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and where they stand. ``mixed``: ops
-    before the loss in which the sequences of a batch see each other. ``doubts``: ops of the loss with a number or a
-    constant that may follow the size of the batch, taken as it is."""
+    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and their places. ``mixed``: ops
+    before the loss that mix the sequences of a batch. ``doubts``: ops of the loss with a number or a constant that may
+    depend on the batch size, left unchanged."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None

@@ -1,7 +1,7 @@
-"""The kinds of values told by the graph's form alone, and whether that is enough.
+"""The kinds of values by the graph's form alone, and whether that is enough.
 
-It is where nothing between the last weights and the loss is a number or a constant, which could count the batch, or
-runs over it, other than one sum, mean or cross-entropy over all tokens: the plain loss of a language model.
+It is enough if no op between the last weights and the loss has a number or a constant that could count the batch, and
+none runs over the batch except one sum, mean or cross-entropy over all tokens: the plain loss of a language model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LABELLING = {aten.pow.Tensor_Scalar, aten.ne.Scalar, aten.eq.Scalar, aten.consta
 
 
 def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]:
-    """The loss and what it is made of, up to the last calls that read a weight."""
+    """The loss and its inputs, up to the last calls that read a weight."""
 
     def is_inside(node: fx.Node) -> bool:
         reads_weight = any(n.name in program.parameters for n in node.all_input_nodes)
@@ -96,7 +96,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Told by the op; whether those that run along a dim run along the batch is asked of all (may_mix)."""
+    """Decided by the op; may_mix checks whether an op along a dim runs along the batch."""
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS:
         return True
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))

@@ -17,7 +17,7 @@ _MOVES = (
 
 
 def ignored_labels(program: Program) -> dict[str, int]:
-    """Batch key → the value that the loss skips; without keys whose values are ids of an embedding too."""
+    """Batch key → the value that the loss skips; without keys with values that are also ids of an embedding."""
     nodes = program.graph.graph.nodes
     found = {}
     for node in nodes:
@@ -34,9 +34,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Inputs whose very values are ids of an embedding, also shifted by one: an ignored label would be no row of it.
+    """Inputs with values that are used directly as ids of an embedding, also shifted by one: an ignored label would be
+    no row of it.
 
-    ``where`` and ``masked_fill`` end the search: they put another id in the place of an ignored one.
+    ``where`` and ``masked_fill`` end the search: they replace an ignored id by another.
     """
     ids = [node.args[1] for node in nodes if _name(node) == "embedding"]
     start = [value for value in ids if isinstance(value, fx.Node)]

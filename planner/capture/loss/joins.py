@@ -1,7 +1,7 @@
-"""The kinds of sums and concatenations, where what was made of parts of the batch may become one again.
+"""The kinds of sums and concatenations, which may combine values made of parts of the batch.
 
-    f(x₀) + f(x₁) + …            SHARE, if the parts are all of the batch and treated alike
-    cat([f(x₀), f(x₁), …])       ROWS, if they stand in the batch's order (of chunks' shares: LOOSE)
+    f(x₀) + f(x₁) + …            SHARE, if the parts cover the batch and are treated alike
+    cat([f(x₀), f(x₁), …])       ROWS, if they are in the batch's order (of chunks' shares: LOOSE)
 
 For sequences one by one the second graph must have as many more terms as it has sequences, alike again.
 """
@@ -23,7 +23,7 @@ from planner.capture.loss.parts import Parts
 
 
 class Joins(ABC):
-    """``apart``: joins of parts that do not make a whole."""
+    """``apart``: joins of parts that do not cover the batch."""
 
     captures: TwoCaptures
     kinds: dict[fx.Node, Kind]
@@ -36,7 +36,7 @@ class Joins(ABC):
 
     @abstractmethod
     def _joined(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """The kind of what any op makes of its operands."""
+        """The kind of any op's result, from those of its operands."""
 
     def _sum(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """a + b; and the last of a chain of additions knows whether all parts of the batch are in it."""

@@ -1,14 +1,14 @@
-"""What a value of one microbatch has to do with that of the global batch, where one process computes it.
+"""The relation of a microbatch's value to the same value of the global batch in one process.
 
-    WHOLE     the same: parameters, constants, counts of the global batch, and what is made of them
+    WHOLE     the same: parameters, constants, counts of the global batch, and values made of them
     ROWS(d)   the microbatches' values, one after the other along dim d, are the global one
     UNIT      made of one sequence alone: a loop over the batch takes them one by one
     SHARE     the microbatches' values add up to the global one, term by term (planner.capture.loss.shares)
     LOOSE(d)  … if summed over dim d too
     UNKNOWN   none of these
 
-A value may be made of a part of the microbatch: one sequence, or a chunk. As soon as what is made alike of each part
-is added up or put together, it is again a value of the whole microbatch.
+A value may be made of a part of the microbatch: one sequence, or a chunk. Once equal computations of all parts are
+summed or concatenated, the result is a value of the full microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 WHOLE, ROWS, UNIT, SHARE, LOOSE, UNKNOWN = "whole", "rows", "unit", "share", "loose", "unknown"
 MEANS = "means"  # the order of a share that holds a mean over its part
-PLACES = "places"  # the order of the rows 0, 1, 2 …, which say where in the batch each stands
+PLACES = "places"  # the order of the rows 0, 1, 2 …, the rows' places in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``part``: what it is made of, where that is not all. ``order``: of rows that do not stand in the batch's order.
+    """``part``: the part of the microbatch that it is made of, if not all. ``order``: of rows that are not in the
+    batch's order.
 
     ``like``: values of the same ``like`` are made in the same way, each of its own part.
     """
@@ -50,7 +51,7 @@ whole, unknown, share = Kind(WHOLE), Kind(UNKNOWN), Kind(SHARE)
 
 
 def are_complete(kinds: Sequence[Kind]) -> bool:
-    """Whether all that are made alike stand for the whole microbatch; means of chunks need equal chunks."""
+    """Whether all equal values together cover the full microbatch; means of chunks need equal chunks."""
     alike: dict[int, list[Part]] = {}
     for kind in kinds:
         if kind.part is None or (kind.order == MEANS and not kind.part.even):

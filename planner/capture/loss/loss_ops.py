@@ -19,7 +19,7 @@ NONE, MEAN, SUM = 0, 1, 2
 share = Kind(SHARE)
 
 CROSS_ENTROPIES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
-OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of whole rows, along dim 0
+OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of full rows, along dim 0
 OVER_ROWS = {
     aten.mse_loss.default,
     aten.l1_loss.default,
@@ -55,7 +55,7 @@ def reduction_of(node: fx.Node) -> int:
 
 
 def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
-    """Whether what a cross-entropy divides by can be counted before the forward; true where it divides by nothing."""
+    """Whether a cross-entropy's denominator can be counted before the forward; true if there is none."""
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
     if reduction_of(node) != MEAN or target.meta["val"].is_floating_point():
@@ -64,7 +64,7 @@ def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
 
 
 def selects(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """The values among which where or masked_fill chooses, and the condition."""
+    """The values among which `where` or `masked_fill` chooses, and the condition."""
     args: Any = node.args
     condition = args[1] if node.target is aten.masked_fill.Scalar else args[0]
     return [a for a in args if isinstance(a, fx.Node) and a is not condition], condition
@@ -83,7 +83,7 @@ def contracts(node: fx.Node, operand: fx.Node, dim: int) -> bool:
 
 
 def one_dim_kept(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """Where ``dim`` of ``source`` stands in the result, told by the op; None where that is not known."""
+    """The place of ``dim`` of ``source`` in the result, by the op; None if that is not known."""
     before, after = source.meta["val"].shape, node.meta["val"].shape
     if node.target is aten.reshape.default:
         outer = math.prod(before[:dim])

@@ -18,11 +18,11 @@ from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
 from planner.capture.loss.kinds import Part, tile
 
 UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
-SIZED = {aten.reshape.default, aten.expand.default}  # ops of which the sizes say nothing on what they do
+SIZED = {aten.reshape.default, aten.expand.default}  # ops with sizes that do not change their meaning
 
 
 class Parts:
-    """Owns what is known of the cuts of each value along the batch."""
+    """Owns the known cuts of each value along the batch."""
 
     def __init__(self, captures: TwoCaptures, first: fx.Graph, second: fx.Graph) -> None:
         self.captures = captures
@@ -32,7 +32,7 @@ class Parts:
         self._how: dict[tuple[fx.Node, int], str | None] = {}
 
     def how(self, source: fx.Node, dim: int) -> str | None:
-        """UNITS, CHUNKS or UNEVEN; None where the parts are not all of ``source``."""
+        """UNITS, CHUNKS or UNEVEN; None if the parts are not all of ``source``."""
         key = source, dim
         if key not in self._how:
             self._how[key] = self._compared(source, dim)
@@ -83,7 +83,7 @@ class Parts:
             self._read[node] = likeness.note(node, of), parts
 
     def _ranges(self, source: fx.Node, dim: int) -> list[tuple[int, int]]:
-        """Where ``source``, or what is made as it is, is cut along ``dim``."""
+        """The ranges of cuts of ``source``, or of an equal value, along ``dim``."""
         alike = self._alike[source]
         users = [user for node in alike for user in node.users]
         cuts = [cut_of(r) for user in users for r in ((*user.users, user) if splits(user) else (user,))]
@@ -91,7 +91,7 @@ class Parts:
 
 
 def _alike(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node → all nodes that are made as it is, of the same."""
+    """Node → all nodes that are equal: the same ops on the same inputs."""
     likeness, groups = Likeness(), {}
     numbers = {node: likeness.note(node, {}) for node in graph.nodes if node.op != "output"}
     for node, number in numbers.items():

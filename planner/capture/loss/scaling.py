@@ -1,9 +1,9 @@
-"""Numbers and constants of a microbatch's graph that are others in that of the global batch.
+"""Numbers and constants of a microbatch's graph that differ in the global batch's graph.
 
     ratio(v, w, …)     c with global value = c · v, elementwise      (of two captures with k times as many sequences)
 
-Where the second capture is of the whole global batch, its value is the one sought. Where it is not, what grows in
-proportion to the sequences, or falls so, is continued; anything else is not known.
+If the second capture has the full global batch, its value is the result. If not, a value proportional to the number of
+sequences, or inversely so, is extrapolated; any other is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLOSE = 1e-9
 
 
 class Scaling:
-    """Owns the corrections: ``factors`` of constant nodes, ``numbers`` by (node, argument); what is not known."""
+    """Owns the corrections: ``factors`` of constant nodes, ``numbers`` by (node, argument); and the unknown ones."""
 
     def __init__(self, captures: TwoCaptures, first: Constants, second: Constants, total: int) -> None:
         self.captures, self.first, self.second, self.total = captures, first, second, total
@@ -70,7 +70,7 @@ class Scaling:
         return False
 
     def _at_total(self, a: float, b: float) -> float | None:
-        """What ``a`` is in the graph of the global batch, where it is ``b`` in the second."""
+        """The value of ``a`` in the graph of the global batch, if it is ``b`` in the second graph."""
         if self.captures.times == self.total:
             return b
         for power in (1, -1):

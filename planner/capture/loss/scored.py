@@ -1,10 +1,11 @@
-"""Which values of a loss say how probable each target is: found by what the ops mean, whatever the loss makes of them.
+"""The values of a loss that hold each target's probability: found by the meaning of the ops, for any use in the loss.
 
     cross_entropy(z, t), nll_loss(log_softmax(z), t)      log P(t) = z[t] − log Σ exp(z)
     logsumexp(z) − z.gather(−1, t)                        the same
-    (z − logsumexp(z)).gather(−1, t)                      the same: what is taken off a row of z changes nothing
+    (z − logsumexp(z)).gather(−1, t)                      the same: a constant subtracted from a row of z changes
+    nothing
 
-Weights of classes, smoothing of labels, masks and terms beside them are of the loss, and of no probability.
+Class weights, label smoothing, masks and further terms belong to the loss, not to a probability.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """``key``: the batch tensor whose elements are the targets. ``picks``: each looks up a part of them."""
+    """``key``: the batch tensor with the targets as elements. ``picks``: each looks up a part of them."""
 
     key: str
     num_classes: int
@@ -53,7 +54,7 @@ class Scored:
 def find_scored(program: Program) -> Scored:
     """The cross-entropy over the vocabulary: of several, as a model with two tasks has, that over most classes.
 
-    Raises PlanError, by line, where the loss is none, and where it cannot be told which label a target is.
+    Raises PlanError, by line, if the loss is none, and if a target cannot be traced to its label.
     """
     found: dict[tuple[str, int], list[Pick]] = {}
     for pick, key in _picks(program):
@@ -131,7 +132,7 @@ def _is_normalised(x: fx.Node, dim: int) -> bool:
 
 
 def _is_read_by_logsumexp(x: fx.Node, dim: int) -> bool:
-    """Whether what the targets are taken off is the logarithm of the same values' sum of exponentials."""
+    """Whether the targets' logits are normalised by the logsumexp of the same values."""
     z = _before_casts(x)
     readers: list[Any] = [z, *(user for user in z.users if user.target in CASTS)]
     return any(_is_logsumexp(user, z, dim) for node in readers for user in node.users)
@@ -143,7 +144,7 @@ def _is_logsumexp(node: fx.Node, z: fx.Node, dim: int) -> bool:
 
 
 def _key_of(program: Program, target: fx.Node) -> str | None:
-    """The batch tensor that the targets are elements of; None where they are of no integer input."""
+    """The batch tensor that the targets are elements of; None if they are of no integer input."""
 
     def source(node: fx.Node) -> object:
         return node if node.name in program.inputs else None

@@ -1,23 +1,23 @@
 """Make the loss of a microbatch its share of the loss of the global batch, so that shares simply add up.
 
 A model writes a mean over its batch. Over microbatches and data-parallel ranks the mean of means is wrong as soon as
-they hold different numbers of valid tokens. So what a model computes over its batch takes the value that it has over
-the global batch, of n microbatches:
+they hold different numbers of valid tokens. So each value that a model computes over its batch gets its value over the
+global batch, of n microbatches:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
-    mask.sum(), mask.mean()   → their value over the global batch, wherever they are read (planner.capture.loss.counts)
-    8, ones(8).sum() …        → their value in a graph of the global batch, where that differs (capture.loss.scaling)
+    mask.sum(), mask.mean()   → their value over the global batch, for all readers (planner.capture.loss.counts)
+    8, ones(8).sum() …        → their value in a graph of the global batch, if that differs (capture.loss.scaling)
     sum over the batch        → itself: shares are sums
     mean over the batch       → itself / n     (equal sizes: exact)
-    what reads no batch       → itself / n     (a penalty on weights counts once)
+    value without a batch     → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
-    a product of means …      → of all ranks, where they run all microbatches at once (planner.capture.loss.together)
+    a product of means …      → of all ranks, if they run all microbatches at once (planner.capture.loss.together)
     anything else             → itself / n, and a warning that names the line
     sums of half precision    → in float32     (planner.capture.loss.widen)
 
-Which of these a value is, its kind says (planner.capture.loss.kinds): by the graph's form where that leaves no doubt
-(capture.loss.form), else by a second capture (capture.batch.by_captures). What mixes the sequences of a batch before
-the loss is told too: no share mends it.
+The kind of a value decides which of these applies (planner.capture.loss.kinds): by the graph's form if that leaves no
+doubt (capture.loss.form), else by a second capture (capture.batch.by_captures). An op that mixes the sequences of a
+batch before the loss is reported too: no share can correct it.
 
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
@@ -77,7 +77,7 @@ __all__ = ["LossTerms", "share_loss"]
 MAX_ELEMENTS = 1 << 24
 LINEAR = LAYOUT | ADDED | {aten.cat.default, operator.getitem}
 FACTORS = SCALED | PRODUCTS
-LOOPED = 64  # where a graph may hold a loop over its sequences, the second capture has no more than these
+LOOPED = 64  # if a graph may hold a loop over its sequences, the second capture has at most this many
 
 Recapture = Callable[[int], Program]
 
@@ -85,10 +85,10 @@ Recapture = Callable[[int], Program]
 def share_loss(
     program: Program, num_microbatches: int, recapture: Recapture | None = None, *, at_once: bool = False
 ) -> LossTerms:
-    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the whole global batch (all dp ranks).
+    """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the full global batch (all dp ranks).
 
     ``at_once``: each is run by a dp rank of its own, all at the same time.
-    ``recapture(k)`` gives the program of k times as many sequences, for a loss that leaves in doubt what counts them.
+    ``recapture(k)`` gives the program of k times as many sequences, for a loss with numbers that may count them.
     """
     terms = LossTerms()
     rewriter = _Rewriter(program, num_microbatches, terms, at_once)
@@ -143,8 +143,9 @@ class _Rewriter:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
     def _times(self) -> int:
-        """The second capture is of the global batch; of less where the graph takes its batch apart, or may do so unseen
-        as that of one sequence."""
+        """The second capture has the global batch; fewer sequences if the graph splits its batch, or may do so unseen,
+        like that of one sequence.
+        """
         size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
         loops = size == 1 or any(
             (cut_of(n) or splits(n)) and may_mix(n, ()) for n in self.graph.nodes if n in self.on_batch
@@ -171,7 +172,7 @@ class _Rewriter:
         return typing.counts
 
     def _warn_of_mixing(self, typing: Typing) -> None:
-        """What the sequences of a batch see of each other, those of a microbatch see of fewer."""
+        """Warn of ops that mix the sequences of a batch: in a microbatch they mix fewer."""
         tail = self._tail()
         inner = computed_along(self.program, self.on_batch, tail)
         for node in (n for n in inner if not is_own_loss(n, tail) and n not in typing.counts):
@@ -181,7 +182,7 @@ class _Rewriter:
                 self._tell(self.terms.mixed, node)
 
     def _warn_of_other_orders(self, program: Program) -> None:
-        """Of a program of several sequences, whose lines are those of this one."""
+        """For a program of several sequences, with the same lines as this one."""
         inner = in_other_orders(program, _follows_batch(program))
         for node in inner:
             self._tell(self.terms.mixed, node)
@@ -221,7 +222,7 @@ class _Rewriter:
         return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
 
     def warn_of_statistics(self) -> None:
-        """Batch normalisation in training takes the statistics of what it is given: here of one microbatch."""
+        """Batch normalisation in training takes the statistics of its input: here of one microbatch."""
         for node in self.graph.nodes:
             is_norm = "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch
             if is_norm and arguments(node).get("training", True):
@@ -247,7 +248,7 @@ class _Rewriter:
         return self._inexact(loss) if self.kinds[loss].name == UNIT else self._share(loss)
 
     def _share(self, node: fx.Node) -> fx.Node:
-        """A node whose values over the microbatches add up to ``node`` over the global batch."""
+        """A node with values over the microbatches that add up to ``node`` over the global batch."""
         kind = self.kinds[node].name
         if kind == WHOLE:
             return self._average(node)
@@ -309,8 +310,9 @@ class _Rewriter:
         return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
 
     def _refuse_other_size(self, node: fx.Node) -> None:
-        """Raise PlanError where the mean over microbatches is of another size than the value: a sum over the batch that
-        is divided by what is no count of it."""
+        """Raise PlanError if the mean over microbatches is of another size than the value: a sum over the batch that is
+        divided by a number that is no count of it.
+        """
         if node.target in DIVISIONS and not self.at_once:
             above, below = (n if isinstance(n, fx.Node) else None for n in node.args[:2])
             if above is not None and below is not None and self._is_sum(above) and below in self.on_batch:
@@ -369,7 +371,7 @@ class _Rewriter:
 
 
 def _follows_batch(program: Program) -> set[fx.Node]:
-    """What is computed of the batch's values, not of their shapes alone."""
+    """The nodes computed from the batch's values, not from their shapes alone."""
     found: set[fx.Node] = set()
     for node in program.graph.graph.nodes:
         reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
@@ -385,7 +387,7 @@ def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:
-    """The second capture; None where the model does not run with so many sequences."""
+    """The second capture; None if the model does not run with so many sequences."""
     if recapture is None:
         return None
     try:

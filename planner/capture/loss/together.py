@@ -1,9 +1,10 @@
-"""Terms of a loss that are no sum over the batch, as a product of two means: exact where all microbatches run at once.
+"""Terms of a loss that are no sum over the batch, such as a product of two means: exact if all microbatches run at
+once.
 
     mean(a) · mean(b)   →   over_data(mean(a) / n) · over_data(mean(b) / n)      each rank has all of it, and takes 1/n
 
 That is so with one microbatch for each dp rank: the parts that add up over the batch are summed over the ranks, and
-what is made of them is on every rank what one process makes of the global batch.
+values made of them are on every rank those of one process over the global batch.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ Emit = Callable[..., fx.Node]
 
 
 class Together:
-    """Owns the values made whole so far. ``share`` writes a value whose sum over microbatches is the global one."""
+    """Owns the values summed over the ranks so far. ``share`` writes a value with the global one as its sum over
+    microbatches.
+    """
 
     def __init__(self, kinds: Mapping[fx.Node, Kind], emit: Emit, share: Callable[[fx.Node], fx.Node]) -> None:
         self.kinds, self.emit, self.share = kinds, emit, share
         self.made: dict[fx.Node, fx.Node | None] = {}
 
     def whole(self, node: fx.Node) -> fx.Node | None:
-        """``node`` as one process has it on the global batch; None where it is made of single rows."""
+        """``node`` as one process has it on the global batch; None if it is made of single rows."""
         if node not in self.made:
             self.made[node] = self._whole(node)
         return self.made[node]

@@ -1,4 +1,4 @@
-"""Sums over tokens in float32, where a model computes in half precision.
+"""Sums over tokens in float32, if a model computes in half precision.
 
     cross_entropy(x, t, sum)      → cross_entropy(x, t, none).to(float32).sum()
     x.sum(), x.mean()             → x.sum(dtype=float32), x.mean(dtype=float32)
@@ -41,9 +41,8 @@ CARRIED = ADDED | SCALED | CASTS | CHOICES  # of scalars: in float32 as soon as 
 
 
 def widen(graph: fx.Graph, ends: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Compute the half-precision scalars that lead to ``ends`` in float32; node → what stands for it now.
-
-    Readers that need the type of before get a cast. The nodes of before stay, unread.
+    """Compute the half-precision scalars that lead to ``ends`` in float32; node → its replacement. Readers that need
+    the old dtype get a cast. The old nodes stay, unread.
     """
     wide: dict[fx.Node, fx.Node] = {}
     leading = set(walk(ends, operands, into=_is_scalar))

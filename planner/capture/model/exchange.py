@@ -1,10 +1,10 @@
 """For the time of one capture, the model's tensors have shapes but no memory, and then their values again.
 
-    p ⇄ fake      the Python object stays: whoever holds it (a module, a closure, a partial) sees the fake one meanwhile
+    p ⇄ fake      the Python object stays: its holders (a module, a closure, a partial) see the fake one meanwhile
 
-So the user's model itself is exported, not a copy of it: what a copy would leave behind (weights held by a closure, a
-patched forward, a hook) is captured like the rest, and nothing has to be copyable. Exchanged are parameters, buffers,
-and plain tensor attributes that are not on the CPU; a plain attribute with values stays, a constant of the graph.
+So the user's model itself is exported, not a copy of it: weights held by a closure, a patched forward and a hook, which
+a copy would lose, are captured like the rest, and nothing has to be copyable. Exchanged are parameters, buffers, and
+plain tensor attributes that are not on the CPU; a plain attribute with values stays, a constant of the graph.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Exchange:
         self._pairs.append((tensor, stand_in))
 
     def original(self, value: Tensor) -> Tensor | None:
-        """While exchanged: the model's tensor (its object) whose memory ``value`` sees, whole or in part."""
+        """While exchanged: the model's tensor (its object) of which ``value`` sees the memory, fully or in part."""
         memory = storage_of(value)
         for tensor, held in self._pairs:
             if memory in (storage_of(tensor), storage_of(held)):
@@ -73,7 +73,7 @@ class Exchange:
         return None
 
     def values(self, tensor: Tensor) -> Tensor:
-        """While exchanged: the tensor that holds the values of the model's ``tensor``; itself where it stayed."""
+        """While exchanged: the tensor that holds the values of the model's ``tensor``; itself if not exchanged."""
         return next((held for own, held in self._pairs if own is tensor), tensor)
 
 
@@ -98,10 +98,10 @@ def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Ten
 
 
 def swap(a: Tensor, b: Tensor) -> None:
-    """Exchange what two Python objects are: class, attributes and tensor.
+    """Exchange the content of two Python objects: class, attributes and tensor.
 
     As torch.utils.swap_tensors, which refuses tensors that something refers to weakly or that a graph of autograd
-    holds: here both are put back before anyone looks.
+    holds: here both are restored before they are read.
     """
     classes, attributes = (a.__class__, b.__class__), (a.__dict__, b.__dict__)
     torch._C._swap_tensor_impl(a, b)
@@ -115,7 +115,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are attributes of modules, or stand in lists and dicts there: neither parameters nor buffers."""
+    """Tensors that are attributes of modules, or in lists and dicts there: neither parameters nor buffers."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -139,7 +139,7 @@ def _unique(tensors: Any) -> Iterator[Tensor]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise PlanError where two trainable parameters lie on the same memory: an update of one would be one of both."""
+    """Raise PlanError if two trainable parameters lie on the same memory: an update of one would be one of both."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and type(parameter) is nn.Parameter:

@@ -4,9 +4,9 @@
     self.wt = self.w.t()                           permute of it, as its gradient and its updates show there
     lambda x: x @ w.data                           detach of it
 
-What a closure holds reaches export as a value without a name. It is told by its memory, which is that of a tensor of
-the model (capture.model.exchange). A tensor that asks for a gradient and is none of the model's is refused with the
-user's line: the optimizer would not know it.
+A tensor that a closure holds reaches export as a value without a name. It is recognised by its memory, which is that of
+a tensor of the model (capture.model.exchange). A tensor that requires a gradient and is not the model's is refused with
+the user's line: the optimizer would not update it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Held:
-    """What a constant is: the tensor ``fqn`` of the model, seen through ``views`` (op, arguments after the tensor)."""
+    """The identity of a constant: the tensor ``fqn`` of the model, seen through ``views`` (op, arguments after the
+    tensor).
+    """
 
     fqn: str
     views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
 
 class ForeignTensors:
-    """Refuses, while a forward runs, what asks for a gradient and is no parameter (nor made of one)."""
+    """Refuses, while a forward runs, tensors that require a gradient and are no parameters (nor made of one)."""
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self._exchange, self._sites = exchange, CallSites(model)
@@ -84,7 +86,7 @@ def held_tensors(
 
 
 def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
-    """Raise PlanError where the loss is computed with a constant that was made elsewhere than in this forward."""
+    """Raise PlanError if the loss is computed with a constant that was made elsewhere than in this forward."""
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(constants.get(node.name), FakeTensor) and node.users:
             raise PlanError(

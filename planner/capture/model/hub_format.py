@@ -1,4 +1,4 @@
-"""What a Hugging Face directory of a model holds beside the weights' values, told by the model itself.
+"""The content of a model's Hugging Face directory beside the weights' values, read from the model itself.
 
 Everything is read by duck typing (``config.to_dict``, lists of names to ignore), so any nn.Module has a HubFormat; one
 that is no transformers model has no config and no renamings.
@@ -21,8 +21,8 @@ class HubFormat:
 
     ``config``: content of config.json, None for a model without one. ``generation_config``: likewise.
     ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``rename``: a checkpoint's name →
-    the model's, where transformers changed names since the checkpoint was made. ``converted``: what ``rename`` can not
-    do alone, since several tensors of the checkpoint make one parameter.
+    the model's, if transformers changed names since the checkpoint was made. ``converted``: conversions beyond
+    ``rename``, since several tensors of the checkpoint make one parameter.
     """
 
     config: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class HubFormat:
 
 
 def hub_format(model: nn.Module) -> HubFormat:
-    """The format of ``model``; nothing of it refers to the model's tensors."""
+    """The format of ``model``; it has no references to the model's tensors."""
     config = _json_of(getattr(model, "config", None))
     if config is not None:
         config["architectures"] = [type(model).__name__]
@@ -60,7 +60,7 @@ def hub_format(model: nn.Module) -> HubFormat:
 
 
 def _json_of(config: Any) -> dict[str, Any] | None:
-    """The file content of a transformers config: what differs from its defaults, as its own save writes it."""
+    """The file content of a transformers config: the values unlike its defaults, as its own save writes them."""
     text = getattr(config, "to_json_string", None)
     if not callable(text):
         return None
@@ -83,7 +83,7 @@ def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
 
 
 def _renamings(model: nn.Module) -> tuple[Callable[[str], str] | None, Callable[[str], bool] | None]:
-    """transformers' own table of renamed weights for this model; None where this version has no such table."""
+    """transformers' own table of renamed weights for this model; None if this version has no such table."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -91,7 +91,7 @@ def _renamings(model: nn.Module) -> tuple[Callable[[str], str] | None, Callable[
         return None, None
     try:
         entries = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]
-    except Exception:  # not a model of transformers, or a version whose table works otherwise
+    except Exception:  # not a model of transformers, or a version with another kind of table
         return None, None
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]

@@ -30,10 +30,10 @@ _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None] | None = None) -> nn.Module:
     """The model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
 
-    With ``seeded``, which sets all generators to where they are now, values that would be drawn are written down for
-    later and take no memory (``recorded_values``), where the model's construction can be written down.
+    With ``seeded``, which sets all generators to their current states, drawn values are recorded for later and take no
+    memory (``recorded_values``), if the model's construction can be recorded.
 
-    Raises PlanError for a config that is none, asks for code of its own, or whose model cannot be built.
+    Raises PlanError for a config that is invalid, needs code of its own, or gives a model that cannot be built.
     """
     try:
         import transformers
@@ -68,7 +68,7 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
 
 
 def _recorded(build: Callable[[], nn.Module], seeded: Callable[[], None]) -> nn.Module:
-    """Whatever fails while it is written down is tried again with memory: that raises what there is to raise."""
+    """If recording fails, build the model with memory: that raises the real errors, if any."""
     try:
         return build_recorded(build)
     except Exception:
@@ -121,7 +121,9 @@ def _refuse_hub_name(path: Path) -> None:
 
 
 def _refuse_code(content: dict[str, Any], where: Where) -> None:
-    """A config whose model exists only as code beside it. Where transformers has the model, its own code is taken."""
+    """Refuse a config with a model that exists only as code beside it. If transformers has the model, its own code is
+    used.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = content["model_type"]

@@ -1,6 +1,7 @@
-"""What a model's construction computes for its parameters, op by op, without their memory; run again for one at a time.
+"""The ops of a model's construction on its parameters, recorded without their memory; rerun for one parameter at a
+time.
 
-    entry       an op, its arguments with each tensor as a window of a numbered storage, what it writes
+    entry       an op, its arguments with each tensor as a window of a numbered storage, its writes
     draw        an entry that takes random numbers: the generator's state before it is kept, 5 KB
     value       the entries that a parameter's storage comes from, run again in their order
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _ATEN = torch.ops.aten
-# They read nothing of what they write: what was there before need not be made.
+# They do not read their target: its old content need not be computed.
 _OVERWRITES = frozenset({_ATEN.normal_, _ATEN.uniform_, _ATEN.fill_, _ATEN.zero_, _ATEN.copy_})
 EMPTY = frozenset({_ATEN.empty, _ATEN.empty_strided, _ATEN.empty_like, _ATEN.new_empty, _ATEN.new_empty_strided})
 
@@ -59,7 +60,7 @@ class Entry:
 
     @property
     def read(self) -> Iterator[int]:
-        """The storages of its arguments whose values count."""
+        """The storages of its arguments with values that it reads."""
         if self.op.overloadpacket in EMPTY:
             return iter(())
         return (leaf.storage for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window))
@@ -171,7 +172,7 @@ class InitLog:
             return entry.op(*args, **kwargs)
 
     def _memory(self, storage: int, memories: dict[int, Tensor]) -> Tensor:
-        """The bytes of a storage; where nobody wrote, zeros, so that they are the same on all ranks."""
+        """The bytes of a storage; zeros if nothing wrote it, so that it is the same on all ranks."""
         if storage not in memories:
             held = self.held.get(storage)
             empty = torch.zeros(self.num_bytes[storage], dtype=torch.uint8) if held is None else held.clone()

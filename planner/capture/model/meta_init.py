@@ -4,7 +4,7 @@ with meta_parameters():            parameters on meta, buffers real: the way to 
     model = Model(config)
 
 with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
-    model = Model(config)          they come back only where the model itself offers to initialise a module
+    model = Model(config)          they come back only if the model itself can initialise a module
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 def meta_parameters() -> Iterator[None]:
     """Every parameter registered inside goes to the meta device at once; buffers and plain tensors stay real.
 
-    Storage that a constructor asked for and never wrote costs address space only; where it asks for more than ``HUGE``
-    bytes at once, as for a stack of experts, that is on meta from the start. So a model of any size builds.
+    Storage that a constructor allocated and never wrote costs address space only; an allocation of more than ``HUGE``
+    bytes, as for a stack of experts, is on meta from the start. So a model of any size builds.
     """
     original = nn.Module.register_parameter
 
@@ -71,9 +71,9 @@ def _bytes(args: tuple[Any, ...], given: dict[str, Any]) -> int:
 
 
 def buffer_value(model: nn.Module, fqn: str) -> Tensor:
-    """The value of a buffer, also of one on meta where the model can make it again; ``model`` is not changed.
+    """The value of a buffer, also of one on meta if the model can recreate it; ``model`` is not changed.
 
-    Raises PlanError, naming the buffer and the way out, where it cannot.
+    Raises PlanError, naming the buffer and a fix, if it cannot.
     """
     path, _, name = fqn.rpartition(".")
     owner = model.get_submodule(path)

@@ -1,14 +1,13 @@
-"""A model built without memory for its parameters, whose values are exactly those of building it with memory.
+"""A model built without memory for its parameters; their values are exactly those of building it with memory.
 
-    constructor          runs as it is; a parameter is a fake tensor that says it lies on the CPU, so that code which
-                         asks for its device takes the path that it takes with values
-    ops on parameters    are written down (init_log.py), also draws: the generator does not move
-    another draw         first the draws before it are repeated into memory that is freed at once
-    a question about     is answered with the value, made for that question alone
+    constructor          runs unchanged; a parameter is a fake tensor that reports the CPU as its device, so that code
+    which reads its device takes the same path as with values ops on parameters    are written down (init_log.py), also
+    draws: the generator does not move another draw         first the draws before it are repeated into memory that is
+    freed at once a question about     is answered with the value, made for that question alone
       values
     afterwards           parameters stand on the meta device; buffers are real
 
-What cannot be written down is no error: the model is then built whole.
+A construction that cannot be recorded is no error: the model is then built with memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _recorded: WeakKeyDictionary[nn.Module, RecordedValues] = WeakKeyDictionary()
 
 
 class CannotRecord(Exception):
-    """The construction does what the log cannot say."""
+    """The construction does something that the log cannot record."""
 
 
 class RecordedValues:
@@ -127,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def window(self, tensor: Tensor) -> Window:
-        """Of a tensor of this construction, or one from elsewhere, whose values are then held."""
+        """Of a tensor of this construction, or one from elsewhere: its values are then held."""
         window = self._window(tensor)
         log = self.log
         if not (log.is_written(window.storage) or window.storage in log.held):
@@ -163,7 +162,9 @@ class _Recorder(TorchDispatchMode):
         return shape if shape.untyped_storage().nbytes() > HUGE else func(*args, **kwargs)
 
     def _result(self, func: Any, args: Any, kwargs: Any, written: Any, given: Any) -> Any:
-        """On fakes where any is; on their values where they decide what comes, or reach a tensor with memory."""
+        """The op's result: on fakes if there are any; on their values if these decide the path, or reach a tensor with
+        memory.
+        """
         if not any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
         if all(isinstance(tensor, FakeTensor) for tensor in written):
@@ -209,7 +210,7 @@ class _Recorder(TorchDispatchMode):
         self._waiting[1].append(number)
 
     def _catch_up(self) -> None:
-        """Move the generator to where it would be."""
+        """Move the generator to its state after the skipped draws."""
         if self._waiting is None:
             return
         (state, numbers), self._waiting = self._waiting, None
@@ -231,7 +232,7 @@ class _Recorder(TorchDispatchMode):
     # ---- the log
 
     def _noted(self, func: Any, read: Any, written: Any, given: Any, result: Any, *, is_draw: bool = False) -> Any:
-        """``result``, and an entry where it lies in memory of its own or something was written.
+        """Returns ``result``, and adds an entry if it has memory of its own or the op wrote to a tensor.
 
         ``read``: positional and keyword arguments, with windows for tensors.
         """

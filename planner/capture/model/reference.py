@@ -1,11 +1,11 @@
 """Turn MODEL of the command line into an ``nn.Module``.
 
     package.module:callable     an importable function or class that returns a module
-    path/file.py:callable       the same in a file, whose directory is put first on the import path
+    path/file.py:callable       the same in a file; its directory is put first on the import path
     hf:DIR_OR_CONFIG.json       the Hugging Face architecture named by config.json, no weights read
 
-Hugging Face models stand on the meta device (parameters without storage, buffers real, since rotary tables are data)
-unless ``materialize`` asks for weights: those beside the config where there are any, else seeded ones.
+Hugging Face models are on the meta device (parameters without storage, buffers real, since rotary tables are data)
+unless ``materialize`` asks for weights: those beside the config if there are any, else seeded ones.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> 
 
 
 def quiet_transformers() -> None:
-    """transformers gives advice to people who call the model themselves: none of it over our output, now or later.
-
-    Not where TRANSFORMERS_VERBOSITY asks for it.
+    """Silence transformers' advice for direct callers of a model, now and later, unless TRANSFORMERS_VERBOSITY asks for
+    it.
     """
     logger = logging.getLogger("transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -84,7 +83,7 @@ def seed_generators(seed: int) -> None:
 
 
 def pretrained_directory(reference: str) -> Path | None:
-    """The directory of ``hf:DIR`` where it holds weights, of whatever format; None for every other MODEL."""
+    """The directory of ``hf:DIR`` if it holds weights, in any format; None for every other MODEL."""
     directory = Path(reference.removeprefix("hf:"))
     if not reference.startswith("hf:") or not is_directory(directory):
         return None

@@ -1,6 +1,6 @@
 """One use of a user's torch.autograd.Function in a forward, and how such a use is run again on values of our own.
 
-Application   the Function and what it was given, with a Shape in the place of each tensor
+Application   the Function and its arguments, with a Shape in the place of each tensor
 draw          random values of those shapes
 applied       outputs, and the gradients by those tensors, of one run on given values
 """
@@ -40,7 +40,7 @@ SAMPLES = (Sample(1.0, 0.0, 1.0, 1e-6), Sample(0.5, 1.5, 1.0, 1e-6), Sample(30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Stands for a tensor that the Function was given."""
+    """Replaces a tensor among the Function's arguments."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Application:
-    """One use of a Function in the forward: what it was given, with Shapes in the place of tensors."""
+    """One use of a Function in the forward: its arguments, with Shapes in the place of tensors."""
 
     function: type[Function]
     args: tuple[Any, ...]
@@ -61,7 +61,7 @@ class Application:
 
     @classmethod
     def of(cls, function: type[Function], args: tuple[Any, ...], where: Where, *, inner: bool) -> Application:
-        """``inner``: within the forward of another Function, where no tensor shows that it needs a gradient."""
+        """``inner``: within the forward of another Function, in which no tensor shows that it needs a gradient."""
 
         def shape(tensor: Tensor) -> Shape:
             sizes = tuple(int(n) for n in tensor.shape)
@@ -82,7 +82,7 @@ class Application:
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for uses of which one check is enough."""
+        """Equal for uses that need only one check."""
         leaves, structure = pytree.tree_flatten(self.args)
         return (self.function, structure, *(leaf if is_plain(leaf) else id(leaf) for leaf in leaves))
 
@@ -110,7 +110,7 @@ class Application:
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether an argument is what it prints."""
+    """Whether an argument's printed form identifies it."""
     return isinstance(leaf, (Shape, int, float, str, type(None), torch.dtype, torch.device))
 
 
@@ -166,7 +166,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @contextmanager
 def on_the_side() -> Iterator[LowestPrecision]:
-    """Runs that leave no trace: no warnings, and the generator as it was. Gives the coarsest dtype met on the way."""
+    """Runs that leave no trace: no warnings, and the generator unchanged. Gives the coarsest dtype inside."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), LowestPrecision() as seen:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)

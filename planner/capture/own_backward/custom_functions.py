@@ -1,12 +1,12 @@
-"""What becomes of each custom Function that a forward applies, decided while it is exported.
+"""Decides, while a forward is exported, the form of each custom Function that it applies.
 
     its backward is the derivative of its forward    the ops of its forward, as torch.export records them
     anything else                                    one call with its own backward (planner.graph.ops.own_backward)
 
-A Function of the second kind runs on every rank as the user wrote it, so it must be told by its arguments alone: one
-that writes into them, or that reads tensors of the model besides them, is refused with its line.
+A Function of the second kind runs on every rank as the user wrote it, so it must depend on its arguments alone: one
+that writes into them, or that reads tensors of the model besides them, is refused at its line.
 
-What is tried runs on another thread, where no mode of the export stands.
+Trials run on another thread, without the modes of the export.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ HIDDEN_FIX = "pass every tensor that the Function reads as an argument of apply,
 
 
 class CustomFunctions:
-    """Owns what was decided for the Functions of one model; equal uses are tried once.
-
-    ``known``: of an earlier export of the model, whose trials count here too.
+    """Owns the decisions for the Functions of one model; equal uses are tried once. ``known``: of an earlier export of
+    the model; its trials count here too.
     """
 
     def __init__(self, model: nn.Module, known: CustomFunctions | None = None) -> None:
@@ -55,12 +54,12 @@ class CustomFunctions:
         self._derived: dict[Any, bool | None] = {} if known is None else known._derived
         self._facts: dict[Any, Facts] = {} if known is None else known._facts
         self._calls: dict[Any, OwnBackward] = {}
-        self._met: list[object] = []  # what has no plain value and is told apart in labels, by order of appearance
+        self._met: list[object] = []  # arguments without a plain value, numbered in labels by order of appearance
         # their arguments live on, so that no id is given twice
         self._kept: list[Application] = [] if known is None else known._kept
 
     def kept_as_call(self, use: Application, args: tuple[Any, ...]) -> OwnBackward | None:
-        """The one call that stands for this use; None where the ops of its forward do."""
+        """The one call that replaces this use; None if the ops of its forward do."""
         key = use.key()
         if key not in self._derived:
             self._kept.append(use)
@@ -122,14 +121,14 @@ class CustomFunctions:
 
 
 class _Look:
-    """Runs a Function once on tensors without values, and watches what it reads and writes."""
+    """Runs a Function once on tensors without values, and watches its reads and writes."""
 
     def __init__(self, model: nn.Module, use: Application, args: tuple[Any, ...], autocast: Autocast | None) -> None:
         self.model, self.use, self.args, self.autocast = model, use, args, autocast
         self.mode = detect_fake_mode(tensors_in(args))
 
     def outputs(self) -> Any:
-        """What apply returns, with Outputs in the place of tensors."""
+        """The result of apply, with Outputs in the place of tensors."""
         try:
             return self._on_fakes()
         except PlanError:
@@ -174,7 +173,7 @@ class _Look:
         return pytree.tree_map_only(Tensor, _output, result)
 
     def _backward(self, result: Any, leaves: list[Tensor]) -> None:
-        """For what it reads alone; a backward that asks for values fails here and not later."""
+        """Only to find its reads; a backward that reads values fails here and not later."""
         reached = [o for o in tensors_in(result) if o.requires_grad]
         asked = [v for v in leaves if v.requires_grad]
         if reached and asked:

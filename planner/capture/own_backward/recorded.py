@@ -2,9 +2,9 @@
 
     meshwright::own_backward(Tensor[] tensors, str key) -> Tensor[]
 
-An op of PyTorch's dispatcher, so that every step of an export knows what to do with it. ``key`` finds the OwnBackward
-while a model is captured (``calls_recorded``), and is the same when the model is exported again. Canonical form puts
-the OwnBackward itself in the place of the op, and nothing of the key is left.
+An op of PyTorch's dispatcher, so that every step of an export can handle it. ``key`` finds the OwnBackward
+while a model is captured (``calls_recorded``), and is the same when the model is exported again. Canonical form
+replaces the op by the OwnBackward itself, without the key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def calls_recorded() -> Iterator[None]:
 
 
 def record(call: OwnBackward, tensors: list[Tensor]) -> Any:
-    """What ``call`` returns, as one call of the graph that is being exported."""
+    """The results of ``call``, as one call of the graph under export."""
     _CALLS[call.key] = call
     return call.returned(OWN_BACKWARD(tensors, call.key))
 

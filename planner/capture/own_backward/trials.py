@@ -1,12 +1,12 @@
-"""What a Function's own backward B can bear, shown on numbers.
+"""Properties of a Function's own backward B, shown on numbers.
 
     reached   the tensors by which it gives a gradient at all
     linear    B(a + b) = B(a) + B(b) and B(0) = 0, for gradients of very different sizes
     cuts      apply on the parts of its inputs gives the parts of outputs and gradients, and of an input that every part
-              reads whole the sum of gradients; in halves and in small parts, also where one part is far larger
+              reads in full the sum of gradients; in halves and in small parts, also with one far larger part
     draws     whether the forward draws random numbers
 
-Nothing is claimed that was not tried: a Function that does not run by itself is computed whole, from whole gradients.
+Nothing is claimed that was not tried: a Function that does not run by itself is computed in full, from full gradients.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Trial:
         )
 
     def _equal(self, a: Tensor | None, b: Tensor | None) -> bool:
-        """Up to rounding, which counts for the largest element; what is not finite on either side alike."""
+        """Equal up to the rounding of the largest element; values that are not finite must be alike on both sides."""
         if a is None or b is None:
             return a is b
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -181,7 +181,7 @@ def _random(like: Tensor, size: float, ramp_dim: int | None = None) -> Tensor:
 
 
 def _ramped(x: Tensor, dim: int | None) -> Tensor:
-    """The second half along ``dim`` made larger, so that the parts' statistics are not those of the whole."""
+    """The second half along ``dim`` made larger, so that the parts' statistics differ from those of the full tensor."""
     if dim is None or not has_gradient(x.dtype):
         return x
     factors = torch.ones(x.shape[dim], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""What a forward computes in one call, as keys: two calls compute the same if their outputs have equal keys.
+"""The computation of one call of a forward, as keys: two calls compute the same if their outputs have equal keys.
 
     key of an input, parameter, buffer     its name
     key of a result                        the function, the keys of its operands, Python's numbers among them
-    key of a tensor written to             what it was, and the call that wrote
+    key of a tensor written to             its old key, and the call that wrote
     key of a tensor with values            its values
 
 Keys stay with the memory of a tensor from call to call: a table that the first call made, and a later one reads, is the
@@ -64,7 +64,7 @@ class Keys:
         self._named: set[str] = set()
 
     def begin(self, model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Name what a call is given; not a buffer that the first has registered, which holds what that one computed."""
+        """Name the inputs of a call, except a buffer that the first call registered: it holds that call's results."""
         named = [*model.named_parameters(), *model.named_buffers()]
         named += [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves([list(args), dict(kwargs)]))]
         self._named = self._named or {name for name, _ in named}
@@ -95,13 +95,13 @@ class Keys:
         return f"{content}/{tuple(tensor.shape)}{tensor.stride()}{tensor.storage_offset()}{tensor.dtype}"
 
     def answered(self, asked: tuple[str, str], ask: Callable[[], Any]) -> Any:
-        """What the first call was answered to the same question."""
+        """The first call's answer to the same question."""
         if asked not in self._answers:
             self._answers[asked] = ask()
         return self._answers[asked]
 
     def note(self, key: str, given: list[Tensor], versions: list[int], result: Any) -> None:
-        """After a function ran: the content of what it made, and of what it wrote to."""
+        """Note the content of a function's results, and of its written arguments, after it ran."""
         own = {storage_of(t) for t in given}
         for tensor, version in zip(given, versions, strict=True):
             if tensor._version != version:
@@ -131,7 +131,7 @@ class Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _QUIET and not _gives_tensor(func):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # other modes need not see what is looked at here
+        with torch._C.DisableTorchFunction():  # other modes need not see these reads
             key = _hashed(f"{name}{self._keys.of(args)}{self._keys.of(kwargs)}")
             given = _tensors((args, kwargs))
             versions = [t._version for t in given]

@@ -1,4 +1,4 @@
-"""At which line of the user's a call changes something: asked after each line, where a refusal is certain."""
+"""Finds the user's line at which a call changes a value: checks after each line, once a refusal is certain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.graph.source_lines import is_foreign_frame, where_of_frame
 
 
 def line_that_changes(read: Callable[[], Any], run: Callable[[], Any]) -> Where | None:
-    """The first line during ``run`` after which ``read`` gives something else; None where there is none."""
+    """The first line during ``run`` after which ``read`` gives something else; None if there is none."""
     found: list[tuple[Any, int]] = []
     last: list[tuple[Any, int]] = []
     before = read()

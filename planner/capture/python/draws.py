@@ -1,9 +1,9 @@
-"""Python's own random numbers and clocks in a forward: export runs it once, and what they said then would be frozen.
+"""Python's own random numbers and clocks in a forward: export runs it once, and their values would be frozen.
 
-    random.random() < 0.0        certain, whatever was drawn: layer drop that is switched off
+    random.random() < 0.0        certain for every draw: layer drop that is switched off
     0.1 * random.random()        PlanError with the user's line
     np.random.normal(size=4)     PlanError
-    time.time()                  a doubt: does what the forward computes depend on it? (planner.capture.python.state)
+    time.time()                  a doubt: does the forward's result depend on it? (planner.capture.python.state)
 
 The functions are replaced in their modules, and in the user's modules that imported them by name, for one forward.
 """
@@ -39,7 +39,7 @@ UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give 
 
 
 class PythonDraws:
-    """Watches one forward. ``clocks``: lines of the user that asked for the time."""
+    """Watches one forward. ``clocks``: lines of the user that read a clock."""
 
     def __init__(self, model: nn.Module) -> None:
         self.clocks: list[Where] = []
@@ -49,7 +49,7 @@ class PythonDraws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Python's and NumPy's generators are where they were afterwards: planning draws nothing from them."""
+        """Afterwards Python's and NumPy's generators are restored: planning draws nothing from them."""
         states = random.getstate(), np.random.get_state()
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         try:
@@ -113,7 +113,7 @@ class PythonDraws:
 
 
 class Draw(float):
-    """A number drawn from [0, 1): only comparisons of which the answer is certain may be asked."""
+    """A number drawn from [0, 1): only comparisons with a certain answer are allowed."""
 
     refuse: Callable[[], None]
 
@@ -149,5 +149,5 @@ class Draw(float):
 
 
 def _is_of_python(frame: FrameType) -> bool:
-    """Whether a frame is in Python's own library: a log record bears its time, which tells nothing of the forward."""
+    """Whether a frame is in Python's own library: a log record has a time, which is unrelated to the forward."""
     return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename

@@ -5,9 +5,9 @@
     type(x), type(self.weight)                                  torch.Tensor, nn.Parameter
 
 PyTorch itself asks too while it exports, and needs the true answer: a replaced function answers by the file of its
-caller, and ``type`` and ``isinstance`` are hidden by names in the modules of the user alone. Where eager mode would go
-on to look at values (``if not is_tracing(mask) and mask.all()``), the capture is made again with the true answer for
-that one line, which is reported.
+caller, and ``type`` and ``isinstance`` are hidden by names in the modules of the user alone. If eager mode would then
+read values (``if not is_tracing(mask) and mask.all()``), the capture is repeated with the true answer for that one
+line, which is reported.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class EagerAnswers:
     def give_in(self, where: Where | str | None) -> bool:
         """After a refusal at ``where``: the question that led there is answered truly from now on; False if none did.
 
-        It is the last one that a function has asked in which the refused line stands, or that called it.
+        It is the last question of the function with the refused line, or of one of its callers.
         """
         for stack, asked in reversed(self.asked.items()):
             here = [line for file, _, line in stack if isinstance(where, Where) and file == where.file]

@@ -1,8 +1,8 @@
-"""The Python modules whose code a forward may run: those of the model's classes, and others.
+"""The Python modules with code that a forward may run: those of the model's classes, and others.
 
-users_modules      where the model's classes and their bases are written
+users_modules      modules that define the model's classes and their bases
 own_modules        also those of a user that are not installed
-foreign_modules    also all others of a user or a library: a forward may import them where it needs them
+foreign_modules    also all others of a user or a library: a forward may import them when it needs them
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def foreign_modules() -> list[ModuleType]:
 
 
 def own_modules(model: nn.Module) -> list[ModuleType]:
-    """Those of the model's classes, and all that are not installed: what else is installed may read a clock for itself.
-
-    A library may do so in the middle of a forward, as in a callback of the garbage collector.
+    """Those of the model's classes, and all that are not installed: other installed packages may read a clock for
+    themselves, even in the middle of a forward, as in a callback of the garbage collector.
     """
     found = {id(module): module for module in users_modules(model)}
     for module in foreign_modules():

@@ -1,4 +1,4 @@
-"""Seeds and generators of PyTorch in a forward: an op draws anew in each step of a plan, whatever they say.
+"""Seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say.
 
     torch.manual_seed(3); x + torch.randn_like(x)      PlanError: one process repeats the noise
     with torch.random.fork_rng(): …                    PlanError: so does what is drawn after it
@@ -37,7 +37,7 @@ class TorchSeeds:
         self._sites, self._is_running = sites, False
 
     def replacements(self) -> Iterator[tuple[Any, Any]]:
-        """Functions of PyTorch that set a seed, and what stands in their place meanwhile."""
+        """Functions of PyTorch that set a seed, and their replacements meanwhile."""
         for module in (
             torch,
             torch.random,
@@ -50,7 +50,7 @@ class TorchSeeds:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """PyTorch's generator is where it was afterwards."""
+        """Afterwards PyTorch's generator is restored."""
         generator = torch.default_generator
         with _untraced():
             state, self._own_seed = generator.get_state(), generator.initial_seed()
@@ -64,7 +64,7 @@ class TorchSeeds:
                 generator.set_state(state)
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """What each torch function is given; and whether the seed was set by a method of the generator."""
+        """Check the arguments of each torch function, and whether a method of the generator set the seed."""
         if not self._is_running:
             return
         if isinstance((kwargs or {}).get("generator"), torch.Generator):
@@ -83,7 +83,7 @@ class TorchSeeds:
         return setter
 
     def _refuse(self, does: str, why: str) -> None:
-        self._is_running = False  # what the error passes on its way out is not looked at
+        self._is_running = False  # calls on the error's way out are not checked
         raise PlanError(f"the forward {does}: {why}", where=self._sites.here(), fix=SEED_FIX)
 
 

@@ -1,14 +1,14 @@
-"""What a forward keeps in Python from one call to the next: export runs it once, and what it read there is frozen.
+"""The Python state that a forward keeps from one call to the next: export runs it once, and the values that it read are
+frozen.
 
     self.calls += 1                          a number: captured again with another value
     self.log.append(…); len(self.log)        a list, dict, set or plain object: captured again as the forward left it
-    self.memory = h                          a tensor made of the batch: captured again with another in its place
+    self.memory = h                          a tensor made of the batch: captured again with another tensor
     self.mask = torch.ones(t, t).tril()      a tensor of constants: kept with its value
 
-Looked at are the attributes of modules and what they hold, the cells of functions that stand there, class attributes
-and globals of the user's modules, generators. A second capture costs as much as the first, so it is made only where
-something changed; if it differs, the forward depends on earlier calls and is refused (capture.python.watch). All is
-put back.
+Checks the attributes of modules and their content, the cells of functions among them, class attributes and globals of
+the user's modules, and generators. A second capture costs as much as the first, so it is made only if a value changed;
+if it differs, the forward depends on earlier calls and is refused (capture.python.watch). All values are restored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planner.capture.python.modules import users_modules
 from planner.errors import Where
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
-MORE = 10  # further calls where a list grows
+MORE = 10  # further calls for a list that grows
 NEAR = (*range(2, 11), 99, 999)  # further calls at which a schedule may turn
 MOST = 4096  # entries of a container that are looked at
 _MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
@@ -58,7 +58,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Change:
-    """One value that the forward left different: ``what`` in words, and where it stands in the user's code."""
+    """One value that the forward changed: ``what`` in words, and its place in the user's code."""
 
     holder: Holder
     key: Any
@@ -93,7 +93,7 @@ class Change:
 
 
 class PythonState:
-    """Owns a picture of what ``model`` keeps in Python, taken when it is made."""
+    """Owns a snapshot of the Python state of ``model``, taken when it is made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._holders = list(_Walk(model).holders())
@@ -103,7 +103,7 @@ class PythonState:
         self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
 
     def changes(self) -> list[Change]:
-        """What is different now."""
+        """The values that differ from the snapshot."""
         found = []
         for holder in self._holders:
             now = holder.read()
@@ -114,7 +114,7 @@ class PythonState:
         return found
 
     def restore(self, *, with_hooks: bool = True) -> None:
-        """Everything as it was when the picture was taken; hooks that the forward installed since go, if asked."""
+        """Restore the snapshot; with ``with_hooks``, remove hooks that the forward has installed since."""
         for table, before in self._hooks if with_hooks else ():
             for key in [key for key in table if key not in before]:
                 del table[key]
@@ -131,9 +131,8 @@ def _hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None], by: int = FAR) -> None:
-    """Put the model as after many more calls: numbers ``by`` further, and for each tensor what ``later`` gives.
-
-    Where it gives None, what stood there before the call, which would have made the same.
+    """Put the model as after many more calls: numbers ``by`` further, and for each tensor the result of ``later``. If
+    that is None, the value before the call, which would have made the same.
     """
     for change in changes:
         values = change.holder.read()
@@ -195,7 +194,7 @@ def _same(before: Any, after: Any) -> bool:
 
 
 class _Walk:
-    """Finds what can keep a value, each object once."""
+    """Finds the holders that can keep a value, each object once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -214,7 +213,7 @@ class _Walk:
                 yield _globals_holder(python_module)
 
     def _inside(self, path: str, name: str, module: nn.Module, value: Any, depth: int = 4) -> Iterator[Holder]:
-        """Holders in what an attribute holds."""
+        """Holders inside of an attribute's value."""
         if id(value) in self._seen or not depth or isinstance(value, (nn.Module, Tensor, type, ModuleType, str, bytes)):
             return
         access = _access(value)
@@ -230,7 +229,7 @@ class _Walk:
 
 
 def _access(value: Any) -> Access | None:
-    """How to read and write what a value keeps; None where it keeps nothing that is known here."""
+    """How to read and write the content of a value; None for a value of unknown kind."""
     if isinstance(value, (dict, list, deque, set)) and len(value) > MOST:
         return None
     if isinstance(value, dict):
@@ -302,7 +301,7 @@ def _without_machinery(content: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _refill(content: dict[Any, Any], values: dict[Any, Any]) -> None:
-    """Exactly ``values``, apart from what belongs to nn.Module itself."""
+    """Exactly ``values``, except entries of nn.Module itself."""
     for key in [k for k in content if k not in values and k not in _MACHINERY]:
         del content[key]
     content.update(values)
@@ -323,7 +322,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
-    """The line of the module's forward (or class) that writes ``name``, as far as its text tells."""
+    """The line of the module's forward (or class) that writes ``name``, as far as its source shows."""
     if module is None:
         return Where(path)
     writes = re.compile(rf"\b{re.escape(name)}\b\s*([-+*/|]?=[^=]|\.\w+\(|\[)")

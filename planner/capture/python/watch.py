@@ -1,9 +1,8 @@
-"""Watches the model's forward while export runs it: what it computes with, what it leaves behind, what it returns.
+"""Watches the model's forward while export runs it: its inputs, the state that it leaves, its results.
 
 Around the call of the caller's model, and without hooks that it could count: the first thing before its own hooks and
 the last after them. In between are watched tensors that are none of the model's (capture.model.held_tensors), Python's
-random numbers and clocks (planner.capture.python.draws), and what the model keeps in Python
-(planner.capture.python.state).
+random numbers and clocks (planner.capture.python.draws), and the model's Python state (planner.capture.python.state).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ STATE_FIX = "a plan is the same for every step: pass changing values as inputs o
 
 
 class ForwardWatch:
-    """Owns the picture of the model's Python side before its forward. ``notes``: what a user should know."""
+    """Owns the snapshot of the model's Python state before its forward. ``notes``: for the user."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
         self.notes: list[str] = []
@@ -48,19 +47,19 @@ class ForwardWatch:
         self._draws = PythonDraws(model)
         self._state: PythonState | None = None
         self._changes: list[Change] = []
-        # tensors that the forward left, made of constants, buffers and frozen parameters, and their values where known
+        # tensors that the forward left, made of constants, buffers and frozen parameters, and their values if known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._running = ExitStack()
         self._keys, self._calls, self._records = Keys(), list[Call](), True
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """What each torch function is given."""
+        """Check the arguments of each torch function."""
         self._foreign.check(args, kwargs)
         self._draws.seeds.check(args, kwargs)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around all exports; afterwards the model is as it was before its first forward."""
+        """Around all exports; afterwards the model is in its state before the first forward."""
         call = nn.Module._call_impl
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +109,7 @@ class ForwardWatch:
         """After the first export: the next calls, without export. One that asks for values ends this."""
         for _ in range(times if self._calls else 0):
             self._call(kwargs)
-        if self._unlike(self._calls[1:]) is not None:  # export may have undone what the first one left
+        if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
             self._call(kwargs)
         self._records = False
 
@@ -131,7 +130,7 @@ class ForwardWatch:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether calls differ by a state that no attribute shows, and that cannot be put back."""
+        """Whether calls differ by a state that no attribute shows, and that cannot be restored."""
         return self.unlike is not None and not self._changes
 
     def settle_unknown(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
@@ -144,7 +143,7 @@ class ForwardWatch:
             raise self._changing(self.unlike)
 
     def refuse_draws(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise PlanError where a generator of random numbers that the model holds is not where it was."""
+        """Raise PlanError if a generator of random numbers that the model holds has moved."""
         for change in self._changes:
             if change.is_a_draw:
                 raise PlanError(
@@ -155,7 +154,7 @@ class ForwardWatch:
                 )
 
     def refuse_schedules(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise PlanError where a number that calls count, or a list that they fill, decides something later."""
+        """Raise PlanError if a number that calls count, or a list that they fill, decides something later."""
         if not self._calls:
             return
         first, self._records = len(self._calls), True
@@ -174,7 +173,7 @@ class ForwardWatch:
             raise self._depends(where, []) if self._changes else self._changing(where)
 
     def refuse_changing(self) -> None:
-        """Raise PlanError where even the calls after the first differ."""
+        """Raise PlanError if even the calls after the first differ."""
         where = self._unlike(self._calls[-2:] if self._changes else self._calls[1:])
         if where is not None:
             raise self._changing(where)
@@ -191,11 +190,11 @@ class ForwardWatch:
         self._foreign.is_running = False
         self._running.close()
 
-    # ---- what the forward left behind
+    # ---- state that the forward left
 
     @property
     def doubts(self) -> bool:
-        """Whether a next forward may not compute what this one did."""
+        """Whether a next forward may compute something else than this one."""
         return bool(self._doubtful or self._draws.clocks or (self._changes and self.unlike is not None))
 
     @property
@@ -207,7 +206,7 @@ class ForwardWatch:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The model as it was before its first forward."""
+        """Inside, the model is in its state before the first forward."""
         assert self._state is not None
         self._state.restore()
         yield
@@ -221,7 +220,7 @@ class ForwardWatch:
         yield
 
     def _later(self, tensor: Tensor) -> Tensor | None:
-        """What stands where the forward left ``tensor`` when a later one comes; None for what stood there before."""
+        """The value in the place of ``tensor`` at a later forward; None for the value before the first."""
         if self._is_constant(tensor):
             return self._constant[id(tensor)][1]
         return fake(tensor, None, self._mode)
@@ -239,7 +238,7 @@ class ForwardWatch:
         self.notes += [asked.format(where) for where in clocks]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Of what the forward left, the tensors made of what does not change, while the tracer knows them."""
+        """The tensors that the forward left and that are made of constant values, while the tracer knows them."""
         mode = proxy_tensor.get_proxy_mode()
         tensors = {id(t): t for change in self._changes for t in _tensors(change.after)}.values()
         if mode is None or not tensors:

@@ -1,11 +1,11 @@
-"""Branches of which one side only raises: an assumption takes the other side.
+"""Branches with one side that only raises: an assumption takes the other side.
 
     if not (ids < n).all(): raise ValueError          the answer is assumed to be yes
 
 An export needs an answer; which one raises is found by trying. An answer after which the forward raises, before it asks
-anything else, becomes its opposite; one after which it does not is tried the other way round as well. Where neither
-raises, the branch is one that only data decides, and is refused at its line. Questions asked from the same place, by
-the same callers, have one answer.
+anything else, becomes its opposite; one after which it does not is tried the other way round as well. If neither
+raises, the branch depends on data, and is refused at its line. Questions asked from the same place, by the same
+callers, have one answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Taken:
     key: Key
     answer: bool
     where: Where
-    is_sure: bool  # whether masks asked about before were said to select rows, as in the export that is kept
+    is_sure: bool  # whether earlier masks were assumed to select rows, as in the export that is kept
     condition: Condition | None = None
 
 
@@ -69,7 +69,7 @@ class Assumptions:
         self._draws.append(where)
 
     def answer(self, key: Key) -> bool | None:
-        """What is assumed of the question at ``key``; None where nothing is."""
+        """The assumed answer to the question at ``key``; None without one."""
         answer = self._answers.get(key)
         return answer if answer is None or key != self.flipped else not answer
 
@@ -85,9 +85,10 @@ class Assumptions:
     # ---- afterwards
 
     def settled(self, attempt: Callable[[], T], trial: Callable[[], Any]) -> T:
-        """What ``attempt`` gives with answers that do not raise. ``trial``: one forward alone, with one answer flipped.
+        """The result of ``attempt`` with answers that do not raise. ``trial``: one forward alone, with one answer
+        flipped.
 
-        Raises PlanError where an answer decides more than whether the forward raises.
+        Raises PlanError if an answer decides more than whether the forward raises.
         """
         while True:
             try:
@@ -113,7 +114,7 @@ class Assumptions:
         return True
 
     def _try_flipped(self, key: Key, taken: dict[Key, list[Taken]], trial: Callable[[], Any]) -> None:
-        if key not in taken:  # asked where another answer led
+        if key not in taken:  # asked only after another answer
             del self._answers[key]
             return
         self.flipped = key

@@ -1,4 +1,4 @@
-"""The small graph by which a host checks an assumption: what it reads of the batch, and the question about it."""
+"""The small graph by which a host checks an assumption: its batch inputs, and the question about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_read(node: fx.Node | None) -> bool:
 
 
 def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:
-    """``makers``: of each symbol the call that read it. None where it reads more than the batch, or much.
+    """``makers``: of each symbol the call that read it. None if it reads more than the batch, or much.
 
     Inputs are named by their position among the placeholders.
     """
@@ -44,7 +44,7 @@ def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | Non
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a call can be made again later: nothing is drawn, nothing writes into what it reads or makes."""
+    """Whether a call can be made again later: it draws nothing, and no op writes into its inputs or results."""
     if node.op != "call_function":
         return not any(is_mutable(user.target) for user in node.users)
     is_op = follows(node) and hasattr(node.target, "_schema") and not is_mutable(node.target)

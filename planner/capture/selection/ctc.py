@@ -1,4 +1,4 @@
-"""``F.ctc_loss``, whose own op makes a tensor of a size that data tells, as one loss for each sequence (graph.ops.ctc).
+"""``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence (graph.ops.ctc).
 
 ctc_loss(p, targets [b, s], …)                                 ctc_losses(p, targets, …)
 ctc_loss(p, labels[mask], …, mask.sum(-1))                     ctc_losses(p, the selected of each row first, …)
@@ -28,7 +28,7 @@ Refuse = Callable[[str, str], Any]
 
 
 class Selected:
-    """Owns what masks selected in this export: the tensor, and of what it was selected by which mask."""
+    """Owns the selections by masks in this export: the result, its source and its mask."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -38,7 +38,7 @@ class Selected:
             self._of[id(made)] = made, source, mask
 
     def in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
-        """The selected of each row, in front of those that are not; None where ``lengths`` do not count them."""
+        """The selected of each row, in front of those that are not; None if ``lengths`` do not count them."""
         found = self._of.get(id(made))
         if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
             return None

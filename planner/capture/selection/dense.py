@@ -1,4 +1,4 @@
-"""Rows that data selects become all rows, and a mask that lets the selected through: then every shape is known.
+"""Data-dependent row selection becomes a dense computation with a mask: then every shape is known.
 
     token, choice = torch.where(chosen == e)
     out.index_add_(0, token, expert(x[token]) * probs[token, choice, None])
@@ -6,8 +6,8 @@
     p = where(chosen == e, probs, 0).sum(-1)
     out += where((chosen == e).any(-1), expert(x) * p, 0)
 
-The same, if what happens between reading rows and writing them back acts on each row alone (row_ops), so that rows
-which are not selected change no other; and if no such row spoils a gradient (finite). All else is refused by line.
+Both are equal if the ops between reading rows and writing them back act on each row alone (row_ops), so that unselected
+rows do not affect others, and if no such row makes a gradient NaN (finite). All else is refused by line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAID_OUT = {aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.flatten,
 
 @dataclass(frozen=True)
 class AllRows:
-    """``asked``: of masks that a branch asked about, by key their number. ``told``: where rows were selected."""
+    """``asked``: of masks that a branch asked about, by key their number. ``told``: the lines that select rows."""
 
     graph: fx.Graph
     asked: dict[str, int]
@@ -69,7 +69,7 @@ def is_dynamic(module: fx.GraphModule) -> bool:
 def with_all_rows(module: fx.GraphModule, nobody: Collection[int] = ()) -> AllRows:
     """A graph of its own in which no shape depends on data.
 
-    ``nobody``: of masks that a branch asked about, by number, those whose selections write nothing.
+    ``nobody``: of masks that a branch asked about, by number, those with selections that write nothing.
     """
     rewriter = _Rewriter(nobody)
     graph = rewriter.run(module.graph)
@@ -77,7 +77,7 @@ def with_all_rows(module: fx.GraphModule, nobody: Collection[int] = ()) -> AllRo
 
 
 class _Rewriter:
-    """Owns the new graph; ``env`` knows what each value of the old one has become."""
+    """Owns the new graph; ``env`` maps each old value to its replacement."""
 
     def __init__(self, nobody: Collection[int]) -> None:
         self.write, self.keys = Writer(), Keys()
@@ -95,7 +95,7 @@ class _Rewriter:
             self.write.origin = node
             self.env[node] = made = self._made(node)
             if isinstance(made, fx.Node) and made is self.write.last:
-                made._rename(node.name)  # what the export's signature calls it
+                made._rename(node.name)  # its name in the export's signature
             if "asked" in node.meta and isinstance(self.env[node], fx.Node):
                 self.asked[key_of_mask(self.keys, self.env[node])] = node.meta["asked"]
         return self.write.graph
@@ -137,7 +137,7 @@ class _Rewriter:
     # ---- selections
 
     def _select(self, node: fx.Node, given: list[Any]) -> Any:
-        """Positions of what a mask selects."""
+        """The positions that a mask selects."""
         is_where = node.target is getattr(aten.where, "default", None)
         if packet_of(node.target) not in SELECTIONS and not is_where:
             return None
@@ -196,7 +196,7 @@ class _Rewriter:
         return Rows(space, self._kept_small(space, rows, slots.dims[0]), (x, slots))
 
     def _slots(self, node: fx.Node, at: Any, dim: int, alone: bool) -> tuple[Space, Slots] | None:
-        """By which mask, and along which dims; None where positions are given by something else."""
+        """By which mask, and along which dims; None if positions are given by something else."""
         indices = at if isinstance(at, (list, tuple)) else [at]
         found: list[tuple[Space, int, int]] = []
         for index in indices:
@@ -220,7 +220,7 @@ class _Rewriter:
         return (next(iter(spaces.values())), Slots(tuple((d, m) for _, d, m in found))) if spaces else None
 
     def _runs_along(self, node: fx.Node, index: fx.Node, dim: int) -> bool:
-        """Whether an index of gather or scatter is the same for all that stands beside the rows, and for all of it."""
+        """Whether an index of gather or scatter is the same for all dims beside the rows, and for all of it."""
         shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
         if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
             return len(shape) == 1
@@ -256,13 +256,13 @@ class _Rewriter:
         return (added if adds else replaced)(self.write, space, out, slots, rows.node)
 
     def _written(self, node: fx.Node, space: Space, made: Any, source: fx.Node) -> Rows | None:
-        """What is written, with all rows; one number for all of them is also such."""
+        """The written value, with all rows; also one number for all rows."""
         if isinstance(made, Rows):
             return made if made.space is space else None
         is_one = isinstance(made, fx.Node) and made.meta["val"].numel() == 1
         return Rows(space, self.write.shaped(made, [])) if is_one else None
 
-    # ---- what happens to positions and to rows
+    # ---- ops on positions and on rows
 
     def _positions(self, node: fx.Node) -> Any:
         """Positions laid out otherwise, or a column of them."""
@@ -317,7 +317,7 @@ class _Rewriter:
         return next(iter(spaces.values()))
 
     def _guarded(self, node: fx.Node, space: Space, inputs: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
-        """Operands that are kept away from where the op is singular."""
+        """Operands with unselected rows replaced, so that the op is not singular there."""
         if packet_of(node.target) not in SINGULAR:
             return {}
         dense = {n: self.env[n].node for n in inputs}
@@ -348,7 +348,7 @@ class _Rewriter:
                 raise refused(node, f"{name_of(node)} mixes the selected rows")
 
     def _kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
-        """float16 has so little range that a row which nobody selected may leave it."""
+        """float16 has so little range that an unselected row may overflow."""
         tensor = rows.meta["val"]
         is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
         origin = self.write.origin
@@ -356,7 +356,7 @@ class _Rewriter:
         return only_selected(self.write, space, rows, dim) if is_half and began else rows
 
     def _sum(self, node: fx.Node, rows: Rows) -> Rows:
-        """Notes where something was added to rows of a value that they may be written back to."""
+        """Notes the addend of a sum with rows of a value, as the sum may be written back to that value."""
         if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
             return rows
         made = [self.env[n] if isinstance(n, fx.Node) else None for n in node.args]

@@ -1,7 +1,7 @@
-"""Operands that keep an op away from where it has no value or no derivative.
+"""Operands that keep an op away from points without a value or a derivative.
 
-A row that is not selected is computed all the same, and its result is thrown away. Were it inf or NaN on the way, its
-gradient would be 0 · inf. So what may be singular reads 1 there, unless what it reads is seen to be positive:
+A row that is not selected is computed too, and its result is discarded. If it were inf or NaN on the way, its gradient
+would be 0 · inf. So an op that may be singular reads 1 there, unless its operand is known to be positive:
 
     y / z, log(z), rsqrt(z)   →   … where(selected, z, 1) …         but rsqrt(mean(x²) + eps) stays
 """
@@ -20,7 +20,7 @@ SAME = {aten.to, aten._to_copy, aten.view, aten.reshape, aten.unsqueeze, aten.sq
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:
-    """The operands for some values of which a singular op has no finite value or derivative."""
+    """The operands of a singular op that at some values make its value or derivative non-finite."""
     packet = packet_of(call.target)
     if packet in DIVISIONS:
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
@@ -37,7 +37,7 @@ def _is_power(call: fx.Node) -> bool:
 
 
 def _is_positive(node: Any) -> bool:
-    """Whether a value is never zero or below: a sum of what is not negative and a positive number."""
+    """Whether a value is never zero or below: a sum of a non-negative value and a positive number."""
     while isinstance(node, fx.Node) and packet_of(node.target) in SAME | {aten.sqrt, aten.rsqrt}:
         node = node.args[0]
     if not isinstance(node, fx.Node):

@@ -1,11 +1,11 @@
-"""Reading rows at selected positions, and writing them back: what it is when every row is there.
+"""Reading rows at selected positions, and writing them back, in the dense form with every row.
 
     x[token]                                  x
     probs[token, choice]                      where(mask, probs, 0).sum(choices)      one choice at most is so
     out.index_add(0, token, y)                out + where(row_mask, y, 0)
     out[token] = y                            where(row_mask, 0, out) + where(row_mask, y, 0)
 
-Rows stand in one dim, [.., num, ..], where the selected ones stood.
+Rows are one dim, [.., num, ..], in the place of the dim of selected ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITES = {aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add, ate
 
 
 class Writer:
-    """Owns the graph under construction; each call has the meta of ``origin``, the call that it stands for."""
+    """Owns the graph under construction; each call has the meta of ``origin``, the call that it replaces."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -83,7 +83,7 @@ def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: floa
 
 
 def read(write: Writer, space: Space, x: fx.Node, slots: Slots) -> fx.Node:
-    """What stands in ``x`` at each row's position."""
+    """The elements of ``x`` at each row's position."""
     start, covered, shape = slots.dims[0], slots.of_mask, shape_of(x)
     used, before, after = _used(space, covered), shape[:start], shape[slots.dims[-1] + 1 :]
     x = write.permuted(x, [*range(start), *slots.order, *range(slots.dims[-1] + 1, len(shape))])
@@ -111,12 +111,12 @@ def added(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node
 
 
 def replaced(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """``out`` with the selected rows in place of what stood at their positions."""
+    """``out`` with the selected rows in place of the elements at their positions."""
     start, after = slots.dims[0], len(shape_of(out)) - slots.dims[-1] - 1
     mask = _mask(write, space, _used(space, slots.of_mask), start, after)
     part = _arranged(write, space, out, slots, rows)
     mask, part = _back(write, slots, mask), _back(write, slots, part)
-    # as a sum, since partial sums over tp stay such, and experts are found by what is summed
+    # as a sum, since partial sums over tp stay such, and experts are found by their summands
     kept = write.call(aten.where.ScalarSelf, mask, 0, out)
     return write.call(aten.add.Tensor, kept, write.call(aten.where.ScalarOther, mask, part, 0))
 
@@ -133,7 +133,7 @@ def _mask(write: Writer, space: Space, used: Sequence[int], before: int, after: 
 
 
 def _arranged(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """Rows over the dims of the mask that are used, as they stand in the mask."""
+    """Rows over the dims of the mask that are used, in the order of the mask."""
     shape = shape_of(out)
     before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
     full = [*before, space.num, *after]
@@ -151,7 +151,7 @@ def _back(write: Writer, slots: Slots, part: fx.Node) -> fx.Node:
 
 
 def adds_to(node: fx.Node) -> bool | None:
-    """Whether a write adds to what stood there; None for one that does something else."""
+    """Whether a write adds to the old content; None for other writes."""
     packet, given = packet_of(node.target), named(node)
     if packet is aten.scatter_reduce:
         return True if given["reduce"] == "sum" and given["include_self"] else None

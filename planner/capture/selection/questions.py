@@ -1,11 +1,11 @@
-"""What a forward asks of data in Python: whether a mask selects any row, and what only raises.
+"""A forward's questions about data in Python: whether a mask selects any row, and checks that only raise.
 
     if mask.any(): …          if token.numel() == 0: continue          if expert_mask[e].sum() > 0: …
     if not (ids < n).all(): raise …                                    (capture.selection.assumed)
 
-All else that it may ask is refused. Whether a mask selects any row may be
-answered either way, if the plan is the same: where rows are written for nobody, nothing is written. So
-the model is exported with other answers too, and each export must compute what the first does without those writes.
+All other questions are refused. Whether a mask selects any row may be answered either way, if the plan is the same: if
+no row is selected, nothing is written. So the model is exported with other answers too, and each export must compute
+what the first does without those writes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Questions:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """While it is entered, a branch may ask whether a mask selects any row, and what only raises."""
+        """While it is entered, a branch may ask whether a mask selects any row, and checks may raise."""
         self._assumed.begin()
         before: Any = ShapeEnv.evaluate_sym_node
 
@@ -72,11 +72,11 @@ class Questions:
         raise PlanError(what, where=self._sites.here(), fix=fix)
 
     def draw_is_not_zero(self) -> None:
-        """Called where a branch asks whether a number drawn from [0, 1) is more than 0."""
+        """Called if a branch asks whether a number drawn from [0, 1) is more than 0."""
         self._assumed.drew(self._sites.here())
 
     def _told(self, question: Any) -> bool | None:
-        """The answer to a question in numbers of rows or truths; None where it asks for anything else."""
+        """The answer to a question in numbers of rows or truths; None if it asks for anything else."""
         mode = proxy_tensor.get_proxy_mode()
         if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)) or not question.free_symbols:
             return None
@@ -99,7 +99,7 @@ class Questions:
         return answer
 
     def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
-        """Equal where one value is asked one thing again; None where something was written into it."""
+        """Equal for the same question about the same value; None if the value was written to."""
         reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
         nodes = [n for n in reads if isinstance(n, fx.Node)]
         near = [n for node in nodes for n in (node, *node.all_input_nodes)]
@@ -109,7 +109,7 @@ class Questions:
         return question.subs(names), *map(self._keys, nodes)
 
     def _of_mask(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> bool | None:
-        """The answer where it is whether a mask selects any row."""
+        """The answer to the question whether a mask selects any row; None for other questions."""
         if not isinstance(question, sympy.Rel) or len(makers) != 1:
             return None
         symbol, node = next(iter(makers.items()))
@@ -128,7 +128,7 @@ class Questions:
         return if_empty if number in self.empty else not if_empty
 
     def _maker(self, graph: fx.Graph, symbol: Any) -> fx.Node | None:
-        """The call that made a number which only data tells."""
+        """The call that made a data-dependent number."""
         new: list[fx.Node] = []
         for node in reversed(graph.nodes):
             if node is self._last:
@@ -142,7 +142,7 @@ class Questions:
 
 
 def _chain(root: fx.Node) -> list[fx.Node]:
-    """The mask and what shares its memory, as far as a write would change it."""
+    """The mask and its views, which a write would change."""
     return [root, *(n for n in root.users if n.op == "call_function" and root_of(n) is root)]
 
 
@@ -182,7 +182,7 @@ def _sign(question: sympy.Rel, symbol: sympy.Symbol) -> bool | None:
 
 
 def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """Of one bool: the mask of which it says something, and what it is where nothing is selected."""
+    """For one bool: the mask that it depends on, and its value if nothing is selected."""
     packet = packet_of(node.target)
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):

@@ -1,4 +1,4 @@
-"""How a loop over selected rows is refused: what, at the user's line, and how it must look."""
+"""The refusal of a loop over selected rows: the problem, the user's line, and the accepted form."""
 
 from __future__ import annotations
 

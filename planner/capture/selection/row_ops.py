@@ -18,7 +18,7 @@ Rows = Mapping[fx.Node, int]
 
 
 def acts_on_each_row(call: fx.Node, rows: Rows, out: int | None) -> bool:
-    """``out``: where the rows stand in what the call makes; None where it is no tensor or has none."""
+    """``out``: where the rows stand in what the call makes; None if it is no tensor or has none."""
     test = _TESTS.get(packet_of(call.target))
     return test is not None and test(call, rows, out)
 

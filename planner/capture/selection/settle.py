@@ -21,10 +21,9 @@ EMPTY_FIX = (
 def compute_all_rows(
     module: fx.GraphModule, asked: Questions, others: Iterable[tuple[Questions, fx.GraphModule]]
 ) -> list[tuple[str, Where]]:
-    """Rewrite ``module`` so that no shape depends on data; returns what to tell of it.
-
-    ``others``: exports with other answers than ``asked`` got. Raises PlanError where rows that data selects are mixed,
-    and where an answer changes more than which rows are written.
+    """Rewrite ``module`` so that no shape depends on data; returns its notes for the user. ``others``: exports with
+    other answers than ``asked`` got. Raises PlanError if rows that data selects are mixed, and if an answer changes
+    more than the choice of written rows.
     """
     if not asked.asked and not is_dynamic(module):
         return []
@@ -43,8 +42,9 @@ def compute_all_rows(
 
 
 def skipped_parameters(module: fx.GraphModule, others: Iterable[tuple[Questions, fx.GraphModule]]) -> frozenset[str]:
-    """Placeholders that the forward reads, but not where it is told that no mask selects any row; before all rows are
-    computed. Nobody asks for their gradient then: it is None in one process."""
+    """Placeholders that the forward reads, but not if no mask selects any row; before all rows are computed. Their
+    gradient is then not needed: it is None in one process.
+    """
     read = _read(module)
     return read.difference(*(_read(other) for _, other in others)) if others else frozenset()
 

@@ -1,4 +1,4 @@
-"""The rows that one mask selects, and what is known of masks.
+"""The rows that one mask selects, and facts about masks.
 
 torch.where(chosen == e)      mask [t, k], rows of t: at most one of a token's k choices is e, since they are of a topk
 x[kept]                       mask [b, s], rows of b·s
@@ -25,8 +25,9 @@ ABOVE_ZERO: dict[Any, int] = {aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.ge.Scal
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """``mask``: which positions are selected. ``kept``: its dims whose positions are the rows; along the others, of
-    which there is one at most, no more than one is selected for a row. ``row_mask`` [num]: which rows are."""
+    """``mask``: which positions are selected. ``kept``: its dims that index the rows; along the other dim, if there is
+    one, at most one position is selected for a row. ``row_mask`` [num]: which rows are.
+    """
 
     mask: fx.Node
     key: str
@@ -68,13 +69,13 @@ class Keys:
         if node.op != "call_function":
             return f"{node.op} {node.target}"
         given = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Key(self._known[n]))
-        # two draws are two values: which one it is, is told by what was drawn before
+        # two draws are two values: the number of earlier draws distinguishes them
         drawn = sum(is_random(n) for n in self._known) if is_random(node) else ""
         return hashlib.sha256(f"{node.target} {given} {drawn}".encode()).hexdigest()
 
 
 class _Key(str):
-    """Stands in a call for an operand."""
+    """Replaces an operand in a call."""
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -84,7 +85,7 @@ class _Key(str):
 
 
 def root_of(mask: fx.Node) -> fx.Node:
-    """What a mask is made of by ops that leave it empty where it was, and only there."""
+    """The mask from which ``mask`` is made by ops that leave it empty exactly if it was."""
     mask = _of_stack(mask)
     while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
         packet = packet_of(mask.target)
@@ -194,7 +195,7 @@ _MOVING = SAME | RESHAPES | PERMUTES | {aten.select, aten.slice}
 
 
 def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
-    """Where dims of what a view is of stand in the view; those that are merged or split are none any more."""
+    """The dims of a view's base in the view; dims that are merged or split are lost."""
     x = call.all_input_nodes[0]
     before, after, packet = shape_of(x), shape_of(call), packet_of(call.target)
     if packet in SAME or packet is aten.slice:
@@ -211,7 +212,7 @@ def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
 
 
 def permutation(call: fx.Node) -> list[int]:
-    """Which dim of what is permuted stands at each place."""
+    """The source dim at each place of a permutation."""
     x: Any = call.args[0]
     sizes = tuple(range(2, 2 + len(x.meta["val"].shape)))
     target: Any = call.target

@@ -2,8 +2,8 @@
 
 torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
-masked_select(x, mask)     x[mask], where both have one shape
-bincount(x, minlength=n)   stack([(x == 0).sum(), …]), where every x is the index of one of n
+masked_select(x, mask)     x[mask], if both have one shape
+bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
 ctc_loss(p, targets, …)    a loss for each sequence, then its reduction (planner.capture.selection.ctc)
 """
 
@@ -65,7 +65,7 @@ def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
-    """None where a number of ``minlength`` or more would make the result longer."""
+    """None if a number of ``minlength`` or more would make the result longer."""
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(x, mode.tracer) if mode is not None else None
     if weights is not None or not 0 < minlength <= MOST_ITEMS or node is None or not _is_index(node, minlength):

@@ -1,4 +1,4 @@
-"""What a value is while rows are selected: rows, where they are, or how many; told by the symbol in its shape."""
+"""The kind of a value while rows are selected: rows, their positions, or their count; by the symbol in its shape."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from planner.graph.ops.aten import aten, named, packet_of
 
 @dataclass(frozen=True)
 class Rows:
-    """A value with selected rows, and ``node``, the same with all rows. ``base``: of a sum, what stood at the rows'
-    positions in which value before, and what was added to it."""
+    """A value with selected rows, and ``node``, the same with all rows. ``source``: the value and positions from which
+    the rows were read; ``addend``: for a sum, the rows that were added.
+    """
 
     space: Space
     node: fx.Node
@@ -27,14 +28,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the selected rows are, along ``dims`` of the mask; of several each is a column."""
+    """The positions of the selected rows along ``dims`` of the mask; of several dims each is a column."""
 
     space: Space
     dims: tuple[int, ...]
 
 
 class _Count:
-    """How many rows are selected, or what is computed of that."""
+    """The number of selected rows, or a number computed from it."""
 
 
 COUNT = _Count()
@@ -47,7 +48,7 @@ def column_of(value: torch.Tensor) -> int | None:
 
 
 def columns(node: fx.Node, dims: tuple[int, ...], column: int) -> tuple[int, ...] | list[tuple[int, ...]] | None:
-    """The columns that a call takes of a table; several tables where it makes several."""
+    """The columns that a call takes of a table; several tables if it makes several."""
     packet, given = packet_of(node.target), named(node)
     if packet in (aten.t, aten.transpose, aten.permute, aten.contiguous, aten.clone, aten.detach, aten.alias):
         return dims
@@ -62,7 +63,7 @@ def columns(node: fx.Node, dims: tuple[int, ...], column: int) -> tuple[int, ...
 
 
 def row_dim(value: Any) -> int | None:
-    """Where the rows stand in a tensor: the one dim whose size is a symbol."""
+    """The dim of rows in a tensor: the one dim with a symbol as size."""
     if not isinstance(value, torch.Tensor):
         return next((row_dim(v) for v in value), None) if isinstance(value, (tuple, list)) else None
     found = [d for d, n in enumerate(value.shape) if not isinstance(n, int)]

@@ -1,4 +1,4 @@
-"""From a typed, cut graph to the work of its units: each stage is traced, and each of its calls told to its unit."""
+"""From a typed, staged graph to the work of its units: traces each stage, and assigns each call to its unit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Side:
 
 
 class Builder:
-    """Owns what is counted of each unit, and of what several share."""
+    """Owns the counts of each unit, and of values that several units share."""
 
     def __init__(self, decisions: Decisions, shards: Shards, spec: Spec) -> None:
         self.decisions, self.shards, self.spec = decisions, shards, spec
@@ -82,7 +82,7 @@ class Builder:
         return self.sides.setdefault((units, direction), _Side())
 
     def add(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> None:
-        """Every stage, and what each kind of recompute runs again in it."""
+        """Count every stage, and the calls that each kind of recompute repeats in it."""
         for index in range(self.decisions.stages.num_stages):
             trace = self.trace_of(index)
             ops = OpsOf(trace, self.micro, self.decisions.program.node, self.follows)
@@ -116,7 +116,9 @@ class Builder:
             backward.messages.update(back)
 
     def _puts_aside(self, ops: OpsOf, call: Call, units: Units, gradient: Size) -> None:
-        """A product waits with the gradient of its result, and with what it keeps; of equal ones each with its own."""
+        """A deferred product holds the gradient of its result and its saved tensors; equal products each hold their
+        own.
+        """
         unit = next(iter(units), 0)
         self.aside[unit] = self.aside.get(unit, Size()).plus(gradient).plus(ops.kept(call))
 
@@ -167,10 +169,10 @@ class Builder:
         known = set(self.loose)
         self.loose += [item for item in loose_of(kind, keeping) if item.maker >= 0 or item not in known]
 
-    # ---- parameters, and what crosses
+    # ---- parameters, and values sent between stages
 
     def held(self) -> tuple[dict[int, Counter[HeldParameter]], dict[int, int], list[Tied]]:
-        """By unit its parameters, and bytes of the model's own buffers; what several units read."""
+        """The parameters of each unit, bytes of the model's own buffers, and parameters that several units read."""
         mesh, program = self.decisions.mesh, self.decisions.program
         place, parts = mesh.place(0), self.decisions.expert_parts
         own: dict[int, Counter[HeldParameter]] = {}
@@ -204,7 +206,7 @@ class Builder:
         return HeldParameter(elements, starts, dtype, local.dtype.itemsize, local.requires_grad, axis, partial)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
-        """Of each unit what is sent where a stage ends with it."""
+        """For each unit, the values that are sent if a stage ends with it."""
         decisions, found = self.decisions, []
         for names in self.homes.live:
             values = []
@@ -216,7 +218,7 @@ class Builder:
             found.append(tuple(values))
         return [*found, ()]
 
-    # ---- the whole
+    # ---- the result
 
     def work(self, kinds: Sequence[str]) -> CutWork:
         own, buffers, tied = self.held()

@@ -1,4 +1,4 @@
-"""In which units the calls of a stage stand: a unit is a block, and what is anchored to it.
+"""The unit of each call of a stage: a unit is a block with the calls that are anchored to it.
 
 a call                  the unit that it is anchored to; computed in every stage that reads it (masks, rotary
                         tables): the units of its readers
@@ -61,7 +61,7 @@ class Homes:
 def following(program_nodes: list[fx.Node], inputs: set[str], flow: dict[fx.Node, frozenset[int] | None]) -> set[str]:
     """Names of the values that are as many times as large as a microbatch has sequences.
 
-    What is expanded to the batch and reads none of it, as a mask may be, counts as if it did not follow.
+    A value that is expanded to the batch without reading it, as a mask may be, does not count.
     """
     found, on_batch = set[str](), set[fx.Node]()
     for node in program_nodes:

@@ -1,7 +1,7 @@
-"""Memory of a stage, told by unit: what each makes and keeps, and what lives beside it while it runs.
+"""Memory of a stage by unit: tensors that each makes and saves, and those that live while it runs.
 
-The trace is run at its own size and at twice as many sequences, so that each figure is told apart into what follows
-the batch and what does not. Insides of ops follow as their results do, gradients of weights do not.
+The trace is run at its own size and at twice as many sequences, so that each figure splits into a part proportional to
+the batch and a constant part. Temporaries of ops scale as their results do, gradients of weights are constant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kept:
 
 
 class Keeping:
-    """What one stage's trace keeps under one kind of recompute."""
+    """The tensors that one stage saves under one kind of recompute."""
 
     def __init__(
         self, trace: StageTrace, ops: OpsOf, homes: Homes, micro: int, after: frozenset[str], let_go: Sequence[LetGo]
@@ -96,7 +96,7 @@ class Keeping:
                 self._add(units[:1], units[:1], self.ops.hidden(call))
 
     def _logits(self) -> None:
-        """As planner.cost.liveness counts what is kept after the last block alone."""
+        """Tensors saved after the last block, counted as planner.cost.liveness counts them."""
         last = [call for call in self.trace.calls if call.name in self.after]
         if not last:
             return
@@ -110,7 +110,7 @@ class Keeping:
             total = total.plus(self.ops.hidden(call))
         self._of(self.homes.num_units - 1).logits = total
 
-    # ---- what lives at once
+    # ---- memory that lives at once
 
     def _live(self) -> None:
         twice = _scaled(self.trace, self.ops)
@@ -164,7 +164,7 @@ class Keeping:
                 yield number, gradient is not None or not call.seen.gradients
 
     def _before(self, unit: int) -> Size:
-        """What the stage keeps of its units before this one, and what it received: as the stage's sums have it."""
+        """The saved tensors of the stage's units before this one, and its received values, as its sums count them."""
         total = Size()
         for memory in dict.fromkeys(self.trace.received.values()):
             total = total.plus(self._size(memory))
@@ -179,7 +179,7 @@ class Keeping:
 
 
 def envelope(sizes: set[Size]) -> list[Size]:
-    """Those of which one is the largest for some microbatch."""
+    """The sizes that are the largest for some microbatch."""
     kept: list[Size] = []
     for size in sorted(sizes, key=lambda s: (-s.per, -s.fixed)):
         if not kept or size.fixed > kept[-1].fixed:

@@ -1,4 +1,4 @@
-"""What a call exchanges in each direction, and beside which products.
+"""The collectives of a call in each direction, and the products that they overlap.
 
 f before products of weights     its sum runs beside the gradients of the weights (passes.ops.column_linear)
 gather before them               gathered again beside the gradient of the value, reduce-scatter beside the weights'
@@ -38,7 +38,7 @@ class MessagesOf:
         return forward, backward
 
     def again(self, call: Call, stage: int) -> list[Message]:
-        """What a rerun of the call exchanges: as in the forward."""
+        """The collectives of a rerun of the call: those of its forward."""
         return [self._message(row, call, ()) for row in self._rows(call, stage) if row.phase == "forward"]
 
     def _rows(self, call: Call, stage: int) -> Iterator[CollectivePlan]:

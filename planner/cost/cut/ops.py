@@ -1,12 +1,12 @@
-"""What one call of a stage asks of a device, forward and backward: products, bytes moved, at the shapes of one rank.
+"""The device work of one call of a stage, forward and backward: products and bytes moved, at the shapes of one rank.
 
     linear      forward  x W         one product [m, k] · [k, n]
                 backward g Wᵀ, xᵀ g  one for each operand that has a gradient; the bias is a sum
-    attention   forward 2 products, backward 5: scores are made again (Dao et al. 2022, "FlashAttention")
-    the rest    bytes: forward what is read and made, backward the gradient, what was kept, and each new gradient
+    attention   forward 2 products, backward 5: scores are recomputed (Dao et al. 2022, "FlashAttention")
+    the rest    bytes: forward operands and results; backward the gradient, saved tensors, and each new gradient
     a view      nothing
 
-What follows the batch is told apart from what does not, so that one trace serves every size of a microbatch.
+Sizes proportional to the batch are separate from constant ones, so that one trace serves every microbatch size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention, whose backward computes the scores once more
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recomputes the scores
 ATTENTION = (aten.scaled_dot_product_attention, causal_attention, gathered_attention)
 
 
@@ -55,8 +55,9 @@ Sides = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kernel. ``sides``: batch, m, n and k of a product, of one sequence where ``follows`` says which of them is
-    as many times as long as a microbatch has sequences (−1: none). ``attention``: operations of its products."""
+    """One kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: the index of the side that
+    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products.
+    """
 
     dtype: str
     bytes: Size
@@ -162,7 +163,7 @@ class OpsOf:
         return self.value_follows.get(number, self.memory_follows[self.trace.values[number].memory])
 
     def kept(self, call: Call) -> Size:
-        """Bytes of values that a call keeps, without what the stage does not own."""
+        """Bytes of values that a call keeps, without memory that the stage does not own."""
         total = Size()
         for memory in call.keeps:
             if memory not in self.trace.outside:
@@ -170,14 +171,14 @@ class OpsOf:
         return total
 
     def _held_bytes(self, call: Call) -> Size:
-        """What the backward of a call reads: what it kept."""
+        """Bytes that the backward of a call reads: its saved tensors."""
         total = self.hidden(call)
         for memory in call.keeps:
             total = total.plus(self._memory(memory))
         return total
 
     def hidden(self, call: Call) -> Size:
-        """Bytes that a call keeps and nobody else has: of a loss too it follows what is read."""
+        """Bytes that only this call saves; they are proportional to the batch if an operand is, for a loss too."""
         follows = call.name in self.follows or any(map(self.size_follows, call.operands))
         return Size.of(sum(call.hidden), self.micro, follows=follows)
 
@@ -200,7 +201,7 @@ class OpsOf:
             return self._of_product(call, product)
         return self._moved(call)
 
-    # ---- what is no product
+    # ---- ops other than products
 
     def _moved(self, call: Call) -> CallOps:
         made = [n for n in call.results if self.trace.values[n].memory not in call.reads]
@@ -240,7 +241,7 @@ class OpsOf:
         ]  # fmt: skip
 
     def _change(self, call: Call) -> CallOps:
-        """A gather or scatter along an inner dim copies once; what it sends stands among the messages."""
+        """A gather or scatter along an inner dim copies once; its communication is counted in the messages."""
         assert call.changed is not None
         how, result, operand = call.changed.how, call.results[0], call.operands[0]
         copies = how.name in ("gather", "collect", "scatter", "exchange")
@@ -325,7 +326,7 @@ class OpsOf:
         cp = int(node.args[4]) if node.target is gathered_attention else 1  # pyright: ignore[reportArgumentType]
         flops = 2.0 * prod(query[:-2]) * query[-2] * key[-2] * cp * (query[-1] + value[-1])
         if _is_causal(node) and query[-2] == key[-2]:
-            flops /= 2  # kernels leave out what lies above the diagonal
+            flops /= 2  # kernels skip the scores above the diagonal
         total = Size()
         for number in dict.fromkeys((*call.operands, *call.results)):
             total = total.plus(self._value(number))
@@ -353,7 +354,7 @@ OF_LETTERS = {
     aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d,
     aten.conv_transpose3d,
 }  # fmt: skip
-WITH_WEIGHT = {aten.linear, aten.mm, aten.addmm}  # what lowering makes a linear op of, where a weight is in it
+WITH_WEIGHT = {aten.linear, aten.mm, aten.addmm}  # with a weight as an operand, lowering makes a linear op of these
 PLAIN = {aten.linear, aten.mm, aten.bmm, aten.matmul, aten.addmm, aten.baddbmm}
 
 

@@ -1,9 +1,9 @@
-"""What a cut costs, unit by unit: a unit is one block, with what is anchored to it (planner.graph.live_sets).
+"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (planner.graph.live_sets).
 
     stage [a, b)     Σ of its units, + what several units share (once), + what is kept of values that are made in
                      one unit and kept in a later one (where both are in the stage; else it was received)
 
-Equal units are one object, so that what is computed of one is computed once.
+Equal units are one object, so that each is computed once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.cost.cut.ops import NOTHING, Op, Size
 class Message:
     """A collective of one microbatch over ``axis``. ``bytes`` as planner.exchanges.collectives counts them.
 
-    ``beside``: the products that the rank computes meanwhile; empty where it waits.
+    ``beside``: the products that the rank computes meanwhile; empty if it waits.
     """
 
     kind: str
@@ -40,13 +40,13 @@ NO_PHASE = Phase()
 
 @dataclass(frozen=True, slots=True)
 class KindWork:
-    """A unit under one kind of recompute. ``again``: what its backward runs once more, beside ``backward``.
+    """A unit under one kind of recompute. ``again``: the forward work that its backward repeats, beside ``backward``.
 
-    ``kept``: bytes between forward and backward, of what the unit makes; ``kept_of_previous``: of what the unit before
-    made, and this one is the first to keep. ``logits``: the part of it after the last block. ``forward_over``,
-    ``backward_over``: the most bytes at once beyond what was kept before this unit, each the maximum of several;
-    ``backward_apart``: where tied weights do not all stand on one stage, so that no gradient of them waits.
-    ``weights``: of the backward what a W may run, and ``aside``: bytes that wait for it.
+    ``kept``: bytes between forward and backward, of the unit's own values; ``kept_of_previous``: of values of the unit
+    before that this one is the first to save. ``logits``: the part of it after the last block. ``forward_over``,
+    ``backward_over``: the most bytes at once beyond those saved before this unit, each the maximum of several;
+    ``backward_apart``: if tied weights are on several stages, so that none of their gradients waits.
+    ``weights``: the part of the backward that a W may run, and ``aside``: bytes that wait for it.
     """
 
     backward: Phase = NO_PHASE
@@ -63,7 +63,7 @@ class KindWork:
 
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
-    """What one rank holds of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
+    """One rank's part of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
     ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot."""
 
     elements: int
@@ -77,7 +77,7 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that is sent where a stage ends: bytes of one rank."""
+    """A value that is sent at the end of a stage: bytes of one rank."""
 
     bytes: Size
     has_gradient: bool
@@ -85,9 +85,9 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """One unit. ``parameters`` with how often each occurs; those that several units hold stand in CutWork.tied.
+    """One unit. ``parameters`` with how often each occurs; those that several units hold are in CutWork.tied.
 
-    ``after``: what crosses a cut behind this unit. ``buffers``: bytes of the model's own buffers.
+    ``after``: the values sent if a stage ends with this unit. ``buffers``: bytes of the model's own buffers.
     """
 
     forward: Phase
@@ -98,7 +98,7 @@ class UnitWork:
 
     @property
     def sent(self) -> Size:
-        """Bytes that go on where a stage ends here."""
+        """Bytes that are sent if a stage ends here."""
         total = Size()
         for value in self.after:
             total = total.plus(value.bytes)
@@ -115,9 +115,9 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What several units need and a stage does once: masks, rotary tables, an f that all decoder layers read.
+    """Work that several units need and a stage does once: masks, rotary tables, an f that all decoder layers read.
 
-    ``units``: those that need it, ascending. ``kept``: bytes by kind, counted where one of ``kept_by`` is in the stage.
+    ``units``: those that need it, ascending. ``kept``: bytes by kind, counted if one of ``kept_by`` is in the stage.
     """
 
     units: tuple[int, ...]
@@ -131,8 +131,9 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """Bytes kept under ``kind``. Where ``maker`` ≥ 0: made there, first kept in ``units[0]``, and counted where a stage
-    has both; else counted once where a stage has any of ``units``."""
+    """Bytes kept under ``kind``. With ``maker`` ≥ 0: made there, first saved in ``units[0]``, and counted if a stage
+    has both; else counted once if a stage has any of ``units``.
+    """
 
     kind: str
     maker: int
@@ -160,9 +161,10 @@ class Tied:
 
 @dataclass(frozen=True, eq=False)
 class CutWork:
-    """What one cut costs. ``micro``: sequences of a microbatch. ``kinds``: of recompute, that it knows about.
+    """The cost of one cut. ``micro``: sequences of a microbatch. ``kinds``: the kinds of recompute that it has.
 
-    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``cache``: what others keep beside it.
+    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``cache``: derived values that others
+    store with it.
     """
 
     units: tuple[UnitWork, ...]
@@ -187,7 +189,7 @@ class CutWork:
     def repeated(self, order: tuple[int, ...]) -> CutWork:
         """The cut of a deeper model: unit i of it is unit ``order[i]`` of this one (``order`` ascends, and has all).
 
-        What units share is shared by all that stand for them.
+        Work that units share is shared by all their copies.
         """
         where: dict[int, list[int]] = {}
         for new, old in enumerate(order):
@@ -206,7 +208,7 @@ class CutWork:
         return replace(self, units=units, shared=shared, loose=loose, tied=tied, cache={})
 
     def kept(self, kind: str, first: int, end: int) -> Size:
-        """Bytes that a stage of units [first, end) keeps of one microbatch, without what it received."""
+        """Bytes that a stage of units [first, end) keeps of one microbatch, without its received values."""
         total = Size()
         for number in range(first, end):
             work = self.units[number].kinds[kind]

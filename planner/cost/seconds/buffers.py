@@ -1,4 +1,4 @@
-"""What the optimizer of one pipeline rank holds and exchanges, from the parameters of its units.
+"""The memory and communication of the optimizer of one pipeline rank, from the parameters of its units.
 
 A buffer is as long as its parameters from slot to slot, and each bucket ends on a multiple (planner.sharding.buckets):
 here the buckets are counted as total / bucket size, so a length is off by less than one end's multiple a bucket.
@@ -22,7 +22,7 @@ SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class HeldBuffer:
     """One gradient buffer of a rank: elements with padding, bytes of an element of its parameters and its gradients.
 
-    ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, where they are tied.
+    ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, if they are tied.
     ``averaged``: a running mean of the weights is kept.
     """
 
@@ -39,8 +39,9 @@ class HeldBuffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Two moments, a mean of the weights where there is one, main parameters and gradients where the buffer is
-        less precise."""
+        """Two moments, a mean of the weights if there is one, main parameters and gradients if the buffer is less
+        precise.
+        """
         return self.shard * self.main_itemsize * (2 + self.averaged + self._copies)
 
     @property
@@ -63,7 +64,7 @@ class HeldBuffer:
 
 @dataclass(frozen=True, slots=True)
 class RankHolds:
-    """``frozen``: bytes of what does not train, and of the model's own buffers."""
+    """``frozen``: bytes of frozen parameters, and of the model's own buffers."""
 
     buffers: tuple[HeldBuffer, ...]
     frozen: int

@@ -1,10 +1,10 @@
 """Memory rows of a layout, as planner.cost.memory has them of a plan, from the sums of the units of each stage.
 
-kept of a stage      Σ kept of its units, + what it received                          exact
-peak of a forward    max over units of  kept before it + the most beyond              exact where the cut is the plan's
-peak of a rank       along its actions, as long as what it holds still grows
-messages             what waits for the next action, and what was just sent
-put aside for a W    Σ of its units: what their products with weights keep, and the gradients of their results
+kept of a stage      Σ kept of its units, + its received values                       exact
+peak of a forward    max over units of  kept before it + the most beyond              exact if the cut is the plan's
+peak of a rank       along its actions, as long as its memory still grows
+messages             those received for the next action, and those just sent
+put aside for a W    Σ of its units: saved tensors of their products with weights, and the gradients of their results
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Of one microbatch: ``kept``, of which ``logits``; at the peak of a ``forward`` and a ``backward``."""
+    """Of one microbatch: ``kept``, ``logits`` included; at the peak of a ``forward`` and a ``backward``."""
 
     kept: float
     logits: float
@@ -35,7 +35,7 @@ class StageBytes:
     backward: float
     received: float
     returned: float  # gradients that come back over its end
-    aside: float = 0.0  # what a backward leaves for its W
+    aside: float = 0.0  # bytes that a backward leaves for its W
 
 
 def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
@@ -64,7 +64,7 @@ def stage_bytes(work: CutWork, kind: str, first: int, end: int) -> StageBytes:
 def memory_row(
     rank: int, layout: Layout, stages: Sequence[StageBytes], holds: RankHolds, group_size: int | None
 ) -> MemoryRow:
-    """Of one pp rank; ``stages``: of the whole pipeline."""
+    """Of one pp rank; ``stages``: of the full pipeline."""
     peak, at, messages = _peak(rank, layout, stages, group_size)
     kept, logits, working = peak
     return MemoryRow(
@@ -105,7 +105,7 @@ def _peak(
         waiting = sum(_awaited(a, stages, own[a.chunk], mesh) for a in following)
         if action.kind == "F":
             now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
-        elif action.kind == "B":  # more of what is put aside than there is yet, as most is at its end
+        elif action.kind == "B":  # counts all deferred bytes, since most are there at the end
             now = held, logits, stage.backward - stage.kept + (stage.aside if waits else 0.0)
         else:
             now = held, logits, 0.0
@@ -123,7 +123,7 @@ def _peak(
 
 
 def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
-    """Where gradients of weights wait: as stages that cost the same have them."""
+    """The actions of a rank; with deferred weight gradients, those of equal stages."""
     if not KINDS[kind].waits:
         return rank_order(kind, pp, rank, count, vpp, group)
     return _orders_of_equal_stages(kind, pp, count, vpp)[rank]
@@ -143,6 +143,6 @@ def _awaited(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mes
 def _sent(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
     if not sent_by(action.kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
         return 0.0
-    if action.kind == "F":  # what is sent on is mostly kept by nobody here
+    if action.kind == "F":  # sent values are mostly not saved on this stage
         return stages[index + 1].received
     return stages[index - 1].returned

@@ -1,7 +1,7 @@
 """Seconds of the units of a cut, forward and backward of one microbatch, by cause.
 
-A collective that runs beside products costs what is left of it: seconds − overlap · min(seconds, those products). Where
-gradients of weights wait for a W of the schedule, a backward has nothing beside its collectives.
+A collective that overlaps products costs the exposed rest: seconds − overlap · min(seconds, those products). If weight
+gradients wait for a W of the schedule, nothing overlaps the collectives of a backward.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CAUSES = {"tp": "tp_comm", "cp": "cp_comm", "ep": "ep_comm", "etp": "ep_comm"}
 
 
 class Pricing:
-    """What a mesh on a cluster asks for kernels and collectives. Owns: the links of each axis."""
+    """The seconds of kernels and collectives, for a mesh on a cluster. Owns: the links of each axis."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, slower: float = 1.0) -> None:
         self.mesh, self.cluster = mesh, cluster
         self.roofline, self.wires = Roofline(cluster.device, slower), wires(cluster, slower)
 
     def message(self, message: Message, micro: int, *, alone: bool = False) -> float:
-        """Seconds that the rank waits for it. ``alone``: what may run beside it runs later."""
+        """Seconds that the rank waits for it. ``alone``: no product overlaps it."""
         whole = self.collective(message.kind, message.axis, message.bytes.at(micro))
         if alone:
             return whole
@@ -75,8 +75,9 @@ NO_SECONDS = Spent()
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """Of one unit, or stage, and one microbatch. ``weights``: of a W, where the schedule has them; else none, and the
-    backward has all."""
+    """Of one unit, or stage, and one microbatch. ``weights``: of a W, if the schedule has them; else none, and the
+    backward has all.
+    """
 
     forward: Spent = NO_SECONDS
     backward: Spent = NO_SECONDS
@@ -92,7 +93,7 @@ class UnitSeconds:
 
 
 def unit_seconds(unit: UnitWork, kind: str, pricing: Pricing, micro: int, *, waits: bool = False) -> UnitSeconds:
-    """Forward; backward with what is computed again for it; where they wait, gradients of weights."""
+    """Forward; backward with its recomputation; weight gradients, if they are deferred."""
     work = unit.kinds[kind]
     found = _sides(unit.forward, work.backward, work.weights, pricing, micro, waits=waits)
     return replace(found, backward=found.backward.plus(pricing.phase(work.again, micro, again=True)))

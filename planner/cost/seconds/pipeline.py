@@ -3,9 +3,9 @@
     start(F m, s) = max(rank is free, end(F m, s−1) + message)        end = start + forward(s)
     start(B m, s) = max(rank is free, end(F m, s), end(B m, s+1) + message)        end = start + backward(s)
 
-A run is exact, in whole picoseconds. Long ones need not be run to their end: the rule above only adds and takes maxima,
-so once all actions of three periods (a microbatch of 1f1b, a group of interleaved_1f1b) in a row end later than those
-of the period before by one and the same λ, on all ranks, the next ones do too: what an action waits for lies at most
+A run is exact, in integer picoseconds. Long ones need not be run to their end: the rule above only adds and takes
+maxima, so once all actions of three periods (a microbatch of 1f1b, a group of interleaved_1f1b) in a row end later than
+those of the period before by one and the same λ, on all ranks, the next ones do too: an action waits for others at most
 two periods back. Then M microbatches take (M − M')/period · λ longer than M'.
 """
 
@@ -22,7 +22,7 @@ _ALIKE = 3  # periods in a row
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds: of the whole; when each rank begins, and has done all it has to."""
+    """Seconds: of the full run; the begin and the end of each rank's work."""
 
     seconds: float
     starts: tuple[float, ...]
@@ -141,7 +141,7 @@ def _crossing(delays: Sequence[int], pp: int) -> list[int]:
 def _growth(
     orders: list[list[int]], ends: list[int], kind: str, pp: int, vpp: int, count: int, group: int, period: int
 ) -> int | None:
-    """By how much each period ends later than the one before, where the last steady ones all agree; else None."""
+    """By how much each period ends later than the one before, if the last steady ones all agree; else None."""
     size = 2 * period * vpp  # actions of a period
     growth: int | None = None
     for rank, order in enumerate(orders):

@@ -1,4 +1,4 @@
-"""Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 2009), softened where work is small.
+"""Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 2009), softened for small work.
 
     product      2·(k + t)·(b·(m + t)·(n + t) + (p − 1)·2t²)  /  (peak · product_fraction)
     attention    its operations / (peak · attention_fraction)
@@ -7,10 +7,10 @@
 
 Products are computed in tiles of 2t by 2t, t the device's half_tile. A tile at an edge is half empty on average, which
 costs t more rows and columns; and k must fill the pipeline of a tile once, which costs t more steps. So a product with
-a side of t runs at half its speed, and one with sides of thousands as it should: that is what heads of attention and a
-cut of many ranks lose. p tiles, one for each of the device's processors, are computed at once, and the last of them
-leave half of p idle on average: that is what products lose of which the result is small, as the gradient of a cut
-weight. A kernel that takes long hides the launch of the next; one that does not takes as long as a launch.
+a side of t runs at half its speed, and one with sides of thousands as it should: attention heads and shards over many
+ranks lose this way. p tiles, one for each of the device's processors, are computed at once, and the last of them leave
+half of p idle on average: products with a small result, such as the gradient of a sharded weight, lose this way. A
+kernel that takes long hides the launch of the next; one that does not takes as long as a launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from planner.cluster.cluster import Device
 from planner.cost.cut.ops import Op
 
-# where a device's sheet does not name a dtype: the same speed as another, or a part of it
+# if a device's sheet does not name a dtype: the same speed as another, or a part of it
 LIKE = {"bfloat16": (("float16", 1.0), ("float32", 1.0)), "float16": (("bfloat16", 1.0), ("float32", 1.0)),
         "float64": (("float32", 0.5),), "float32": (("float64", 2.0),)}  # fmt: skip
 
@@ -36,7 +36,7 @@ def peak_of(device: Device, dtype: str) -> float:
 
 
 class Roofline:
-    """Of one device. ``slower``: how many times as long everything takes, as devices share what computes."""
+    """Of one device. ``slower``: the slowdown of devices that share their processor."""
 
     def __init__(self, device: Device, slower: float = 1.0) -> None:
         self.slower = slower

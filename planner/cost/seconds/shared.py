@@ -1,6 +1,6 @@
-"""Seconds of a pipeline whose ranks share cores: of k ranks that compute, each has min(1, cores / k) of its speed.
+"""Seconds of a pipeline with ranks that share cores: of k ranks that compute, each has min(1, cores / k) of its speed.
 
-What a rank waits is the others' time: on few cores the bubble of a pipeline costs little. Messages are left out.
+The others use the time that a rank waits: on few cores the bubble of a pipeline costs little. Messages are left out.
 """
 
 from __future__ import annotations

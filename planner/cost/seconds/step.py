@@ -21,8 +21,9 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EndOfStep:
-    """Of one rank: seconds until it may join the norm, after its last backward; of the update; of the gather beyond
-    what its next forward hides."""
+    """Of one rank: seconds until it may join the norm, after its last backward; of the update; of the gather, without
+    the part that its next forward hides.
+    """
 
     reduce: float
     update: float

@@ -1,4 +1,4 @@
-"""Seconds of a pipeline whose gradients of weights are actions of their own: the schedule's own lists, run.
+"""Seconds of a pipeline with weight gradients as actions of their own: simulates the schedule's own lists.
 
     start(W m, s) = max(rank is free, end(B m, s))        end = start + weights(s)
 
@@ -31,7 +31,7 @@ def run_waiting(
     sent: Sequence[float] = (),
     returned: Sequence[float] = (),
 ) -> Run:
-    """``placed_by``: seconds of each stage that decide where W stand; ``costs``: those of the run; ``sent``,
+    """``placed_by``: seconds of each stage that decide the places of W; ``costs``: those of the run; ``sent``,
     ``returned``: of the messages across each cut."""
     few = min(num_microbatches, 4 * pp)
     schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
@@ -86,7 +86,7 @@ def _ends(
 def _start(
     event: _Event, free: float, ends: dict[_Event, float], sent: Sequence[float], returned: Sequence[float]
 ) -> float | None:
-    """When an action can start; None while what it needs of a neighbour has not ended. Its own F and B are past."""
+    """When an action can start; None while a neighbour's action before it has not ended. Its own F and B are past."""
     kind, microbatch, stage = event
     if kind == "W" or (kind == "F" and not stage) or (kind == "B" and stage == len(returned)):
         return free

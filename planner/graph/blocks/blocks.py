@@ -2,11 +2,11 @@
 
 There are two sources, and each part of the model takes the better one:
 
-    calls of modules        transformer.h.0, transformer.h.1, …      where a layer is a module that is called
-    repetition of the code  one period of the operations             where it is not: functional code in a loop, layers
+    calls of modules        transformer.h.0, transformer.h.1, …      if a layer is a module that is called
+    repetition of the code  one period of the operations             if it is not: functional code in a loop, layers
                                                                      used piece by piece, residuals added by the parent
 
-Calls are kept where they hold nearly all of the repetition and no more bytes cross the cuts between them.
+Calls are taken if they hold nearly all of the repetition and no more bytes cross the cuts between them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Block:
 class Blocks:
     """The blocks in execution order, and which node of the first block of a kind each node of another one repeats.
 
-    ``representative`` maps every node of the graph, placeholders included; what is in no block, and what blocks share
-    (tied parameters, the module applied twice), maps to itself. ``times``: how many blocks of the model each one stands
-    for, in a program that has fewer of them; empty: one.
+    ``representative`` maps every node of the graph, placeholders included; nodes outside of blocks, and nodes that
+    blocks share (tied parameters, the module applied twice), map to themselves. ``times``: the number of blocks of the
+    model that each one represents, in a folded program; empty: one.
     """
 
     instances: tuple[Block, ...]
@@ -58,12 +58,13 @@ class Blocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of the model, all that one stands for counted."""
+        """The number of blocks of the model, represented ones included."""
         return sum(self.times) or len(self.instances)
 
     def times_of_nodes(self, program: Program) -> dict[str, int]:
-        """Node name → how many nodes of the model it stands for, where that is more than one: what a block holds, and
-        the parameters that it alone reads."""
+        """Node name → the number of nodes of the model that it represents, if more than one: the nodes of a block, and
+        the parameters that only it reads.
+        """
         if not self.times:
             return {}
         block_of = self.block_of()
@@ -86,7 +87,7 @@ class Blocks:
 
 
 def find_blocks(program: Program) -> Blocks:
-    """The blocks of ``program``; none where nothing repeats or is listed. n log n in its nodes."""
+    """The blocks of ``program``; none if nothing repeats. n log n in its nodes."""
     structure, recomputed = Structure(program), recomputed_nodes(program)
     groups = in_order(module_blocks(structure), structure)
     for repetition in _repetitions(program, structure, recomputed):
@@ -104,7 +105,7 @@ def find_blocks(program: Program) -> Blocks:
 
 
 def in_order(groups: list[Group], structure: Structure) -> list[Group]:
-    """In the order in which they end: what a block does to its weights alone may come long before it."""
+    """In the order in which they end: ops of a block on its weights alone may come long before it."""
     return sorted(groups, key=lambda group: structure.order[group.nodes[-1]])
 
 
@@ -142,7 +143,7 @@ def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recompu
         readers = {home.get(user) for user in node.users} if node in recomputed else {None}
         reader = readers.pop() if len(readers) == 1 else None
         if reader is not None:
-            # what comes before a block's first call is its own only if it is a weight's: a mask is made for several
+            # a node before a block's first call is its own only if it is of a weight: a mask is made for several
             is_within = structure.order[node] > structure.order[nodes[starts[reader]]]
             if is_within or node in of_weights:
                 home[node] = reader

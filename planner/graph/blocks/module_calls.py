@@ -1,7 +1,7 @@
 """Blocks that are calls of modules: the repeated or listed ones among the calls that a model was traced in.
 
 Every node knows the chain of module calls that it was traced in (``nn_module_stack``), which gives a tree of calls.
-Blocks are calls with one parent that follow each other in the flow of data and repeat a kind or stand in one list:
+Blocks are calls with one parent that follow each other in the flow of data and repeat a kind or are in one list:
 
     layers.0  layers.1  layers.2  layers.3          one list of kind A: four blocks
     blocks["a"] blocks["b"] blocks["c"]             kinds A B A: three blocks
@@ -24,7 +24,8 @@ from torch import fx
 from planner.graph.blocks.structure import Group, Structure
 from planner.graph.ops.flops import node_flops
 
-# A block whose inner blocks do at least this share of its work is only their container (a stage of stages of layers).
+# A block with inner blocks that do at least this share of its work is only their container (a stage of stages of
+# layers).
 CONTAINER_SHARE = 0.9
 
 
@@ -36,7 +37,7 @@ def module_blocks(structure: Structure) -> list[Group]:
 
 
 class _Search:
-    """Owns what is known of each kind: whether it only contains blocks."""
+    """Owns one fact of each kind: whether it only contains blocks."""
 
     def __init__(self, structure: Structure) -> None:
         self.kind = structure.kind
@@ -56,7 +57,7 @@ class _Search:
         return found
 
     def _only_contains(self, call: Group, least: int) -> bool:
-        """Whether ``call`` is a container of repeated blocks rather than a block; asked once for each kind."""
+        """Whether ``call`` is a container of repeated blocks rather than a block; decided once for each kind."""
         kind = self.kind(call)
         if kind not in self._is_container:
             self._is_container[kind] = False  # a call inside itself is not looked into again
@@ -67,7 +68,7 @@ class _Search:
         return self._is_container[kind]
 
     def _members(self, parent: Group, least: int) -> set[Group]:
-        """The child calls of ``parent`` that are blocks: repeated kinds, and whatever stands in a list with them."""
+        """The child calls of ``parent`` that are blocks: repeated kinds, and others in a list with them."""
         children = [c for c in parent.children.values() if c.num_products >= least]
         if not children:
             return set()

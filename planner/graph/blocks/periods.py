@@ -1,4 +1,4 @@
-"""Where a sequence of operations repeats itself: layers that are plain code in a loop leave no other trace.
+"""Finds repetition in a sequence of operations: layers that are plain code in a loop leave no other trace.
 
 The values of a captured graph that neither the batch nor the parameters alone give, in the order in which they are
 computed, are a word; equal operations on equal shapes are equal letters. Layers are a stretch of it with some period p:
@@ -6,7 +6,7 @@ computed, are a word; equal operations on equal shapes are equal letters. Layers
     token:  e  a n q s o a n u d a n q s o a n u d a n h      letter i = letter i + 9 from the first a to the last n
     live:   1  1 2 2 4 3 1 2 2 2 1 2 2 4 3 1 2 2 2 1 1        values that cross a cut before each letter
 
-Where a block starts within its period is free: where the fewest bytes cross, which is the residual alone mostly.
+The start of a block within its period is free: it is the cut with the fewest bytes, mostly the residual alone.
 Of periods that cover the same work the one with the cleanest cuts is taken, then the shortest (layers, not pairs of
 layers). Candidates are the distances between equal windows of 1, 2, 4, 8, … letters, so the search is O(n log n).
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A period that covers this share of what the best one covers is as good; a cut this much dearer is as clean.
+# A period that covers this share of the best one's coverage is as good; a cut this much dearer is as clean.
 _SHARE, _TOLERANCE = 0.9, 1.05
 # Of a period's letters one in so many may differ in one place.
 _GAP = 8
@@ -156,7 +156,7 @@ def _median(crossing: np.ndarray) -> np.ndarray:
 
 
 def _is_chain(flow: Flow, run: Run) -> bool:
-    """Whether most blocks read what the block before them made."""
+    """Whether most blocks read values of the block before them."""
     block = (flow.edges - run.start) // run.period
     follows = (block[:, 1] == block[:, 0] + 1) & (block[:, 0] >= 0) & (block[:, 1] < run.count)
     return 2 * len(np.unique(block[follows, 1])) > run.count - 1

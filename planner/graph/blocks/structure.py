@@ -2,7 +2,7 @@
 
 A node's signature is its operation, its arguments without tensors and without the values of floats, and the shapes,
 types and gradient flag of its value. A group's kind is the hash of its nodes' signatures, of its edges counted from its
-own first node, and of what it reads from outside, in the order of first reading.
+own first node, and of its outside inputs, in the order of first reading.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Group:
 
     @property
     def container(self) -> str:
-        """The dotted path of what holds the module: a list's own path, or the parent module's."""
+        """The dotted path of the module's container: a list's own path, or the parent module's."""
         return self.path.rpartition(".")[0]
 
 
 class Structure:
-    """Owns what is computed once for each node, its signature and its operands, and once for each group, its kind."""
+    """Owns the facts that are computed once: the signature and operands of each node, and the kind of each group."""
 
     def __init__(self, program: Program) -> None:
         self.roles = {name: role for role in ("parameters", "buffers", "constants") for name in getattr(program, role)}
@@ -51,7 +51,7 @@ class Structure:
         self._kinds: dict[Group, Any] = {}
 
     def _signature(self, node: fx.Node) -> int:
-        """Hash of what a node is by itself; also notes its operands, in order and with repetition."""
+        """Hash of a node by itself; also notes its operands, in order and with repetition."""
         operands = self.operands[node] = []
         arguments = _skeleton((node.args, dict(node.kwargs)), operands)
         return hash((str(node.target), arguments, _value_key(node)))
@@ -77,7 +77,7 @@ class Structure:
         return operand.name in self.roles and any(user not in inside for user in operand.users)
 
     def externals(self, group: Group) -> dict[fx.Node, int]:
-        """What ``group`` reads from outside, numbered in order of first reading."""
+        """The outside inputs of ``group``, numbered in order of first reading."""
         inside, found = set(group.nodes), {}
         for node in group.nodes:
             for operand in self.operands[node]:

@@ -25,7 +25,7 @@ _ONE_STEP = set(
 
 
 def num_addends(reader: fx.Node, value: fx.Node) -> int:
-    """As often as the call names the value, and twice where PyTorch makes several steps of the call."""
+    """The number of times that the call names the value; twice that if PyTorch makes several steps of the call."""
     named: list[fx.Node] = []
     fx.map_arg((reader.args, reader.kwargs), lambda node: named.append(node) or node)
     return named.count(value) * (SEVERAL if _is_written_out(reader.target) else 1)

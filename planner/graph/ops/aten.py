@@ -1,9 +1,9 @@
-"""Facts of one call of a captured graph: its arguments by name, what it reads and makes, whether it draws.
+"""Facts of one call of a captured graph: its arguments by name, its inputs and results, whether it draws.
 
     arguments(sum(x, [1]))      {"self": x, "dim": [1]}                         as given
     named(sum(x, [1]))          … "keepdim": False, "dtype": None               the schema's defaults too
 
-Told by PyTorch's schemas and tags; the two tables of names below hold what these forget.
+Read from PyTorch's schemas and tags; the two tables of names below hold the facts that these lack.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def named(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str, An
 
 
 def defaults_of(target: Any) -> dict[str, Any]:
-    """What the arguments of an op are where they are not given."""
+    """The defaults of the arguments of an op."""
     schema = getattr(target, "_schema", None)
     return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
 
 
 def position_of(target: Any, name: str) -> int:
-    """Where the argument ``name`` stands in the schema of an op."""
+    """The position of the argument ``name`` in the schema of an op."""
     return [a.name for a in target._schema.arguments].index(name)
 
 
 def reduced_dims(node: fx.Node) -> frozenset[int]:
-    """The dims of its first operand that an op reduces or runs along; all where it names none."""
+    """The dims of its first operand that an op reduces or runs along; all if it names none."""
     ndim = next(tensors_of(node.all_input_nodes[0])).dim()
     given = arguments(node)
     dims = given.get("dim", given.get("dims"))

@@ -1,9 +1,9 @@
-"""The CTC loss of each sequence, as one op whose result has a shape that is known (Graves et al., 2006).
+"""The CTC loss of each sequence, as one op with a result of known shape (Graves et al., 2006).
 
     meshwright::ctc_losses(log_probs [t, b, c], targets [b, s], input_lengths [b], target_lengths [b]) -> [b]
 
-PyTorch's own op also returns log_alpha [b, t, 2 · longest target + 1], of which the size follows the data; its backward
-reads that. Here log_alpha is made again in the backward. Both lengths are data.
+PyTorch's own op also returns log_alpha [b, t, 2 · longest target + 1], with a size that depends on the data; its
+backward reads that. Here the backward recomputes log_alpha. Both lengths are data.
 """
 
 from __future__ import annotations

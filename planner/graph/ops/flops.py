@@ -1,12 +1,12 @@
-"""What one node costs: floating-point operations of products, bytes that everything else moves. Read off the shapes.
+"""The cost of one node: floating-point operations of products, bytes that all other ops move. Read off the shapes.
 
     linear, mm, bmm, matmul     2 · (elements of the result) · (length of the contracted dim)
     attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     convolution                 2 · (elements of the result) · (weights that one of them reads)
     lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
-    embedding, elementwise, …   0 operations; bytes = what it reads + what it writes
+    embedding, elementwise, …   0 operations; bytes = inputs + outputs
 
-Forward, for one microbatch and the whole (unsharded) tensors. Backward is about twice that, for every node alike, so
+Forward, for one microbatch and the full (unsharded) tensors. Backward is about twice that, for every node alike, so
 that shares and balances may leave it out.
 """
 
@@ -22,12 +22,12 @@ from planner.graph.ops.aten import arguments, aten, is_view, packet_of, shape_of
 from planner.graph.ops.sequence import causal_attention, gathered_attention
 
 # How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.
-# What matters here is the share of the memory-bound ops, a few per cent of a block; a cluster file knows better.
+# Only the share of the memory-bound ops matters here, a few per cent of a block; a cluster file knows better.
 FLOPS_PER_BYTE = 8.0
 
 
 def node_flops(node: fx.Node) -> int:
-    """Multiplications and additions of one forward call of ``node``; 0 for what is not a product."""
+    """Multiplications and additions of one forward call of ``node``; 0 for other ops."""
     if node.op != "call_function":
         return 0
     rule = _FLOPS.get(packet_of(node.target))
@@ -42,12 +42,12 @@ def node_bytes(node: fx.Node) -> int:
         return 0
     written = value_bytes(node)
     if packet_of(node.target) is aten.embedding:
-        return 2 * written + value_bytes(node.all_input_nodes[0])  # the gradient of the whole table is written
+        return 2 * written + value_bytes(node.all_input_nodes[0])  # the gradient of the full table is written
     return written + sum(value_bytes(n) for n in node.all_input_nodes)
 
 
 def node_cost(node: fx.Node, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
-    """One number to balance by, in operations: a product costs its operations, anything else what it moves."""
+    """One number to balance by, in operations: a product costs its operations, any other op the bytes that it moves."""
     flops = node_flops(node)
     return flops if flops else int(node_bytes(node) * flops_per_byte)
 

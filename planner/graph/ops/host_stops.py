@@ -1,7 +1,7 @@
-"""Ops that read values of tensors on the host, to return them or to shape what they make: no CUDA graph has them.
+"""Ops that read values of tensors on the host, to return them or to shape their results: no CUDA graph captures them.
 
-PyTorch tags them. An index of numbers is none of them, though tagged for what it does with masks, nor is a mask that is
-filled with one number.
+PyTorch tags them. An index of integers is none of them, though tagged because of masks, nor is a mask that is filled
+with one number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.graph.ops.ctc import CTC_LOSSES
 aten = torch.ops.aten
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-_LENGTHS = {CTC_LOSSES}  # loops on the host over as many frames as data tells
+_LENGTHS = {CTC_LOSSES}  # loops on the host over a number of frames that depends on data
 _MASKS = {torch.bool, torch.uint8}
 
 

@@ -1,11 +1,11 @@
 """A user's Function with a backward of its own, as the target of one call in the graph.
 
-    y, .. = OwnBackward(x, ..)        runs Function.apply on what a rank holds, so the backward is the user's own code
+    y, .. = OwnBackward(x, ..)        runs Function.apply on a rank's tensors, so the backward is the user's own code
 
-Its type over tp follows from what was shown of its backward B on numbers (planner.capture.own_backward.trials):
+Its type over tp follows from trials of its backward B on numbers (planner.capture.own_backward.trials):
 
-    I    always: the arriving gradients are whole
-    R    where B is linear, B(Σ g) = Σ B(g): the arriving gradients are partial sums
+    I    always: the arriving gradients are complete
+    R    if B is linear, B(Σ g) = Σ B(g): the arriving gradients are partial sums
     V    along a dim over which forward and backward work part by part
 """
 
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class Cut:
-    """All outputs can be cut along ``dim``, where each input is cut along its own (None: it is read whole)."""
+    """All outputs can be sharded along ``dim`` if each input is sharded along its own (None: it is read in full)."""
 
     dim: int
     inputs: tuple[int | None, ...]
@@ -32,7 +32,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was shown of a Function; the defaults claim nothing.
+    """The facts that trials showed of a Function; the defaults claim nothing.
 
     ``reached``: for each tensor argument whether the backward gives it a gradient.
     """
@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for a tensor among the arguments."""
+    """Replaces a tensor among the arguments."""
 
     position: int
 
@@ -80,9 +80,9 @@ class Autocast:
 
 @dataclass(frozen=True, eq=False)
 class OwnBackward:
-    """Equal where Function and arguments are; ``label`` says so, and is the same in every process.
+    """Equal if Function and arguments are; ``label`` identifies them, and is the same in every process.
 
-    ``args``: with Operands in the place of tensors. ``outputs``: what apply returns, with Outputs in their place.
+    ``args``: with Operands in the place of tensors. ``outputs``: the result of apply, with Outputs in their place.
     """
 
     function: type[Function]
@@ -108,7 +108,7 @@ class OwnBackward:
         return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Output)]
 
     def returned(self, tensors: Sequence[Tensor]) -> Any:
-        """What apply would return, of these tensors."""
+        """The structure that apply returns, with these tensors."""
         rest = iter(tensors)
         return pytree.tree_map_only(Output, lambda _: next(rest), self.outputs)
 

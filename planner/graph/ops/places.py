@@ -1,10 +1,10 @@
-"""Where the elements of an integer value stood in the batch tensor that they were taken from.
+"""The places of an integer value's elements in the batch tensor from which they were taken.
 
     labels                        [[a, b, c]]      places [[0, 1, 2]]
     pad(labels, [0, 1])[:, 1:]    [[b, c, fill]]   places [[1, 2, -1]]
 
-Ops that lay elements out run on places as they run on values; what they fill in stands nowhere, -1. Ops on single
-elements, as a clamp that takes an ignored label for a real one, leave them where they are.
+Ops that move elements run on places as they run on values; an element that they fill in has no place, -1. Ops on single
+elements, such as a clamp that turns an ignored label into a real one, leave places unchanged.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ CHOICES = {aten.where.self}
 
 
 class Emit(Protocol):
-    """Adds a call; what it returns stands for its result."""
+    """Adds a call; returns a handle of its result."""
 
     def __call__(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class PlaceWriter:
-    """Writes the calls that compute places. Owns what it has written, and which batch tensors it came to.
+    """Writes the calls that compute places. Owns the calls that it has written, and the batch tensors that it reached.
 
-    ``source``: what stands for the places of a batch tensor's own elements; None for any other placeholder or
-    attribute. ``moves``: ops beside MOVES that lay elements out.
+    ``source``: the places of a batch tensor's own elements; None for any other placeholder or attribute. ``moves``:
+    further ops that move elements, beside MOVES.
     """
 
     def __init__(self, source: Callable[[fx.Node], Any], emit: Emit, moves: Collection[Any] = ()) -> None:
@@ -52,7 +52,7 @@ class PlaceWriter:
         self._written: dict[fx.Node, Any] = {}
 
     def places(self, node: fx.Node) -> Any:
-        """Places of the elements of ``node``; None where none of them is of the batch.
+        """Places of the elements of ``node``; None if none of them is of the batch.
 
         Raises PlanError at the line of a call that makes other integers of the batch's.
         """
@@ -91,7 +91,9 @@ class PlaceWriter:
         return self.emit(node, node.target, new_args, new_kwargs)
 
     def _beside(self, node: fx.Node, operand: fx.Node) -> Any:
-        """What an operand that holds none of the batch becomes: nowhere, where it is joined; else itself."""
+        """The places of an operand that holds none of the batch: NOWHERE if it is joined with others; else the operand
+        itself.
+        """
         is_joined = node.target in JOINS | CHOICES and _is_integer(operand)
         return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {}) if is_joined else operand
 

@@ -1,4 +1,5 @@
-"""What a program over one cp rank's tokens calls where ranks of cp meet. Here, in one process, only shapes are right.
+"""Placeholders for the cp collectives of a program over one cp rank's tokens. In one process only their shapes are
+right.
 
     x = local_rows(x, dim, cp)                          [.., s, ..] → [.., s/cp, ..]        this rank's tokens
     x = gather_sequence(x, dim, cp)                     [.., s/cp, ..] → [.., s, ..]        all tokens, in their order
@@ -7,11 +8,11 @@
     y = gathered_attention(q, k, v, mask, cp)           q, y [b, h, s/cp, d], k, v [b, g, t/cp, d], mask [.., s/cp, t]
 
 Zigzag: a sequence is 2·cp equal chunks, and rank r holds chunk r and behind it chunk 2·cp − 1 − r, so that causal
-attention is as much work on every rank. What is gathered stands in the order of the whole sequence. Backward:
+attention is as much work on every rank. Gathered tokens have the order of the full sequence. Backward:
 ``gather_sequence`` sums the gradients of all ranks and keeps this rank's (reduce-scatter); ``local_rows`` writes the
-gradient to its places among zeros, and the ranks' gradients of the whole value are still to be summed;
+gradient to its places among zeros, and the ranks' gradients of the full value remain to be summed;
 ``sum_over_ranks`` is an all-reduce in both directions (its result's gradients are partial). ``gathered_attention``
-gathers keys and values, and again in its backward, so that nobody keeps those of all tokens.
+gathers keys and values, and again in its backward, so that no rank saves those of all tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def local_rows(x: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, cp: int) -> Tensor:
-    """All ranks' tokens, in the order of the whole sequence."""
+    """All ranks' tokens, in the order of the full sequence."""
     return torch.cat([x] * cp, dim)
 
 
@@ -59,7 +60,7 @@ def gathered_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of all ranks, of which k and v are this rank's."""
+    """Attention of this rank's tokens to those of all ranks; k and v are this rank's."""
     k, v = gather_sequence(k, 2, cp), gather_sequence(v, 2, cp)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 

@@ -1,6 +1,6 @@
 """Ops over images [n, channels, …]: the dims that each of them runs along. Without ``n`` in front, that is all of them.
 
-convolutions    channels and what is behind them        pools    what is behind the channels
+convolutions    channels and the dims after them        pools    the dims after the channels
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which products of activations are attention: those with a softmax over scores between them.
+"""The products of activations that are attention: those with a softmax over scores between them.
 
     scores = q @ kᵀ  →  scale, mask, bias  →  softmax  →  dropout, casts  →  @ v
 
 Grouped products, covariances, similarities for a loss, linear attention and state-space mixing are products of two
-activations as well, and none of attention: they have no scores whose heads must stay together.
+activations as well, and not attention: they have no scores with heads that must stay together.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MAX_WALK = 400
 
 
 def is_product_of_activations(node: fx.Node) -> bool:
-    """A product whose operands all carry a gradient and are no weights."""
+    """A product of operands that all carry a gradient and are no weights."""
     read = node.all_input_nodes
     return node.op == "call_function" and node.target in BATCHED and len(read) > 1 and all(map(_is_made, read))
 
 
 def _multiplies_activations(node: fx.Node) -> bool:
-    """The same, where weights may stand between them: scores or values times a projection in one einsum."""
+    """The same, with weights allowed between them: scores or values times a projection in one einsum."""
     return node.op == "call_function" and node.target in BATCHED and sum(map(_is_made, node.all_input_nodes)) > 1
 
 
@@ -74,7 +74,7 @@ def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) 
 
 
 def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:
-    """What follows ``start`` by ``step``, through everything but products; these come too."""
+    """Nodes from ``start`` by ``step``, up to the next products, those included."""
     return walk(step(start), step, into=_is_activation, stop=lambda n: bool(node_flops(n)), most=_MAX_WALK)
 
 

@@ -1,9 +1,9 @@
-"""Is attention cut over tp? Found by structure: products of two activations around a softmax, and what feeds them.
+"""Is attention sharded over tp? Found by structure: products of two activations around a softmax, and their inputs.
 
 An attention site is one kind of such products in one module: sdpa, or the two products written by hand. Its heads are
-the dims that both operands and the result share, the batch aside. Where heads do not divide by tp the solver leaves a
-site whole; a user who asked for tp must hear of it: as an error where no site of the model is cut (unless an override
-asks for just that), else as a warning.
+the dims that both operands and the result share, the batch aside. If heads do not divide by tp, the solver leaves a
+site replicated. The plan reports it: as an error if no site of the model is sharded (unless an override asks for that),
+else as a warning.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MAX_WALK = 400  # nodes between a projection and its attention: far fewer in an
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Attention of one kind: its products, query and key heads (0 where there is no such dim), what projects into it.
+    """Attention of one kind: its products, query and key heads (0 without such a dim), its input projections.
 
-    ``feeders``: names of the weights whose products its operands are made of, those of the first block of the kind.
+    ``feeders``: names of the weights that project into its operands, in the first block of the kind.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -109,7 +109,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def head_counts(node: fx.Node) -> tuple[int, int]:
-    """(query heads, key heads) of an attention product; 0 where the operands have no such dim."""
+    """(query heads, key heads) of an attention product; 0 if the operands have no such dim."""
     if node.target in FUSED:
         return _heads_of_shape(_operands(node)[0]), _heads_of_shape(_operands(node)[1])
     if node.target is aten.einsum.default:
@@ -124,7 +124,7 @@ def head_counts(node: fx.Node) -> tuple[int, int]:
 
 
 def _heads_of_shape(node: fx.Node) -> int:
-    """[b, heads, s, d] → heads, also where batch and heads were merged into one dim on the way to a bmm."""
+    """[b, heads, s, d] → heads, also if batch and heads were merged into one dim for a bmm."""
     for _ in range(8):
         shape = getattr(node.meta["val"], "shape", ())
         if len(shape) >= 4:
@@ -165,7 +165,7 @@ def is_overridden(placements: Placements, site: AttentionSite) -> bool:
 
 
 def check_attention(program: Program, placements: Placements, sites: tuple[AttentionSite, ...]) -> None:
-    """Raise PlanError where tp was asked for and no attention of the model can be cut, unless overrides say so."""
+    """Raise PlanError if tp > 1 and no attention of the model can be sharded, unless overrides replicate it."""
     tp = placements.tp
     refused = [s for s in sites if not s.divides(tp)]
     if tp == 1 or not refused or any(s.is_cut or is_overridden(placements, s) for s in sites):

@@ -1,4 +1,4 @@
-"""What the spec's overrides ask of each parameter, and the kinds of blocks that follow from it.
+"""The override of each parameter, and the kinds of blocks that follow from it.
 
     {"*.mlp.*": replicate, "h.0.mlp.up": column}     of the globs that name a parameter the last one decides
     {"wte": vocab, "lm_head": replicate}             of one tied weight: refused, the first would decide nothing
@@ -22,14 +22,14 @@ from planner.graph.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An override as it meets one parameter: its glob, and the style that it asks for."""
+    """The override of one parameter: its glob, and its style."""
 
     pattern: str
     style: str
 
     @property
     def path(self) -> str:
-        """Where it stands in the spec."""
+        """Its place in the spec."""
         return f"tensor_parallel.overrides.{self.pattern}"
 
 
@@ -71,7 +71,7 @@ def _matches_nothing(program: Program, pattern: str) -> None:
 
 
 def kinds_by_override(program: Program, blocks: Blocks, overrides: Mapping[str, str]) -> Blocks:
-    """``blocks`` whose ``representative`` only joins what the overrides ask the same of."""
+    """``blocks`` with a ``representative`` that only joins blocks with equal overrides."""
     asked = asked_of(program, overrides)
     if not asked:
         return blocks

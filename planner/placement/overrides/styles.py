@@ -1,11 +1,11 @@
-"""Which styles a parameter can take, read off what its readers admit; and the options that an override leaves it.
+"""The styles that a parameter can take, from the options of its readers; and the options that an override leaves it.
 
-    column    cut along the features that it makes           vocab   its rows of a vocabulary are cut
-    row       cut along the features that it sums over       expert  whole matrices of a stack go to ranks
-    replicate whole on every rank
+    column    sharded along its output features            vocab   its rows of a vocabulary are sharded
+    row       sharded along its input features             expert  full matrices of a stack go to ranks
+    replicate replicated on every rank
 
-A vector has one dim: it is cut as the features that it meets, where those are cut. Beside a matrix of its own module
-that is overridden too it follows that matrix, as a bias does.
+A vector has one dim: it is sharded like the features that it is combined with, if those are. Beside a matrix of its own
+module that is overridden too it follows that matrix, as a bias does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_WALK = 100
 
 
 class Overrides:
-    """Owns what was asked of the parameters under discussion. ``of_weights``: calls that read parameters alone."""
+    """Owns the overrides of the parameters. ``of_weights``: calls that read parameters alone."""
 
     def __init__(
         self, program: Program, candidates: Candidates, asked: Mapping[str, Asked], of_weights: frozenset[str]
@@ -53,7 +53,7 @@ class Overrides:
                 self._refuse(next(n for n in asked if asked[n] == wish), wish, "it does not reach the loss", set())
 
     def constrain(self) -> None:
-        """Leave to each parameter the options of the style asked for. Raises PlanError where there are none."""
+        """Leave to each parameter the options of its style. Raises PlanError if there are none."""
         for name, wish in self.asked.items():
             node, options = self.program.node(name), self.candidates.options[name]
             kept = [o for o in options if self._fits(node, o, wish)]
@@ -64,7 +64,7 @@ class Overrides:
             self.candidates.options[name] = kept
 
     def check(self, options: Mapping[str, Option]) -> None:
-        """Raises PlanError where a vector was cut, and features that are whole had to be cut to meet it."""
+        """Raises PlanError if a vector is sharded although the features that it is combined with are replicated."""
         for name, wish in self.asked.items():
             node = self.program.node(name)
             if self._is_vector(node) and options[name].out.is_sharded and not self._follows(name, wish):
@@ -89,7 +89,7 @@ class Overrides:
         return (wish.pattern, self._module(name)) in self.followed
 
     def _styles(self, node: fx.Node, cut: Placement) -> Iterator[str]:
-        """What a user calls the cut, by what the readers do with it; through reshapes and the like of weights alone."""
+        """The user's names of the cut, by its use in the readers; through calls on weights alone, such as reshapes."""
         for reader, position in self.candidates.reading(node):
             for option in self.candidates.options[reader.name]:
                 if option.args[position] != cut:
@@ -147,7 +147,7 @@ def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placeme
 
 
 def _is_alone(option: Option, position: int) -> bool:
-    """Whether what meets the weight is whole, as in a column-parallel product; not tokens of each expert."""
+    """Whether the other operands are replicated, as in a column-parallel product; not tokens of each expert."""
     return not any(t.is_sharded for i, t in enumerate(option.args) if i != position)
 
 

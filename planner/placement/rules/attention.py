@@ -1,7 +1,8 @@
 """scaled_dot_product_attention(q[b,h,s,d], k[b,g,t,d], v[b,g,t,d], mask): by heads.
 
-heads            q, k, v cut by heads, in one run or several; a mask with a heads dim is cut alike, else it is whole
-shared key heads q cut by heads, k and v whole (R): fewer key heads than ranks, each rank picks those its heads read
+heads            q, k, v cut by heads, in one run or several; a mask with a heads dim is sharded alike, else it is
+replicated shared key heads q sharded by heads, k and v replicated (R): fewer key heads than ranks, each rank picks
+those its heads read
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
 
 
 def _of_key_heads(cut: Placement, ratio: int, tp: int) -> Placement | None:
-    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` to each; None where it is uneven."""
+    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` to each; None if it is uneven."""
     if any(size % (ratio * tp) for size in cut.sizes):
         return None
     return V(1, *(size // ratio for size in cut.sizes))
@@ -51,6 +52,6 @@ def _masks(site: Site, cut: Placement) -> dict[fx.Node, Placement]:
     return {n: aligned(cut, out_shape, site.shape(n)) for n in site.inputs[3:]}
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (Covers(attention, "scaled_dot_product_attention", gives={Form.PARTS, Form.SHARED_KEYS}),)

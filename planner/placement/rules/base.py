@@ -1,9 +1,9 @@
-"""What a rule sees and what it says.
+"""The interface of a rule: its input and its result.
 
 A rule is a function from a Site (one graph node and the cuts under discussion for its inputs and its output) to the
 Options it admits: the types its inputs must have, the type its output then has. All-I and all-R need no rule and are
-always admitted (all-R but for a user's own backward that is not linear); a rule lists the sharded (V) and partial (P)
-ways. Rules are asked again until no new cut turns up, so a rule need only look one step ahead: from its inputs'
+always admitted (all-R except for a user's own backward that is not linear); a rule lists the sharded (V) and partial
+(P) ways. Rules are asked again until no new cut turns up, so a rule need only look one step ahead: from its inputs'
 candidates to its output, and from its output's back to its inputs.
 """
 
@@ -28,8 +28,9 @@ class Option:
     """One admissible typing of a node: a type for each of ``Site.inputs``, in order, and for the output.
 
     ``whole`` says that every rank computes all of the node (its FLOPs are redundant). ``attends`` marks products of
-    activations, whose operands a rank may pick out of a whole tensor (the key heads that its query heads read).
-    ``detour`` marks what is right but seldom wise: statistics over cut features, as of a norm, cost a collective each.
+    activations, with operands that a rank may pick out of a full tensor (the key heads that its query heads read).
+    ``detour`` marks typings that are correct but seldom fast: statistics over sharded features, as of a norm, cost a
+    collective each.
     """
 
     args: tuple[Placement, ...]
@@ -61,9 +62,9 @@ class Covers:
 class Site:
     """A node under discussion: its tensor inputs (each once), shapes, and the candidate cuts of its values.
 
-    ``tp``: ranks over which its value is typed, those of etp in the experts' domain. ``sizes``: of both axes, where
-    they differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of. ``weights``: values
-    that are computed of parameters alone.
+    ``tp``: ranks over which its value is typed, those of etp in the experts' domain. ``sizes``: of both axes, if they
+    differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of. ``weights``: values that
+    are computed of parameters alone.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class Site:
     def option(
         self, out: Placement, given: Mapping[fx.Node, Placement], form: Form, *, attends: bool = False
     ) -> Option:
-        """An option where inputs not in ``given`` are R: what a sharded op reads whole has partial gradients."""
+        """An option with inputs outside of ``given`` as R: the replicated inputs of a sharded op have partial
+        gradients.
+        """
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
         return Option(args, self.settle(self.node, out), form, attends=attends)
 
@@ -115,7 +118,7 @@ class Site:
         return I if placement.kind == "R" and not self.grad(node) else placement
 
     def uniform(self) -> Iterator[Option]:
-        """The typings that every op admits: all inputs I, and (where a gradient flows) all R."""
+        """The typings that every op admits: all inputs I, and (if a gradient flows) all R."""
         yield Option(tuple(I for _ in self.inputs), I, Form.WHOLE, whole=True)
         if self.grad(self.node) and adds_up(self.node):
             yield Option(tuple(self.settle(n, R) for n in self.inputs), R, Form.WHOLE, whole=True)
@@ -126,7 +129,7 @@ class Site:
 
 
 def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:
-    """The cut of a broadcast operand of ``shape`` when the result is cut as ``out``; R where it is broadcast there."""
+    """The cut of a broadcast operand of ``shape`` when the result is cut as ``out``; R if it is broadcast there."""
     dim = out.dim - (len(out_shape) - len(shape))
     if dim < 0 or shape[dim] != out_shape[out.dim]:
         return R
@@ -134,6 +137,6 @@ def aligned(out: Placement, out_shape: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def lifted(cut: Placement, shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Placement | None:
-    """The cut of a broadcast result when an operand of ``shape`` is cut as ``cut``; None where it is broadcast."""
+    """The cut of a broadcast result when an operand of ``shape`` is cut as ``cut``; None if it is broadcast."""
     dim = cut.dim + len(out_shape) - len(shape)
     return cut.moved(dim) if out_shape[dim] == shape[cut.dim] else None

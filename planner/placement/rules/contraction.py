@@ -84,7 +84,7 @@ def _segmentations(
     return sorted(found)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(contraction, "linear mm bmm matmul einsum", gives={Form.COLUMN, Form.ROW}),

@@ -3,8 +3,8 @@
 convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
               in channels cut: x and weight cut, the result is P           as a row-parallel linear
               groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
-pooling …     channels cut; the spatial dims are whole
-group_norm    channels cut by whole groups
+pooling …     channels sharded; the spatial dims are not
+group_norm    channels sharded by complete groups
 batch_norm    channels cut: each has statistics of its own, held or taken from the batch
 """
 
@@ -32,7 +32,7 @@ def convolution(site: Site) -> Iterator[Option]:
     assert isinstance(weight, fx.Node)
     if x is weight or len(site.inputs) > 2 or given.get("transposed"):
         return
-    channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 where there is no batch dim
+    channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 without a batch dim
     if given["groups"] == 1:
         yield from _columns(site, x, weight, channel)
         yield from _rows(site, x, weight, channel)
@@ -61,7 +61,7 @@ def _even(site: Site, weight: fx.Node, dim: int) -> set[Placement]:
 
 
 def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) -> Iterator[Option]:
-    """As many channels in and out: any segments where each channel is a group, else whole groups in one segment."""
+    """As many channels in and out: any segments if each channel is a group, else complete groups in one segment."""
     size = site.shape(weight)[0]
     if site.shape(x)[channel] != size:
         return
@@ -74,7 +74,7 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
 
 
 def spatial(site: Site) -> Iterator[Option]:
-    """Pooling, interpolation, reflection padding over the last dims: cut on a dim whose size is not worked on."""
+    """Pooling, interpolation, reflection padding over the last dims: sharded on any other dim."""
     x = site.inputs[0]
     channel = 1 if len(site.shape(x)) > 2 else 0
     if len(site.inputs) > 1 or len(site.shape(x)) < 3:
@@ -84,7 +84,7 @@ def spatial(site: Site) -> Iterator[Option]:
 
 
 def group_norm(site: Site) -> Iterator[Option]:
-    """group_norm(x [b, channels, ..], groups, weight, bias): cut by whole groups; weight and bias alike."""
+    """group_norm(x [b, channels, ..], groups, weight, bias): sharded by complete groups; weight and bias alike."""
     x, groups = site.node.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(groups, int)
@@ -98,9 +98,8 @@ def group_norm(site: Site) -> Iterator[Option]:
 
 
 def batch_norm(site: Site) -> Iterator[Option]:
-    """batch_norm(x [b, channels, ..], weight, bias, mean, variance, ..), instance_norm: all cut by channels alike.
-
-    Of a tuple the statistics are cut on another dim than the result: where they are read, all is whole.
+    """batch_norm(x [b, channels, ..], weight, bias, mean, variance, ..), instance_norm: all sharded by channels. The
+    statistics of a tuple would be sharded on another dim than the result: if they are read, all is replicated.
     """
     x = site.inputs[0]
     if any(user.target is operator.getitem and user.args[1] for user in site.node.users) or len(site.shape(x)) < 2:
@@ -112,7 +111,7 @@ def batch_norm(site: Site) -> Iterator[Option]:
         yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, Form.PARTS)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(

@@ -37,7 +37,7 @@ def embedding(site: Site) -> Iterator[Option]:
 
 
 def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
-    """A plain cut where the rows divide; else the padded one, where padding is not most of the table."""
+    """A plain cut if the rows divide; else the padded one, unless padding is most of the table."""
     if site.divides(rows):
         return [Placement("V", dim, (Segment(rows),))]
     if rows > 16 * site.tp:
@@ -46,6 +46,6 @@ def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
     return []
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (Covers(embedding, "embedding", gives={Form.PARTS, Form.VOCABULARY}),)

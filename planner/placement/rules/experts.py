@@ -1,6 +1,6 @@
 """Rows on their way to experts and back: the border between values typed over tp and values typed over etp.
 
-dispatch    rows whole on every rank of tp, each of which sends its share: R → whole on every rank of etp: R
+dispatch    rows replicated over tp, each rank sends its share: R → replicated over etp: R
 give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
 
 send_slots and return_slots likewise, of slots.
@@ -42,7 +42,7 @@ def join(site: Site) -> Iterator[Option]:
 
 
 def whole(site: Site) -> Iterator[Option]:
-    """What ranks know of the routing, and which rows are whose: the same on all ranks of the axis."""
+    """Routing counts and the order of rows: the same on all ranks of the axis."""
     return iter(())
 
 

@@ -1,6 +1,5 @@
-"""How a node computes under one typing: what lowering makes of it. Values depend on it, so there is no other name.
-
-Most forms are the op itself on what a rank holds; the others are spelled anew (passes.localize).
+"""How a node computes under one typing: the lowering of the node. Values depend on it, so there is no other name. Most
+forms are the op itself on a rank's tensors; the others are rewritten (passes.localize).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from enum import Enum
 class Form(Enum):
     """The text is for messages alone."""
 
-    # the same op on what a rank holds
+    # the same op on a rank's tensors
     WHOLE = "whole"  # all of it, on every rank
     PARTS = "parts"
     PARTIAL = "partial"  # partial sums in, partial sums out
@@ -31,4 +30,4 @@ class Form(Enum):
     CLASSES = "classes"  # columns of the logits of a loss
     OVER_RANKS = "over ranks"  # the ranks exchange statistics of each row of the cut dim
     PICKED = "picked"  # one element of the cut dim, which one rank holds
-    SHARED_KEYS = "shared key heads"  # key heads are whole, each rank picks those that its query heads read
+    SHARED_KEYS = "shared key heads"  # key heads are replicated, each rank picks those that its query heads read

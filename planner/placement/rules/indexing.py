@@ -1,4 +1,4 @@
-"""Ops that read or write rows named by an index: the dims that are indexed stay whole, a cut on any other survives.
+"""Ops that read or write rows named by an index: the indexed dims are not sharded, a cut on any other survives.
 
     index          x[.., i, .., j, ..]     the indices' common dims stand where the first was (or in front)
     gather         y[.., k, ..] = x[.., i[.., k, ..], ..]        index and result are cut alike, or x on dim k
@@ -43,7 +43,7 @@ def index(site: Site) -> Iterator[Option]:
 
 
 def _index_cut(site: Site, x: fx.Node, indices: list[fx.Node | None], back: dict[int, int]) -> Iterator[Option]:
-    """The rows that are read are cut: each rank reads its own from a whole x."""
+    """The rows that are read are cut: each rank reads its own from a replicated x."""
     used = [i for i in indices if i is not None]
     if len(used) != 1 or used[0] is x:
         return
@@ -118,7 +118,7 @@ def index_add(site: Site) -> Iterator[Option]:
 
 
 def _alike(site: Site, dim: int, tensors: list[fx.Node]) -> list[Placement]:
-    """Cuts that someone wants, on a dim other than ``dim`` where all of ``tensors`` and the result have one size."""
+    """Candidate cuts on a dim other than ``dim``, of equal size in all of ``tensors`` and the result."""
     found = {c for n in (*tensors, site.node) for c in site.candidates(n) if c.dim != dim}
     shapes = [site.shape(n) for n in (*tensors, site.node)]
     return sorted(c for c in found if all(len(s) > c.dim and s[c.dim] == shapes[0][c.dim] for s in shapes))
@@ -142,7 +142,7 @@ def index_put(site: Site) -> Iterator[Option]:
 
 
 def pad(site: Site) -> Iterator[Option]:
-    """pad(x, [left, right, ..] from the last dim): cut on a dim that is not padded; linear where zeros are added."""
+    """pad(x, [left, right, ..] from the last dim): cut on a dim that is not padded; linear if zeros are added."""
     (x,) = site.inputs
     amounts: Any = site.node.args[1]
     ndim = len(site.shape(x))
@@ -155,7 +155,7 @@ def pad(site: Site) -> Iterator[Option]:
 
 
 def triangle(site: Site) -> Iterator[Option]:
-    """tril(x), triu(x): the last two dims are whole."""
+    """tril(x), triu(x): the last two dims are not sharded."""
     (x,) = site.inputs
     last = len(site.shape(x)) - 2
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim < last}):
@@ -180,7 +180,7 @@ def unfold(site: Site) -> Iterator[Option]:
 
 
 def complex_view(site: Site) -> Iterator[Option]:
-    """view_as_complex [.., 2] → [..], view_as_real back: the pair is whole."""
+    """view_as_complex [.., 2] → [..], view_as_real back: the pair is not sharded."""
     (x,) = site.inputs
     pair = max(len(site.shape(x)), len(site.shape())) - 1
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim != pair}):
@@ -196,7 +196,7 @@ def one_hot(site: Site) -> Iterator[Option]:
         yield site.option(cut, {ids: cut}, Form.PARTS)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(linear_along_dim, "cumsum flip roll diff"),

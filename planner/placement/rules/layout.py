@@ -1,6 +1,6 @@
-"""Ops that move elements without computing: reshape, permute, expand, split, slice, cat, and what indexes them.
+"""Ops that move elements without computing: reshape, permute, expand, split, slice, cat, and indexing of their results.
 
-A cut follows its elements. Along the dim that a split, slice or cat works on, it survives where the pieces are whole
+A cut follows its elements. Along the dim that a split, slice or cat works on, it survives if the pieces are full
 segments: so one fused projection feeds Q, K and V without leaving its rank.
 """
 
@@ -44,7 +44,7 @@ def permute(site: Site) -> Iterator[Option]:
 
 
 def expand(site: Site) -> Iterator[Option]:
-    """A dim that is repeated may be cut after: each rank repeats its share of times, from a whole (R) input."""
+    """A dim that is repeated may be cut after: each rank repeats its share of times, from a replicated (R) input."""
     (x,) = site.inputs
     shape, out_shape = site.shape(x), site.shape()
     shift = len(out_shape) - len(shape)
@@ -110,7 +110,7 @@ def slice_(site: Site) -> Iterator[Option]:
 
 
 def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) -> Iterator[Option]:
-    """Every step-th element of a dim, as in x[.., 1::2]: each rank takes its own, where segments hold whole strides."""
+    """Every step-th element of a dim, as in x[.., 1::2]: each rank takes its own, if segments hold full strides."""
     size = site.shape(x)[dim]
     if size % step or start >= step or end <= size - step + start:
         return
@@ -140,8 +140,9 @@ def cat(site: Site) -> Iterator[Option]:
 
 
 def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """Each operand cut along the dim of concatenation, where some cut of it is wanted: the result's segments are theirs
-    in a row, whatever segments its readers had in mind."""
+    """Each operand sharded along the dim of concatenation, if some cut of it is a candidate: the result's segments are
+    theirs in a row, even if readers want others.
+    """
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
     wanted = any(choices) or any(c.dim == dim for c in site.candidates())
     if wanted and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
@@ -154,7 +155,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
 
 
 def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """A cut of the result that falls on whole operands: each is cut as its own segments (biases put together)."""
+    """A cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)."""
     sizes = [site.shape(n)[dim] for n in operands]
     for cut in site.candidates():
         pieces = pieces_of(cut, sizes) if cut.dim == dim else None
@@ -163,7 +164,7 @@ def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Optio
 
 
 def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
-    """The types of the pieces when a dim cut as ``cut`` is split into ``sizes``; None where a segment would be torn."""
+    """The types of the pieces when a dim cut as ``cut`` is split into ``sizes``; None if a segment would be torn."""
     if cut.padding:
         return None
     result, queue = [], list(cut.segments)
@@ -179,7 +180,9 @@ def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
 
 
 def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) -> Iterator[Placement]:
-    """Cuts of a dim from what its pieces want: all of them cut; and only those wanted cut, the rest whole."""
+    """Cuts of a dim from the candidates of its pieces: all of them sharded; and only those with candidates, the rest
+    replicated.
+    """
     wanted = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] if n else [] for _, n in pieces]
     if not any(wanted):
         return
@@ -215,7 +218,7 @@ def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
 
 
 def select_rows(site: Site) -> Iterator[Option]:
-    """index_select(x, dim, index), gather with a whole index: cut on any other dim; linear in x."""
+    """index_select(x, dim, index), gather with a replicated index: cut on any other dim; linear in x."""
     x = site.inputs[0]
     dim = int(site.node.args[1]) % max(1, len(site.shape(x)))  # pyright: ignore[reportArgumentType]
     for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
@@ -223,7 +226,7 @@ def select_rows(site: Site) -> Iterator[Option]:
     yield site.partial([x])
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(getitem, targets=(operator.getitem,)),

@@ -3,7 +3,7 @@
 vocabulary   logits cut on the class dim, padding masked; ranks exchange per token the maximum, then the sum of
              exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
 
-CTC is computed whole on every rank.
+CTC is computed in full on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cross_entropy(site: Site) -> Iterator[Option]:
     assert isinstance(logits, fx.Node)
     assert isinstance(target, fx.Node)
     shape = site.shape(logits)
-    weights = [n for n in site.inputs if n not in (logits, target)]  # one for each class, whole on every rank
+    weights = [n for n in site.inputs if n not in (logits, target)]  # one for each class, replicated
     if len(shape) != 2 or len(site.shape(target)) != 1 or any(site.grad(n) for n in weights):
         return
     cuts = {c for c in site.candidates(logits) if c.dim == 1 and len(c.segments) == 1}
@@ -43,7 +43,7 @@ def summed_over_data(site: Site) -> Iterator[Option]:
     return iter(())
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(cross_entropy, "cross_entropy_loss", gives={Form.CLASSES}),

@@ -1,6 +1,6 @@
 """A user's Function with a backward of its own: cut along the dims over which it was shown to work part by part.
 
-y[.., i/tp, ..], .. = f(x[.., i/tp, ..], w)        w, which every part reads whole, is R: its gradients add up
+y[.., i/tp, ..], .. = f(x[.., i/tp, ..], w)        w, which every part reads in full, is R: its gradients add up
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def own_backward(site: Site) -> Iterator[Option]:
 
 
 def _places(operands: tuple[object, ...], cut: Cut) -> dict[fx.Node, int] | None:
-    """The dim along which each cut operand is cut; None where one tensor would have to be cut in two ways."""
+    """The dim along which each cut operand is cut; None if one tensor would have to be cut in two ways."""
     dims: dict[fx.Node, int | None] = {}
     for operand, dim in zip(operands, cut.inputs, strict=True):
         assert isinstance(operand, fx.Node)
@@ -42,5 +42,5 @@ def _places(operands: tuple[object, ...], cut: Cut) -> dict[fx.Node, int] | None
 
 
 def _bears(call: OwnBackward, placement: Placement) -> bool:
-    """Padding holds no data to run on; of a segment that is held whole the gradients are partial sums."""
+    """Padding holds no data to run on; a replicated segment has partial sums as gradients."""
     return not placement.padding and (call.facts.linear or not placement.has_whole_segment)

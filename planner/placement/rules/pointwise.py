@@ -1,4 +1,4 @@
-"""Pointwise ops: cut wherever their operands are cut, on the same dim after broadcasting.
+"""Pointwise ops: sharded like their operands, on the same dim after broadcasting.
 
 y[.., i/tp, ..] = op(a[.., i/tp, ..], b)        b broadcast over the cut dim is R: each rank adds to its gradient
 add, sub, neg, ×constant, casts, copies, where(mask, x, 0) are linear: P in, P out
@@ -28,7 +28,7 @@ UNARY_LINEAR = {
     aten.to.dtype,
     aten.detach.default,
 }
-# where what is masked stands among the arguments
+# the argument position of the masked value
 MASKINGS: dict[Any, int] = {aten.where.ScalarOther: 1, aten.where.ScalarSelf: 2}
 
 
@@ -36,7 +36,7 @@ def pointwise(site: Site) -> Iterator[Option]:
     """Options of an elementwise op with broadcasting."""
     for cut in _cuts(site):
         if site.node.target is aten.dropout.default and cut.has_whole_segment:
-            continue  # each rank draws its own mask, and a segment held whole must be the same on all
+            continue  # each rank draws its own mask, and a replicated segment must be the same on all
         given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs}
         yield site.option(cut, given, Form.PARTS)
     yield from _partial(site)

@@ -2,9 +2,9 @@
 
 sum, mean over the cut dim          → P        (the mean is the local sum over the global count)
 logsumexp, softmax over the cut dim → I, V     (ranks exchange the maximum and the sum)
-amax, amin of what has no gradient  → I        (ranks exchange theirs); a Euclidean norm: the sum of squares
+amax, amin without a gradient       → I        (ranks exchange theirs); a Euclidean norm: the sum of squares
 norms over the cut dim              → V        (ranks exchange the mean and the mean square)
-softmax, norms, cumsum, sort, topk  → as their input, where the dim they work on is whole
+softmax, norms, cumsum, sort, topk  → as their input, if the dim they work on is replicated
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def vector_norm(site: Site) -> Iterator[Option]:
 
 
 def _reduction(site: Site, over: Callable[[Placement], Iterable[Option]]) -> Iterator[Option]:
-    """``over``: the options where a dim is cut that is reduced."""
+    """``over``: the options for a sharded dim that is reduced."""
     x = site.inputs[0]
     dims, ndim = reduced_dims(site.node), len(site.shape(x))
     kept = len(site.shape()) == ndim
@@ -119,7 +119,7 @@ def softmax(site: Site) -> Iterator[Option]:
 
 
 def _along(site: Site, over: Callable[[Placement], Iterable[Option]]) -> Iterator[Option]:
-    """``over``: the options where the dim is cut that the op runs along."""
+    """``over``: the options for a shard of the dim that the op runs along."""
     x, *others = site.inputs
     ndim = len(site.shape(x))
     if others or len(site.shape()) != ndim:
@@ -137,7 +137,7 @@ def _has_dim(site: Site) -> bool:
 
 
 def norm(site: Site) -> Iterator[Option]:
-    """layer_norm(x, shape, w, b), rms_norm(x, shape, w): by rows, where weight and bias are R; or by features."""
+    """layer_norm(x, shape, w, b), rms_norm(x, shape, w): by rows, with weight and bias R; or by features."""
     x = site.inputs[0]
     normalized: Any = site.node.args[1]
     first = len(site.shape(x)) - len(normalized)
@@ -149,7 +149,7 @@ def norm(site: Site) -> Iterator[Option]:
             yield replace(site.option(cut, given, Form.OVER_RANKS), detour=True)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(norm, "layer_norm rms_norm", gives={Form.PARTS, Form.OVER_RANKS}),

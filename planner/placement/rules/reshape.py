@@ -1,8 +1,8 @@
-"""Carry a cut through a reshape: what happens to (segments of) a dim when dims merge or part.
+"""Carry a cut through a reshape: the result for (segments of) a dim when dims merge or split.
 
-A uniform cut is ``outer`` runs of ``size·inner`` elements, where each run's ``size`` is cut in tp: [3·h] in three
+A uniform cut is ``outer`` runs of ``size·inner`` elements, with each run's ``size`` split over tp: [3·h] in three
 segments is outer 3; seen as [.., 3, heads, d] the run of one segment is heads·d, and the cut falls on heads. Uneven or
-partly whole segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
+partly replicated segments can only be scaled: [hq + hk + hv] seen as [heads_q + heads_k + heads_v, d].
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from planner.placement.types import Placement, Segment
 
 
 def reshape_cut(cut: Placement, shape: tuple[int, ...], new_shape: tuple[int, ...], tp: int) -> Placement | None:
-    """The cut of ``x.reshape(new_shape)`` when ``x`` of ``shape`` is cut as ``cut``; None where it does not survive."""
+    """The cut of ``x.reshape(new_shape)`` when ``x`` of ``shape`` is cut as ``cut``; None if it does not survive."""
     group = _group_of(cut.dim, shape, new_shape)
     if group is None:
         return None

@@ -1,8 +1,8 @@
-"""What a program over one cp rank's tokens calls where ranks of cp meet: over tp a cut of another dim passes.
+"""The cp placeholders of a program over one cp rank's tokens: over tp, another dim may be sharded.
 
 gather_sequence, local_rows   cut on any dim but the sequence; linear
 sum_over_ranks                cut anywhere; linear
-gathered_attention            by heads, where no rank has fewer key heads than one
+gathered_attention            by heads, if each rank has at least one key head
 causal_attention              by heads, as attention
 """
 
@@ -44,7 +44,7 @@ def of_own_keys(site: Site) -> Iterator[Option]:
     yield from (option for option in attention(site) if option.form is Form.PARTS)
 
 
-# ---- which ops these rules are for, and what they may give beside whole and partial
+# ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(along_sequence, targets=(gather_sequence, local_rows)),

@@ -1,4 +1,4 @@
-"""The rule table: a small file a family of ops, each of which ends with what it covers; here they come together."""
+"""The rule table: a small file a family of ops, each with the ops that it covers; this file joins them."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def forms_of(rule: Rule) -> frozenset[Form]:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an op; None where there is none (it is then computed whole on every rank, and reported)."""
+    """The rule of an op; None if there is none (it is then computed in full on every rank, and reported)."""
     if target in RULES:
         return RULES[target]
     if isinstance(target, OwnBackward):
         return own_backward if target.facts.cuts else None
     if "grouped_mm" in str(target):
-        return grouped  # what transformers calls where the kernel is missing
+        return grouped  # transformers' fallback without the kernel
     return pointwise if is_pointwise(target) else None
 
 
@@ -65,7 +65,7 @@ def has_rule(target: Any) -> bool:
 
 
 def options_of(site: Site) -> list[Option]:
-    """Every admissible typing of a node, the whole ones first; in a fixed order, none twice."""
+    """Every admissible typing of a node, the replicated ones first; in a fixed order, none twice."""
     rule = rule_of(site.node.target)
     if rule is not None and site.node.target in experts.BORDERS:
         return list(rule(site))  # of one type on either side, whatever the others

@@ -15,14 +15,15 @@ from planner.tables.sizes import format_bytes
 
 BYTES, SECONDS, SHARE, FLOPS = "bytes", "seconds", "share", "flops"
 NUMBER = "number"  # of a stage: it measures nothing
-ROW = "row"  # the field of a change that is a whole row, which came or went
+ROW = "row"  # the field of a change of a full row, added or removed
 NONE = "-"
 _LONG = 200  # characters of a value that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``field`` of ``count`` rows of a table, all alike; ``name`` stands for them. A value is None where there is none.
+    """``field`` of ``count`` rows of a table, all alike; ``name`` is their folded name. A value is None if there is
+    none.
 
     ``before`` and ``after`` are JSON values of the first of them in ``unit``; ``shown``: both for eyes.
     """
@@ -38,7 +39,7 @@ class Change:
 
     @property
     def difference(self) -> str:
-        """How far apart, in words; of what is no number, that it came or went."""
+        """The difference in words; for a row, whether it was added or removed."""
         if self.field == ROW:
             return "came" if self.before is None else "went"
         if _is_number(self.before) and _is_number(self.after) and self.unit != NUMBER:

@@ -37,9 +37,9 @@ READERS: tuple[tuple[tuple[str, ...], Compare], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What ``after`` has otherwise than ``before``.
+    """The differences of ``after`` from ``before``.
 
-    ``models``: in words, how the models differ, where their parameters have other names. ``same_decisions``: both run
+    ``models``: in words, how the models differ, if their parameters have other names. ``same_decisions``: both run
     the same, and only estimates or remarks differ.
     """
 
@@ -83,7 +83,7 @@ def _otherwise(name: str) -> Change:
 
 
 def _models(before: Tables, after: Tables) -> str:
-    """Names that one of them alone has, folded; "" where both have the same."""
+    """Names that only one of them has, folded; "" if both have the same."""
     names = [{p.name for p in plan.parameters} for plan in (before, after)]
     words = []
     for mine, other, which in ((*names, "first"), (*names[::-1], "second")):

@@ -57,7 +57,7 @@ def collective_changes(before: Tables, after: Tables) -> list[Change]:
 
 
 def _module(where: str) -> str:
-    """The module of a place, where it has one, else file and line; without blanks, so that its numbers fold."""
+    """The module of a place, if it has one, else file and line; without blanks, so that its numbers fold."""
     return where.partition("   (")[0].replace(" ", "_") if "   (" in where else where
 
 
@@ -66,7 +66,7 @@ def _phase(c: CollectivePlan) -> str:
 
 
 def stage_changes(before: Tables, after: Tables) -> list[Change]:
-    """Stage by stage: its rank, its blocks, its parameters, what it sends and receives."""
+    """Stage by stage: its rank, its blocks, its parameters, the values that it sends and receives."""
     columns = (
         Column("blocks", ("blocks",), _blocks_of),
         Column("receives", ("receives",), lambda s: _boundaries(s.receives)),
@@ -93,7 +93,7 @@ def _boundaries(values: tuple[BoundaryPlan, ...]) -> str:
 
 
 def schedule_changes(before: Tables, after: Tables) -> list[Change]:
-    """Kind, microbatches and bubble; of each pp rank what is in flight, and the order."""
+    """Kind, microbatches and bubble; for each pp rank the microbatches in flight, and the order."""
     old, new = before.schedule, after.schedule
     found = [change("Schedule", "all ranks", "kind", old.kind, new.kind)]
     found.append(change("Schedule", "all ranks", "microbatches", old.num_microbatches, new.num_microbatches))

@@ -30,10 +30,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How to read one table. ``name`` of a row, in whose first word numbers fold; ``key``: what pairs two rows.
+    """How to read one table. ``name`` of a row; numbers in its first word fold; ``key``: pairs two rows.
 
-    ``tell``: a whole row in a line. ``block``: the block that a row lies in, or "". ``moves``: fields of which blocks
-    change all at once. ``apart``: names that differ from block to block, where their number alone counts for a fold.
+    ``tell``: a full row in a line. ``block``: the block of a row, or "". ``moves``: fields that change for all rows of
+    a block at once. ``apart``: names that differ from block to block; only their number counts for a fold.
     """
 
     title: str
@@ -55,7 +55,7 @@ class _One(NamedTuple):
 
 
 def changes_of(table: Table, before: Sequence[Any], after: Sequence[Any]) -> list[Change]:
-    """What ``after`` has otherwise than ``before``, in its order. Empty only where both are equal."""
+    """The differences of ``after`` from ``before``, in the order of ``after``. Empty only if both are equal."""
     pairs, order_differs = _paired(table, before, after)
     found = [_One(new if new is not None else old, c) for old, new in pairs for c in _compared(table, old, new)]
     sizes = Counter(table.block(new) for old, new in pairs if old is not None and new is not None)
@@ -67,7 +67,7 @@ def changes_of(table: Table, before: Sequence[Any], after: Sequence[Any]) -> lis
 
 
 def _paired(table: Table, before: Sequence[Any], after: Sequence[Any]) -> tuple[list[tuple[Any, Any]], bool]:
-    """Rows of both by key, (None, row) where it came, (row, None) where it went; whether partners change places."""
+    """Rows of both by key, (None, row) if added, (row, None) if removed; whether partners change places."""
     old, new = _by_key(table, before), _by_key(table, after)
     went = [(row, None) for key, row in old.items() if key not in new]
     kept = [key for key in old if key in new]
@@ -125,7 +125,7 @@ def _field(table: Table, name: str, old: Any, new: Any) -> Iterator[Change]:
 
 
 def _of_blocks(table: Table, found: list[_One], sizes: Counter[str]) -> list[_One]:
-    """Where all rows of a block change alike, as when it moves to another stage, the block changes."""
+    """If all rows of a block change alike, as when it moves to another stage, the block changes."""
     alike = defaultdict[Hashable, list[_One]](list)
     for one in found:
         block = table.block(one.row) if one.change.field in table.moves else ""

@@ -69,7 +69,7 @@ def recompute_changes(before: Tables, after: Tables) -> list[Change]:
 
 
 def compiled_changes(before: Tables, after: Tables) -> list[Change]:
-    """Pieces that are compiled, and what runs op by op and why."""
+    """Pieces that are compiled, and calls that run op by op, with the reason."""
     table = Table(
         "Compiled",
         name=lambda r: r.where,

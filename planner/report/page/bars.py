@@ -11,7 +11,7 @@ _LETTER = 7  # pixels, at most
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``fill``: which colour of the palette; ``words``: what it is, with its size."""
+    """``fill``: index of a colour of the palette; ``words``: its name and size."""
 
     x: float
     width: float
@@ -29,7 +29,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """``legend``: (fill, name). ``limits``: (x, words) of lines across all bars; ``end``: where their texts begin."""
+    """``legend``: (fill, name). ``limits``: (x, words) of lines across all bars; ``end``: the begin of their texts."""
 
     title: str
     bars: tuple[Bar, ...]

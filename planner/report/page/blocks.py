@@ -55,13 +55,13 @@ class Kind:
 
 
 def parameter_key(p: ParameterPlan) -> Hashable:
-    """What is drawn of a parameter, but its name and its expert."""
+    """The drawn facts of a parameter, except its name and its expert."""
     cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert_dim, p.num_experts
     return p.shape, p.local_shape, p.dtype, p.style, cut, p.origin
 
 
 def kinds_of(blocks: Iterable[Block]) -> tuple[Kind, ...]:
-    """In the order in which the first of each stands in the model."""
+    """In the model's order of the first of each."""
     of_kind: dict[Hashable, list[Block]] = {}
     for block in blocks:
         of_kind.setdefault(block.kind, []).append(block)
@@ -95,7 +95,7 @@ def blocks_of(plan: Tables) -> dict[str, Block]:
 
 
 def outside(plan: Tables, paths: Iterable[str]) -> tuple[Block, Block]:
-    """What stands in front of the blocks and behind them: the rows of no block, as the model lists them."""
+    """The parts before and after the blocks: the rows of no block, in the model's order."""
     known, front, back = set(paths), Block(""), Block("")
     in_blocks = [bool(block_of(p.name, known)) for p in plan.parameters]
     first = in_blocks.index(True) if True in in_blocks else 0
@@ -113,7 +113,7 @@ def outside(plan: Tables, paths: Iterable[str]) -> tuple[Block, Block]:
 
 
 def block_of(name: str, paths: Any) -> str:
-    """The longest of ``paths`` in which the dotted ``name`` lies; "" where none is."""
+    """The longest of ``paths`` in which the dotted ``name`` lies; "" if there is none."""
     while name and name not in paths:
         name = name.rpartition(".")[0]
     return name

@@ -22,7 +22,7 @@ _DIGIT, _BETWEEN = 6, 3  # pixels: of a digit, between segments
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle: ``rank`` of its axis holds it, -1: each does. ``text`` where it fits."""
+    """A rectangle: ``rank`` of its axis holds it, -1: each does. ``text`` if it fits."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """``words``: the same as text, for readers who do not see it."""
+    """``words``: the same as text, for readers that cannot see it."""
 
     height: float
     parts: tuple[Part, ...]
@@ -51,11 +51,11 @@ class Drawing:
     width: int = WIDTH
 
 
-Span = tuple[float, float, int]  # where it begins, how long it is, whose it is
+Span = tuple[float, float, int]  # begin, length, owner
 
 
 def draw(p: ParameterPlan, mesh: Mesh, numbers: Sequence[int] = ()) -> Drawing:
-    """``numbers``: where the row stands for experts that are tensors of their own, which ones."""
+    """``numbers``: of the experts, if the row is of experts that are tensors of their own."""
     if p.num_experts and p.expert_number >= 0:
         return _cells(sorted(set(numbers)) or [p.expert_number], p, mesh)
     height = _height(p.shape)
@@ -90,7 +90,7 @@ def _segments(p: ParameterPlan, length: float) -> list[tuple[float, float, bool]
 
 
 def _spans(segments: Sequence[tuple[float, float, bool]], ranks: int) -> list[Span]:
-    """Each segment that is cut, cut for itself; of very many parts the last one stands for all that are not drawn."""
+    """Each sharded segment, split by itself; of very many parts the last one represents all that are not drawn."""
     spans: list[Span] = []
     shown = max(2, MOST_PARTS // len(segments))
     for start, length, is_cut in segments[:MOST_PARTS]:

@@ -1,7 +1,7 @@
-"""The devices by node, coloured by pipeline rank: one path a colour, however many there are.
+"""The devices by node, coloured by pipeline rank: one path for each colour.
 
-A node is a box of devices, rank after rank; nodes follow in lines. Where a device lies is arithmetic, which the script
-of the page repeats to find the rank under the pointer, its coordinates and its groups.
+A node is a box of devices, rank after rank; nodes follow in lines. The place of a device is arithmetic; the script of
+the page repeats it to find the rank under the pointer, its coordinates and its groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.report.fold import ranges
 from planner.report.page.palette import NUM_RANK_COLOURS
 from planner.report.shapes import box
 
-MOST_DRAWN = 1 << 15  # devices; more are told and not drawn
+MOST_DRAWN = 1 << 15  # devices; more are counted and not drawn
 WIDTH = 760  # pixels of a line of nodes
 _CELLS = ((64, 44), (256, 26), (1024, 14), (4096, 7), (MOST_DRAWN, 4))  # up to so many devices, pixels of one
 _TEXT = 26  # pixels of a device in which its rank can be read
@@ -44,7 +44,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """``paths``: (fill, path) of the devices of the pipeline ranks of one colour. ``data``: what the script needs."""
+    """``paths``: (fill, path) of the devices of the pipeline ranks of one colour. ``data``: the input of the script."""
 
     geometry: Geometry
     width: int
@@ -105,7 +105,7 @@ def _paths(mesh: Mesh, node: int, drawn: int, geometry: Geometry) -> tuple[tuple
 
 
 def _labels(node: int, drawn: int, geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
-    """(rank, x, y) of the numbers, where they can be read."""
+    """(rank, x, y) of the numbers, if they can be read."""
     if geometry.cell < _TEXT:
         return ()
     half = geometry.cell // 2

@@ -27,6 +27,7 @@ def _environment(package: str) -> Environment:
 
 
 def render(template: str, package: str = _SHARED, **values: Any) -> str:
-    """A file of templates/, filled. ``values``: all that it names; ``package``: whose templates/ come before those of
-    this one."""
+    """A file of templates/, filled. ``values``: all that it names; ``package``: its templates/ come before those of
+    this one.
+    """
     return _environment(package).get_template(template).render(palette=css(), **values)

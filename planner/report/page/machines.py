@@ -10,7 +10,7 @@ from planner.cluster.read import read_cluster
 from planner.errors import PlanError
 from planner.tables.tables import Tables
 
-NODE = 8  # devices of a node where no file says how many
+NODE = 8  # devices of a node if no file gives the number
 
 
 def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
@@ -29,7 +29,7 @@ def devices_of_node(cluster: Cluster | None) -> int:
 
 
 def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
-    """The slowest link that an exchange over ``axis`` uses; "" where that is not known."""
+    """The slowest link that an exchange over ``axis`` uses; "" if that is not known."""
     mesh = plan.mesh
     if cluster is None:
         return ""

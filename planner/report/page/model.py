@@ -1,8 +1,8 @@
 """The model as a picture: a card for each kind of block, with its weights, and each collective at its place.
 
-An exchange stands in front of the first weight of its module where it makes what the module reads (a gather, and the
-sum of the gradients that leave it), else behind the last one. Blocks of one kind share a card, and inside of it rows
-that differ in a number alone share a line.
+A collective is drawn before the first weight of its module if it makes the module's input (a gather, and the sum of its
+gradients), else after the last one. Blocks of one kind share a card, and inside of it rows that differ in a number
+alone share a line.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 
 _OF_EXPERTS = ("ep", "etp")  # axes
-Facts = tuple[tuple[str, str], ...]  # (what, its value) of an item, shown where one asks
+Facts = tuple[tuple[str, str], ...]  # (name, value) of an item, shown on request
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of a card. ``what``: weight, tied, collective or again; ``rows``: how many of the plan's it stands for."""
+    """A line of a card. ``what``: weight, tied, collective or again; ``rows``: the number of the plan's rows."""
 
     what: str
     name: str
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """``stages``: how many of its blocks are where. ``regions``: what graphs capture of each, or why not."""
+    """``stages``: the number of its blocks on each stage. ``regions``: the parts that graphs capture, or why not."""
 
     title: str
     times: int
@@ -66,9 +66,9 @@ class Card:
 
 
 def model_cards(plan: Tables, scopes: Mapping[str, str] | None = None) -> tuple[Card, ...]:
-    """What stands before the blocks, a card for each kind of block, what stands behind, end of the step.
+    """Cards: before the blocks, one for each kind of block, after the blocks, end of the step.
 
-    ``scopes``: dotted name of a parameter → the graph region that reads it, where that is known.
+    ``scopes``: dotted name of a parameter → the graph region that reads it, if that is known.
     """
     scopes = scopes or {}
     blocks = blocks_of(plan)
@@ -168,7 +168,7 @@ def _collective(where: str, rows: Sequence[CollectivePlan]) -> Item:
 
 
 def _makes_input(c: CollectivePlan) -> bool:
-    """Whether it stands in front of its module: a gather, or the sum that goes with it on the way back."""
+    """Whether it is drawn before its module: a gather, or the sum that goes with it on the way back."""
     if c.phase == "backward":
         return c.kind in ("all_reduce", "reduce_scatter") and not c.again
     return c.kind == "all_gather"
@@ -186,7 +186,7 @@ def _again(row: RecomputeRow) -> Item:
 
 
 def _place(item: Item, items: Sequence[Item]) -> int:
-    """Where an exchange stands among weights: at the edge of its module, or of the nearest module around it."""
+    """The place of a collective among weights: at the edge of its module, or of the nearest module around it."""
     module = item.module
     while module:
         at = [i for i, other in enumerate(items) if _is_in(other.module, module)]

@@ -1,7 +1,7 @@
 """The colours of a page, light and dark: each text stands out from each surface, each shape from the page.
 
 The style sheet names no colour but these, so that a test of this table is a test of the page (WCAG 2.2: 4.5 for text,
-3 for shapes). What is filled is pastel in both, with one dark ink upon it and an edge around it.
+3 for shapes). Filled shapes are pastel in both, with one dark text colour and an edge.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_RANK_COLOURS = 8  # of ranks and stages: the first of the fills, over and ov
 
 
 def css() -> str:
-    """Custom properties of a page, those of a dark screen where it is one."""
+    """Custom properties of a page, with those of a dark screen in a media query."""
     shared = {"on-fill": ON_FILL} | {f"f{i}": fill for i, fill in enumerate(FILLS)}
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_properties(DARK)} }} }}"
     return f":root {{ color-scheme: light dark; {_properties(LIGHT | shared)} }}\n{dark}"

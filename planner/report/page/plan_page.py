@@ -22,7 +22,7 @@ Facts = tuple[tuple[str, str], ...]
 def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
     """One HTML page that needs no other file.
 
-    ``full``: a row of the tables for every block, also where they repeat. ``title``: names of the model and the spec.
+    ``full``: a row of the tables for every block, even if they repeat. ``title``: names of the model and the spec.
     """
     cluster, why_not = cluster_of(plan)
     return render(
@@ -49,7 +49,7 @@ def _folded(names: tuple[str, ...]) -> str:
 
 
 def facts_of(plan: Tables) -> Facts:
-    """What one wants to know first."""
+    """The most important facts."""
     mesh, schedule, batch = plan.mesh, plan.schedule, plan.spec.get("batch", {})
     axes = [axis for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp") if _is_told(axis, mesh)]
     facts = [

@@ -18,7 +18,7 @@ _TICKS = 6
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """``fill``: of the palette. ``label``: beside it; ``href``: the element that says more; ``words``: what it is."""
+    """``fill``: of the palette. ``label``: beside it; ``href``: the element with details; ``words``: its name."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """In pixels; ``text`` is where the label stands, and whether a line leads there."""
+    """In pixels; ``text``: the place of the label; ``moved``: a line leads there."""
 
     x: float
     y: float
@@ -58,7 +58,7 @@ def scatter(
     right: Callable[[float], str],
     up: Callable[[float], str],
 ) -> Scatter:
-    """``cloud``: (x, y) of the other points; what is beyond the axes is counted. ``right``, ``up``: words of ticks."""
+    """``cloud``: (x, y) of the other points; points beyond the axes are counted. ``right``, ``up``: words of ticks."""
     x = Scale.around([p.x for p in points], LEFT, WIDTH - RIGHT)
     y = Scale.around([p.y for p in points] + ([limit[0]] if limit else []), HEIGHT - BOTTOM, TOP)
     inside = [(a, b) for a, b in cloud if x.holds(a) and y.holds(b)]
@@ -74,7 +74,7 @@ def scatter(
 
 
 def _placed(points: Sequence[Point], x: Scale, y: Scale) -> list[Placed]:
-    """Each point with a place for its label where no other label or point is."""
+    """Each point with a place for its label without other labels or points."""
     centres = [(x(p.x), y(p.y)) for p in points]
     taken: list[tuple[float, float]] = []
     found = []

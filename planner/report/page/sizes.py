@@ -21,7 +21,7 @@ PHASES = ("forward", "backward", "recomputation", "step")
 
 
 def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
-    """A bar for each pp rank, and the memory of a device where the cluster says how much that is."""
+    """A bar for each pp rank, and the memory of a device if the cluster gives it."""
     rows = []
     for row in plan.memory:
         sizes = [(part, getattr(row, part)) for part in MEMORY_PARTS]
@@ -42,7 +42,7 @@ def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bar
 
 
 def cost_bars(plan: Tables) -> Bars | None:
-    """One bar: what the seconds of a step go to."""
+    """One bar: the seconds of a step by cause."""
     if plan.cost is None:
         return None
     sizes = [(part, getattr(plan.cost, part)) for part in COST_PARTS]
@@ -57,7 +57,7 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
     counted: dict[str, dict[int | None, Counter[str]]] = {}
     for c in plan.collectives:
         if c.kind == "recv":
-            continue  # of the one message, its sender tells
+            continue  # the sender's row already counts the message
         times = plan.schedule.num_microbatches if c.per == "microbatch" else 1
         rank = None if c.stage is None else rank_of.get(c.stage, c.stage)
         of_rank = counted.setdefault(c.axis, {}).setdefault(rank, Counter())

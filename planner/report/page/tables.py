@@ -13,7 +13,7 @@ FILTERED = 8  # rows from which on a table is searched rather than read
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``id`` names its place in the page. ``sortable``: each row stands for itself, so that order does not matter."""
+    """``id`` names its place in the page. ``sortable``: rows are independent, so that order does not matter."""
 
     id: str
     section: Section

@@ -15,14 +15,14 @@ MOST_DRAWN = 1200  # actions: some 200 bytes and four elements each
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``svg`` is whole and safe; ``note``: what of the schedule is not drawn."""
+    """``svg`` is complete and safe; ``note``: the part of the schedule that is not drawn."""
 
     svg: str
     note: str = ""
 
 
 def timeline(plan: Tables) -> Timeline | None:
-    """None where there is one rank only, or where the orders of a plan changed by hand do not fit each other."""
+    """None if there is one rank only, or if the orders of a plan changed by hand do not fit each other."""
     row, mesh = plan.schedule, plan.mesh
     if mesh.pp == 1:
         return None

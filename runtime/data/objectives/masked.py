@@ -8,7 +8,7 @@
 
 A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
 segments nor an order reads one run of text, ``[class] text [separator]``. A sample is a function of (seed, epoch,
-index) alone, and each epoch masks, cuts and swaps anew.
+index) alone, and each epoch has new masks, cuts and swaps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAIRED_ROLES = frozenset({"segments", "sentence_order"})
 
 
 def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str]) -> Objective:
-    """Samples for a model that reads ``roles``: pairs where segments or sentence_order are among them."""
+    """Samples for a model that reads ``roles``: pairs if segments or sentence_order are among them."""
     return MaskedWords(tokens, length, not PAIRED_ROLES.isdisjoint(roles), seed, data.mask.share, data.mask.ngram)
 
 
@@ -136,7 +136,7 @@ class MaskedWords:
 
 
 def _shortened(before: int, after: int, most: int) -> tuple[int, int]:
-    """Two runs that together hold at most ``most``: the longer one gives first. They keep what lies at their border."""
+    """Two runs shortened to ``most`` together, the longer one first. They keep the tokens at their border."""
     half = min(before, after, most // 2)
     return (half, min(after, most - half)) if before <= after else (min(before, most - half), half)
 

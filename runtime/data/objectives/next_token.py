@@ -20,7 +20,7 @@ from runtime.data.tokens import Tokens
 
 
 def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ()) -> Objective:
-    """Windows of ``length``. Raises PlanError where the tokens make none."""
+    """Windows of ``length``. Raises PlanError if the tokens make none."""
     found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
     if not found.num_samples:
         unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
@@ -68,7 +68,7 @@ class OfDocuments:
 
 
 def _roles(window: np.ndarray, length: int, padding: int) -> dict[str, np.ndarray]:
-    """Of a window [up to length + 1]; what it lacks is padded, and counts nowhere."""
+    """The roles of a window [up to length + 1], padded; padding counts nowhere."""
     lack = length + 1 - len(window)
     padded = np.pad(window, (0, lack), constant_values=padding) if lack else window
     held = np.arange(length) < len(window)

@@ -10,7 +10,7 @@ import numpy as np
 from planner.spec.data import DataSpec
 from runtime.data.tokens import Tokens
 
-NOTHING = -100  # a label where nothing counts: what cross entropy skips if nobody says otherwise
+NOTHING = -100  # the label of a position that does not count: cross entropy ignores it by default
 
 
 class Objective(Protocol):
@@ -20,7 +20,7 @@ class Objective(Protocol):
     def num_samples(self) -> int: ...
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
-        """Role -> int64 [length], or [] where a sequence has one: a pure function of (seed, epoch, index).
+        """Role -> int64 [length], or [] for one number a sequence: a pure function of (seed, epoch, index).
 
         The roles are those of ``planner.spec.data.ROLES``; an objective gives the ones that it has.
         """

@@ -16,8 +16,8 @@ OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
 def make_objective(
     tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ("tokens",)
 ) -> Objective:
-    """The objective that the section asks for. Raises PlanError where the tokens do not serve it.
+    """The objective that the section asks for. Raises PlanError if the tokens do not serve it.
 
-    ``roles``: what the model reads.
+    ``roles``: those that the model reads.
     """
     return OBJECTIVES[data.objective](tokens, length, data, seed, roles)

@@ -31,8 +31,9 @@ class Windows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SentenceWindows:
-    """Runs of two sentences or more. ``begins`` and ``stops`` (int64): [windows]. More than asked for only where two
-    sentences alone are too long."""
+    """Runs of two sentences or more. ``begins`` and ``stops`` (int64): [windows]. Longer than asked only if two
+    sentences alone are too long.
+    """
 
     begins: np.ndarray
     stops: np.ndarray
@@ -59,7 +60,7 @@ class SentenceWindows:
 
 
 def inner_sentences(marks: np.ndarray, begin: int, stop: int) -> np.ndarray:
-    """Where the sentences of [begin, stop) but for the first begin, int64 [sentences - 1]."""
+    """The begins of the sentences of [begin, stop) after the first, int64 [sentences - 1]."""
     return np.flatnonzero(marks[begin + 1 : stop] & SENTENCE) + begin + 1
 
 
@@ -91,7 +92,7 @@ class PlainWindows:
 
 
 def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Where each document that has tokens begins and stops, its end token not counted; both int64 [documents]."""
+    """The begins and stops of the documents that have tokens, without end tokens; both int64 [documents]."""
     stops = np.asarray(tokens.ends, dtype=np.int64)
     heads = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
     filled = stops > heads

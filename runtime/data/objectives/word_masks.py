@@ -21,9 +21,9 @@ MASKED, RANDOM = 0.8, 0.1  # the rest stays
 
 
 def choose_words(bounds: np.ndarray, segments: Sequence[int], share: float, ngram: int, draw: Generator) -> np.ndarray:
-    """Which words are chosen, bool [words], one at least. ``bounds`` [words + 1]: where each begins, and the end.
+    """The chosen words, bool [words], at least one. ``bounds`` [words + 1]: the begin of each word, and the end.
 
-    ``segments``: where segments begin, as numbers of words; no n-gram crosses into the next one.
+    ``segments``: the first word of each segment; no n-gram crosses into the next one.
     """
     num_words = len(bounds) - 1
     chosen = np.zeros(num_words, dtype=bool)
@@ -49,7 +49,7 @@ def choose_words(bounds: np.ndarray, segments: Sequence[int], share: float, ngra
 def hide(
     text: np.ndarray, bounds: np.ndarray, chosen: np.ndarray, mask: int, others: RandomIds, draw: Generator
 ) -> np.ndarray:
-    """``text`` (int64 [tokens]) with its chosen words replaced; what stays of them stays readable."""
+    """``text`` (int64 [tokens]) with its chosen words replaced; some of them stay readable."""
     fate = draw.random(len(chosen))
     sizes = np.diff(bounds)
     masked = np.repeat(chosen & (fate < MASKED), sizes)
@@ -62,7 +62,7 @@ def hide(
 
 @cache
 def _up_to(ngram: int) -> np.ndarray:
-    """The probability of at most 1 .. ngram - 1 words, where n has one ∝ 1/n."""
+    """The probability of at most 1 .. ngram - 1 words, if the probability of n words is ∝ 1/n."""
     shares = np.cumsum(1 / np.arange(1, ngram + 1))
     return shares[:-1] / shares[-1]
 
@@ -77,6 +77,6 @@ class RandomIds:
     def drawn(self, size: int, draw: Generator) -> np.ndarray:
         """int64 [size]."""
         ids = draw.integers(self.count, size=size)
-        for special in self.special:  # ascending: each moves what lies at or above it up by one
+        for special in self.special:  # ascending: each moves the ids at or above it up by one
             ids += ids >= special
         return ids

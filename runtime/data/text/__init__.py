@@ -1,1 +1,1 @@
-"""Text becomes token ids: splits it into documents and tokens, and marks where words and sentences begin."""
+"""Text becomes token ids: splits it into documents and tokens, and marks the begins of words and sentences."""

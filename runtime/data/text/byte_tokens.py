@@ -23,9 +23,9 @@ _IS_SPECIAL = np.isin(np.arange(NUM_BYTES), list(BYTES.special.values()))
 
 
 class ByteEncoder:
-    """Bytes of documents, as they come. Owns what the next ones need of those before: at most two bytes.
+    """Bytes of documents, as they come. Owns the context that the next bytes need: at most two bytes.
 
-    A word begins after white space; a sentence begins where a full stop, ``!`` or ``?`` stands before the white space,
+    A word begins after white space; a sentence begins if a full stop, ``!`` or ``?`` stands before the white space,
     or a line ends within it.
     """
 
@@ -52,7 +52,7 @@ class ByteEncoder:
 
 
 def check_is_text(part: Part) -> None:
-    """Raise PlanError for a byte that stands for something else here."""
+    """Raise PlanError for a byte that has another meaning here."""
     found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
     if found.any():
         at = int(found.argmax())
@@ -64,7 +64,7 @@ def check_is_text(part: Part) -> None:
 
 
 def _borders(is_space: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where words begin after white space, and of each where the word before it ended: its last byte."""
+    """The begins of words after white space, and for each the last byte of the word before."""
     begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
     ends = np.flatnonzero(is_space[1:] & ~is_space[:-1])
     return begins, ends[: len(begins)]  # the first byte is never white space: the two take turns
@@ -77,13 +77,13 @@ def _after_stop(text: np.ndarray, is_space: np.ndarray, begins: np.ndarray, ends
 
 
 def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:
-    """Where a newline is that more white space follows: a paragraph ends."""
+    """The newlines that are followed by more white space: ends of paragraphs."""
     newlines = np.flatnonzero(text[:-1] == _NEWLINE)
     return newlines[is_space[newlines + 1]]
 
 
 def _context(text: np.ndarray, is_space: np.ndarray) -> bytes:
-    """As few bytes as say the same about what follows as all of ``text``."""
+    """The fewest bytes that have the same effect on the following text as all of ``text``."""
     if not is_space[-1]:
         return text[-1:].tobytes()
     last = int(np.flatnonzero(~is_space)[-1])

@@ -22,7 +22,7 @@ _MARK = b"\xef\xbb\xbf"  # of byte order; no text
 
 
 class Split(StrEnum):
-    """What ends a document."""
+    """The end of a document in a text."""
 
     file = "file"
     line = "line"
@@ -92,7 +92,7 @@ def _by_blank_line(file: _Told, path: Path, field: str) -> Iterator[Part]:
     begin = num_bytes = 0
     for line in file.lines():
         if line.strip():
-            if num_bytes >= PART_BYTES:  # only now is it known that the document goes on
+            if num_bytes >= PART_BYTES:  # only now is it known that the document continues
                 yield Part(b"".join(held), False, path, begin)
                 held, num_bytes = [], 0
             begin = begin if held else file.place - len(line)

@@ -16,7 +16,7 @@ from runtime.data.tokens import Tokenization
 class Part:
     """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
 
-    ``line``: where they are the text of a JSON object, its line; else 0.
+    ``line``: the line of their JSON object, if they are the text of one; else 0.
     """
 
     content: bytes
@@ -26,7 +26,7 @@ class Part:
     line: int = 0
 
     def where(self, position: int) -> str:
-        """Where the byte of this position stands, for an error."""
+        """The place of the byte at this position, for an error."""
         return f"{self.file}:{self.line}" if self.line else f"{self.file}, byte {self.offset + position}"
 
 
@@ -50,7 +50,7 @@ class Encoder(Protocol):
     def tokenization(self) -> Tokenization: ...
 
     def pieces(self, parts: Iterable[Part]) -> Iterator[Piece]:
-        """The tokens of parts in their order. Raises PlanError for what is no text."""
+        """The tokens of parts in their order. Raises PlanError for anything that is not text."""
         ...
 
 
@@ -60,7 +60,7 @@ def id_dtype(tokenization: Tokenization) -> np.dtype:
 
 
 def with_end(piece: Piece, tokenization: Tokenization) -> Piece:
-    """A piece that closes its document, and the end token, where there is one."""
+    """A piece that closes its document, and the end token, if there is one."""
     end = tokenization.special.get("end")
     if end is None or not piece.closes:
         return piece

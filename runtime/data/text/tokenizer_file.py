@@ -32,7 +32,7 @@ _BEGINS_SENTENCE = re.compile(r"\A\s*(?=\S)|(?<=[.!?])\s+(?=\S)|\n\s+(?=\S)")
 class TokenizerFile:
     """Documents through a tokenizer. ``end``: the token that closes a document; None: the one that it is known to have.
 
-    Raises PlanError where the library is missing, the file is none of its, or ``end`` is none of its tokens.
+    Raises PlanError if the library is missing, the file is none of its, or ``end`` is none of its tokens.
     """
 
     def __init__(self, path: str, end: str | None = None) -> None:
@@ -60,9 +60,9 @@ class TokenizerFile:
 
 
 def marks_of(text: str, offsets: np.ndarray) -> tuple[np.ndarray, int]:
-    """The marks of tokens whose characters are those of ``offsets`` [tokens, 2], and how many words ``text`` has.
+    """The marks of tokens with the characters ``offsets`` [tokens, 2], and the number of words in ``text``.
 
-    A token is marked that holds the first character of a word; where several share it, the first.
+    The token that holds the first character of a word is marked; if several share it, the first.
     """
     words = np.array([found.start() for found in _WORD.finditer(text)], np.int64)
     sentences = np.array([found.end() for found in _BEGINS_SENTENCE.finditer(text)], np.int64)

@@ -41,9 +41,9 @@ class Now(NamedTuple):
 
 
 class Activity:
-    """Owns what this rank is at. ``is_failing``: the main thread has an error and is on its way out.
+    """Owns the current activity of this rank. ``is_failing``: the main thread has an error and is on its way out.
 
-    Steps are named as the log counts them, from 1: at work on a step the one that it will be, else the last one made.
+    Steps are named as the log counts them, from 1: during a step its own number, else that of the last one.
     ``listener``: called on each change, in the main thread.
     """
 
@@ -105,9 +105,10 @@ class Activity:
         )
 
     def line(self) -> tuple[str, bool]:
-        """The line of Python that the main thread is at, and whether it waits there for other ranks.
+        """The main thread's current Python line, and whether it waits there for other ranks.
 
-        The runtime and the passes call nothing long in Python but exchanges: what stands still there, waits.
+        The runtime and the passes make no long calls in Python except collectives: a thread that stands still there is
+        waiting.
         """
         frame = frame_of(self._thread)
         if frame is None:

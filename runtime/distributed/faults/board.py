@@ -24,9 +24,9 @@ _SESSION = "meshwright/session"
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """``at``: what the rank is at, for ``seconds`` now; ``line``: of its code, known once it stays there; ``waits``:
+    """``at``: the rank's activity, for ``seconds`` now; ``line``: of its code, known once it stays there; ``waits``:
     for other ranks. ``has_left``: it ended its part by itself, or is about to, and beats no more. ``page``: the
-    descriptor, in its process, of what it writes down before each action."""
+    descriptor, in its process, of the page that it writes before each action."""
 
     rank: int
     beat: int
@@ -63,7 +63,7 @@ class Board:
         return number
 
     def withdraw(self, number: int) -> None:
-        """Whoever failed goes on after all."""
+        """Withdraw the failure: its rank continues after all."""
         self._write_failure(number, _WITHDRAWN)
 
     def _write_failure(self, number: int, content: str) -> None:
@@ -135,6 +135,6 @@ class Board:
 
 
 def _claimed(pattern: str, content: str) -> str:
-    """Of which rank a value says that it is, before that is proved; empty where it does not."""
+    """The rank that a value claims, before that is proved; empty without one."""
     found = re.search(pattern, content)
     return f" of rank {found[1]}" if found else ""

@@ -35,7 +35,7 @@ _NOT_THE_USERS = (
 
 
 class StepError(RunError):
-    """A step failed; the first line names rank, stage, step, microbatch and action, the last one what failed first."""
+    """A step failed; the first line names rank, stage, step, microbatch and action, the last one the first failure."""
 
 
 class PeerError(StepError):
@@ -44,7 +44,7 @@ class PeerError(StepError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``where``: the rank and what it was at. ``cause``: one line. ``is_input``: a PlanError, with its ``at`` and
+    """``where``: the rank and its activity. ``cause``: one line. ``is_input``: a PlanError, with its ``at`` and
     ``fix``. ``frames``: the user's own lines that led there, the deepest last; of a bug of meshwright all lines."""
 
     rank: int
@@ -89,7 +89,7 @@ class Failure:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a StepError was raised from; any other error itself."""
+    """The cause of a StepError; any other error itself."""
     while isinstance(error, StepError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -121,7 +121,7 @@ def place_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """The user's lines; all of them where there is none of the user's, or where all are asked for."""
+    """The user's lines; all lines if there is none of the user's, or on request."""
     users = list(_frames(error, users_alone=os.environ.get(TRACEBACK) != "all"))
     return "".join(traceback.format_list(users or list(_frames(error, users_alone=False))))
 

@@ -30,11 +30,11 @@ from runtime.distributed.faults.watch import HURRY_SECONDS, Watch
 
 CAUSE_SECONDS = 10.0  # a peer that died is found within this; the store's order does the rest
 STUCK_SECONDS = 2.0
-_standing: list[tuple[Board, int]] = []  # what this process has published and not taken back
+_standing: list[tuple[Board, int]] = []  # published by this process and not withdrawn
 
 
 class Faults:
-    """Owns what this rank is at and, where there are several ranks, the thread that watches them."""
+    """Owns this rank's activity and, with several ranks, the thread that watches them."""
 
     def __init__(self, activity: Activity, board: Board | None = None, world_size: int = 1) -> None:
         self.activity, self.board = activity, board
@@ -75,7 +75,7 @@ class Faults:
         return StepError(f"{self.activity}: {type(error).__name__}: {message_of(error)}")
 
     def told_as_it_is(self, error: BaseException) -> BaseException:
-        """The same, and an error of this rank's own keeps its type: of a constructor, where no step has begun."""
+        """The same, but an error of this rank's own keeps its type: for a constructor, before any step."""
         told = self.told(error)
         return told if is_of_a_peer(error) else error
 
@@ -113,7 +113,7 @@ class Faults:
                 self.activity.is_failing = True
                 raise self._peer_error("not begun", first)
 
-    # ---- whose failure it is
+    # ---- the rank that failed
 
     def _of_a_peer(self, error: BaseException) -> BaseException:
         lost = re.sub(r"^\[\S*\]\s*", "", first_line(str(cause_of(error)))).partition(". ")[0]  # not gloo's own files
@@ -148,7 +148,7 @@ class Faults:
 
 
 def withdraw() -> None:
-    """This process goes on after all: its caller has handled the error."""
+    """This process continues after all: its caller has handled the error."""
     while _standing:
         board, number = _standing.pop()
         with suppress(Exception):

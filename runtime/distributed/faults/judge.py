@@ -6,7 +6,7 @@
     elsewhere        silent for long                                              dead
                      silent, and connections of peers were closed                 dead sooner
 
-A judge that was itself held up counts from anew: a machine that slept is no death.
+A judge that was itself held up restarts its counts: a machine that slept is not dead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Judge:
             reason = _reason(state, now - heard, peers_were_lost, pulse.rank in self._gone)
             if reason and not pulse.has_left:
                 found[pulse.rank] = reason
-        self._gone = gone  # a second look: what ends well says so before it ends
+        self._gone = gone  # a second look: a rank that ends well reports it before it ends
         return found
 
 

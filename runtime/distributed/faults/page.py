@@ -22,7 +22,7 @@ _own: Page | None = None
 
 
 def own_page() -> Page | None:
-    """That of this process, for all its engines; None where this system has no memory without a name."""
+    """That of this process, for all its engines; None if this system has no memory without a name."""
     global _own
     if _own is None:
         with suppress(OSError):
@@ -37,7 +37,7 @@ def use(page: Page) -> None:
 
 
 class Page:
-    """Two slots of text, and which of them is whole."""
+    """Two slots of text, and which of them is complete."""
 
     def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
         self._memory, self.descriptor = memory, descriptor
@@ -49,12 +49,12 @@ class Page:
         return cls(mmap.mmap(descriptor, _SIZE), descriptor)
 
     def __reduce__(self) -> tuple[Callable[..., Page], tuple[Any, ...]]:
-        """To another process as it is started."""
+        """Passes the page to another process at its start."""
         return _received, (reduction.DupFd(self.descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def of(cls, pid: int, descriptor: int) -> Page | None:
-        """That of another process of this host; None where it is gone, or not ours to read."""
+        """That of another process of this host; None if it is gone, or not ours to read."""
         if descriptor < 0:
             return None
         with suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
@@ -93,6 +93,6 @@ class Pages:
             self._pages[rank] = Page.of(pid, descriptor)
 
     def last_of(self, rank: int, heard: str) -> str:
-        """What ``rank`` was at, to its last action; ``heard``, with its last heartbeat, where there is no page."""
+        """The last activity of ``rank``, to its last action; without a page ``heard``, from its last heartbeat."""
         page = self._pages.get(rank)
         return (page.read() if page is not None else "") or heard

@@ -10,9 +10,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def shared_call(phase: str) -> Callable[[Method], Method]:
-    """For methods of what has ``groups.faults`` and ``step_index``.
+    """For methods of a class with ``groups.faults`` and ``step_index``.
 
-    ``phase``: what errors call it, until the method says something finer.
+    ``phase``: its name in errors, until the method sets a finer one.
     """
 
     def decorate(method: Method) -> Method:

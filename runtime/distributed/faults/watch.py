@@ -4,9 +4,9 @@
     a failure      the main thread has a moment to come out of its exchange by itself, then the process ends:
                    on gloo nothing else ends a wait for a peer that is stopped
 
-A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel tells dead
-ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain attributes
-of the main thread, so a step costs nothing.
+A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel distinguishes
+dead ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain
+attributes of the main thread, so a step costs nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from runtime.distributed.faults.page import Pages, own_page
 from runtime.distributed.faults.processes import State, host_key, start_of, state_of
 
 HURRY_SECONDS = 0.2  # between looks once something is wrong
-ENGAGED_SECONDS = 3.0  # what the main thread has to hear of a failure by itself, in an exchange
-OUTSIDE_SECONDS = 10.0  # and in the user's own code, where a rank is dead
+ENGAGED_SECONDS = 3.0  # for the main thread to notice a failure by itself, in an exchange
+OUTSIDE_SECONDS = 10.0  # and in the user's own code, if a rank is dead
 UNREACHABLE_SECONDS = 5.0
 LINE_SECONDS = 2.0
 
@@ -78,7 +78,7 @@ class Watch(threading.Thread):
             try:
                 self.look()
                 self._reached = time.monotonic()
-            except PlanError as error:  # what stands in the store is of nobody who belongs to this run
+            except PlanError as error:  # the entries of the store are not of this run
                 self._refuse(error)
             except Exception as error:  # of the store, of every kind
                 self._unreachable(error)
@@ -157,7 +157,7 @@ class Watch(threading.Thread):
     def _end_if_nobody_else_does(self) -> None:
         if self.first is None or self.activity.is_failing:
             return
-        is_own = self.first.rank == self.activity.rank  # told by others: the main thread stands still
+        is_own = self.first.rank == self.activity.rank  # reported by others: the main thread stands still
         waited = time.monotonic() - self._first_at
         if self.activity.is_engaged or is_own:
             is_over = waited > ENGAGED_SECONDS

@@ -185,6 +185,6 @@ def inputs_of(given: Choices) -> dict[str, dict[str, Any]]:
 
 
 def spec_part(given: Choices) -> dict[str, Any]:
-    """What a spec says of the model."""
+    """The model's part of a spec."""
     named = {"loss": {"output": "objective"}} if given["returns"] == "named" else {}
     return {"inputs": inputs_of(given), **named}

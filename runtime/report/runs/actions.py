@@ -28,7 +28,7 @@ class ActionTime:
 
 
 def action_times(run: Run) -> list[ActionTime]:
-    """Stage by stage; none where the run has no trace, or its trace no actions."""
+    """Stage by stage; none if the run has no trace, or its trace no actions."""
     measured, planned = _milliseconds(run.trace, "measured"), _milliseconds(run.trace, "planned")
     return [
         ActionTime(run.name, stage, kind, len(taken), median(taken), _median(planned.get((stage, kind), [])))

@@ -19,7 +19,7 @@ _MOVE = "write it again with this version, or move it away"
 
 
 def trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
-    """The events of NAME.json beside NAME.jsonl, or of trace.json where one log alone lies beside it; else none.
+    """The events of NAME.json beside NAME.jsonl, or of trace.json if only one log is beside it; else none.
 
     Raises PlanError for a file that is no JSON.
     """
@@ -31,8 +31,9 @@ def trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
 
 
 def memory_beside(log: Path) -> MemoryReport | None:
-    """What `meshwright memory --format json` printed into NAME.memory.json, or memory.json where one log alone lies
-    beside it. Raises PlanError for a file that is none of this version."""
+    """The report that `meshwright memory --format json` printed into NAME.memory.json, or memory.json if only one log
+    is beside it. Raises PlanError for a file that is none of this version.
+    """
     for path in _files(log, ".memory.json", "memory.json"):
         values = _object(path, "report of memory")
         try:
@@ -59,7 +60,7 @@ def _adapter() -> TypeAdapter[_Printed]:
 
 
 def _files(log: Path, suffix: str, shared: str) -> list[Path]:
-    """Which of both names there are. The second may be of any log: it counts where there is one."""
+    """The existing files of both names. The second may be of any log: it counts only if there is one log."""
     is_alone = len(list(log.parent.glob(f"*{LOG}"))) == 1
     names = [log.with_suffix(suffix), *([log.with_name(shared)] if is_alone else [])]
     return [path for path in names if is_file(path)]

@@ -15,7 +15,7 @@ from runtime.report.runs.figures import Figure, Line
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
 NUM_COLOURS = len(LINES)
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # colour is not all that tells runs apart
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
 
 class Axes(NamedTuple):
@@ -77,7 +77,7 @@ def _path(line: Line, axes: Axes) -> str:
 
 
 def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
-    """The points on the picture, cut where a value is not finite."""
+    """The points on the picture, split at values that are not finite."""
     found: list[list[tuple[str, str]]] = [[]]
     for step, value in line.points:
         if isfinite(value):

@@ -28,10 +28,10 @@ def size(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over steps: its field in the log, and what a reader calls it. ``beside``: a second field, drawn thin.
+    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin.
 
-    ``along``: what it is over, if not steps. ``is_bytes``: its ticks are round in KiB, MiB and so on. ``from_zero``: so
-    that heights compare.
+    ``along``: the name of its x axis, if not steps. ``is_bytes``: its ticks are round in KiB, MiB and so on.
+    ``from_zero``: so that heights compare.
     """
 
     field: str
@@ -93,7 +93,7 @@ COLUMNS = (
 
 
 def summary(run: Run) -> tuple[str, ...]:
-    """The cells of ``COLUMNS``; - where the run has no such figure. Times are medians without the first step."""
+    """The cells of ``COLUMNS``; - if the run has no such figure. Times are medians without the first step."""
     history = run.history
     first, last, warm = history.first, history.last, history.warm
     return (

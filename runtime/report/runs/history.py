@@ -79,7 +79,7 @@ def _value(point: Point) -> float:
 
 class History:
     """All figures of a run. ``warm``: the finite values of ``_TIMES`` after the first step, which allocates memory and
-    opens connections; of the first step where there is no other."""
+    opens connections; of the first step if there is no other."""
 
     def __init__(self, rows: Iterable[StepRow]) -> None:
         self.series: dict[str, Series] = {}

@@ -23,7 +23,7 @@ MEASURED, PLANNED = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class OverActions:
-    """What one rank kept while each action ran. ``names``: of the actions, in the order of the points."""
+    """The bytes that one rank kept while each action ran. ``names``: of the actions, in the order of the points."""
 
     figure: Figure
     lines: tuple[Line, ...]

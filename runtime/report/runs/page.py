@@ -48,7 +48,7 @@ def _legend(index: int, name: str) -> dict[str, Any]:
 
 
 def _chart(figure: Figure, lines: Sequence[Line], names: Sequence[str] = ()) -> dict[str, Any]:
-    """``names``: of what the figure is along, where a number alone says little."""
+    """``names``: of the points on the x axis, if numbers alone are unclear."""
     last = [(line.name, figure.format(line.points[-1][1])) for line in lines]
     told = [{"name": line.name, "points": [_told(figure, point) for point in line.points]} for line in lines]
     return {
@@ -68,7 +68,7 @@ def _told(figure: Figure, point: tuple[int, float]) -> tuple[int, str]:
 
 
 def _time_bars(runs: Sequence[Run]) -> Bars | None:
-    """Two bars for each kind of action of each stage: measured, and planned below it where there is a plan."""
+    """Two bars for each kind of action of each stage: measured, and planned below it if there is a plan."""
     rows: list[Row] = []
     for run in runs:
         for time in action_times(run):

@@ -27,8 +27,9 @@ _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. ``rows``: its steps, read anew at each walk. ``trace``: the events of a trace that lies beside its log,
-    if one does; ``memory``: the memory of its ranks, if that does."""
+    """One run. ``rows``: its steps, read again at each iteration. ``trace``: the events of a trace that lies beside its
+    log, if one does; ``memory``: the memory of its ranks, if that does.
+    """
 
     name: str
     rows: Iterable[StepRow]
@@ -37,14 +38,15 @@ class Run:
 
     @cached_property
     def history(self) -> History:
-        """Its steps, folded at the first use. Raises PlanError where the log is damaged."""
+        """Its steps, folded at the first use. Raises PlanError if the log is damaged."""
         return History(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The steps of a log; a last line that a kill cut short is left out. Each walk reads the file and raises PlanError,
-    naming the line, where it is damaged or holds no step."""
+    """The steps of a log; a truncated last line is left out. Each iteration reads the file and raises PlanError, naming
+    the line, if it is damaged or holds no step.
+    """
 
     log: Path
 
@@ -58,7 +60,7 @@ class Rows:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Every log that ``paths`` are, or that directories among them hold. Raises PlanError for what is none."""
+    """The logs among ``paths``, and those in directories among them. Raises PlanError for a path that is neither."""
     logs = [log for path in paths for log in _logs_at(path)]
     names = names_of(logs)
     runs = [Run(name, Rows(log), trace_beside(log), memory_beside(log)) for log, name in zip(logs, names, strict=True)]

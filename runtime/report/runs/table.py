@@ -17,7 +17,7 @@ _ACTIONS = ("run", "stage", "action", "seen", "measured ms", "planned ms", "meas
 
 
 def sections_of(runs: Sequence[Run]) -> list[Section]:
-    """A table of the runs; with traces, one of the times of their actions; then what their ranks held."""
+    """A table of the runs; with traces, one of the times of their actions; then the memory of their ranks."""
     found = [Section(f"Runs ({len(runs)})", COLUMNS, tuple(map(summary, runs)), right=frozenset(COLUMNS[1:]))]
     times = [time for run in runs for time in action_times(run)]
     cells = tuple(
