@@ -73,8 +73,12 @@ def _beside(call: Call, dims: Collection[int]) -> OpRule | None:
         return None
     factors = Factors(call)
     for dim in range(ndim):
-        if dim not in dims and len({shape[dim] for shape in (*call.shapes, call.result)}) == 1:
-            factors.add(EACH, (RESULT, dim), *((o, dim) for o in range(len(call.shapes))))
+        places = [(o, dim) for o in (RESULT, *range(len(call.shapes)))]
+        if dim not in dims and len({factors.size(*place) for place in places}) == 1:
+            factors.add(EACH, *places)
+        else:
+            for place in places:
+                factors.add(MIX, place)
     return factors.done()
 
 
@@ -112,6 +116,7 @@ def selected(call: Call) -> OpRule:
     """select, unbind: the dim is gone."""
     (gone,) = call.dims("dim") or {0}
     factors = Factors(call)
+    factors.add(MIX, (0, gone))
     for dim in range(len(call.result)):
         factors.add(EACH, (0, dim + (dim >= gone)), (RESULT, dim))
     return factors.done()

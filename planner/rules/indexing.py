@@ -26,6 +26,7 @@ def gather(call: Call) -> OpRule:
     for dim in range(len(call.result)):
         if dim == along:
             factors.add(EACH, (RESULT, dim), (index, dim))
+            factors.add(MIX, (x, dim))
         elif x is not None and call.shapes[x][dim] == call.result[dim]:
             factors.add(EACH, (RESULT, dim), (index, dim), (x, dim))
     return factors.done()
@@ -33,6 +34,7 @@ def gather(call: Call) -> OpRule:
 
 def index_select(call: Call) -> OpRule:
     index, factors, along = call.position("index"), Factors(call), _dim(call)
+    factors.add(MIX, (0, along))
     for dim in range(len(call.result)):
         factors.add(EACH, (RESULT, dim), (index, 0) if dim == along else (0, dim))
     return factors.done()
@@ -51,6 +53,8 @@ def index(call: Call) -> OpRule | None:
     for i in range(common):
         inside = [(o, i - common + len(call.shapes[o])) for o in used]
         factors.add(EACH, (RESULT, first + i), *((o, d) for o, d in inside if d >= 0))
+    for dim in places:
+        factors.add(MIX, (0, dim))
     free = [d for d in range(len(call.shapes[0])) if d not in places]
     for position, dim in enumerate(free):
         factors.add(EACH, (0, dim), (RESULT, position if position < first else position + common))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 RESULT = -1  # in place of an operand's position; of a tuple its first tensor
 
@@ -61,3 +62,18 @@ class OpRule:
         """The factor that is all of a dim; None where it has several, or none."""
         found = self.along(operand, dim)
         return found[0] if len(found) == 1 else None
+
+    def carried(self, source: int, dim: int, inner: int, size: int, target: int) -> tuple[int, int] | None:
+        """(dim, inner) in another operand, or in the result, of the things that (position // inner) % size counts in
+        ``dim`` of ``source``; None where they are not there, or not together."""
+        step, end, found = 1, inner * size, []
+        for factor in self.along(source, dim):
+            first, last = max(inner, step), min(end, step * factor.size)
+            if first < last:
+                place = factor.at(target)
+                if place is None or first % step or last % first or step * factor.size % last:
+                    return None
+                found.append((place.dim, place.inner * (first // step), last // first))
+            step *= factor.size
+        joined = all(b[:2] == (a[0], a[1] * a[2]) for a, b in pairwise(found))
+        return found[0][:2] if found and joined and step % end == 0 else None

@@ -66,6 +66,7 @@ RULES: dict[Any, Builder] = (
     | _packets("softmax _softmax log_softmax _log_softmax _safe_softmax", along.kept)
     | _packets("cumsum cumprod logcumsumexp cummax cummin", along.kept)
     | _packets("topk sort argsort flip roll diff glu", along.apart)
+    | _packets("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft", along.apart)
     | _packets("slice narrow split split_with_sizes chunk cat concat concatenate msort", along.along_first)
     | _packets("tril triu", along.last_two)
     | _packets("layer_norm rms_norm native_layer_norm _fused_rms_norm", along.norm)

@@ -198,6 +198,8 @@ FAMILIES: dict[str, list[tuple[Any, ...]]] = {
     "sort argsort": [(real(4, 6, 2), 1), (real(4, 6),)],
     "argmax argmin": [(real(4, 6), 1), (real(4, 6),)],
     "diff": [(real(4, 6, 2), 1, 0)],
+    "fft_fft fft_rfft fft_irfft": [(real(4, 6, 2), None, 1)],
+    "fft_ifft fft_hfft": [(torch.view_as_complex(real(4, 6, 2)),)],
     "glu": [(real(4, 6, 2), 1)],
     "ones empty.memory_format rand randn": [([4],)],
     "new_ones new_empty": [(real(2), [4])],
