@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from planner.experts.ties import Ties
+from planner.experts.ties import Ties, is_grouped
 from planner.graph.ops.aten import draws, is_pointwise
 from planner.rules.call import operands_of
 from planner.rules.rule import Role
@@ -38,7 +38,10 @@ class Rows:
 
 
 def keeps_rows(node: fx.Node, rows: Mapping[fx.Node, int]) -> bool:
-    """Whether each row that a call makes is made of that row alone."""
+    """Whether each row that a call makes is made of that row alone. A grouped product has its rows by position, and
+    the ends of the experts' runs move with them."""
+    if is_grouped(node):
+        return True
     rule = rule_of(node)
     if rule is None or (draws(node.target) and not is_pointwise(node.target)):
         return False
