@@ -23,11 +23,14 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.ids import JOINS
 from planner.experts.layouts import Axis, Counts, Layout, Part, aligned
-from planner.experts.rows import ALONG, NORMS, PARTING
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of
+from planner.graph.ops.aten import aten, is_pointwise, named, ops_named, packet_of, reduced_dims, shape_of
 from planner.graph.ops.products import PRODUCTS, equation
 
 ROWS, STACK = Domain(rows=0), Domain(experts=0)
+ALONG = set(ops_named("softmax.int _softmax log_softmax.int _log_softmax sum.dim_IntList mean.dim amax amin"))
+ALONG |= set(ops_named("cumsum logsumexp any.dim argmax argmin topk sort"))
+NORMS = {aten.layer_norm, aten.rms_norm}
+PARTING = {aten.slice, aten.select, aten.split_with_sizes, aten.split, aten.unbind, aten.cat}
 LIST = (aten.split_with_sizes, aten.split, aten.unbind)
 
 

@@ -5,15 +5,13 @@ x[E, C, d] @ W[E, d, h] + bias[E, 1, h]      C stays dim 1, E dim 0: both are ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from math import prod
+from collections.abc import Callable, Collection, Mapping
 
 from torch import fx
 
 from planner.errors import PlanError
 from planner.experts.rows import keeps_rows
 from planner.experts.ties import ties
-from planner.graph.ops.aten import aten, packet_of, shape_of
 
 Refusal = Callable[[fx.Node, str], PlanError]
 MIXED = "the result of one slot of one expert depends on others"
@@ -50,18 +48,5 @@ def _check_apart(node: fx.Node, known: Mapping[fx.Node, int], refusal: Refusal) 
 
 def beside(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
     """(value, dim) of ``call`` and its operands that count the same as ``dim`` of ``node``."""
-    if packet_of(call.target) is aten.reshape:
-        source = call.all_input_nodes[0]
-        other = source if node is call else call
-        return list(_same(node, other, dim))
-    found = [tie for tie in ties(call, ones=True) if (node, dim) in tie]
+    found = [tie for tie in ties(call) if (node, dim) in tie]
     return [(n, d) for tie in found for n, d in tie if n is not node]
-
-
-def _same(node: fx.Node, other: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
-    """The dim of the same size and stride, if a reshape keeps it; of several of size 1 the first."""
-    sizes, others = shape_of(node), shape_of(other)
-    for d, n in enumerate(others):
-        if n == sizes[dim] and prod(others[d + 1 :]) == prod(sizes[dim + 1 :]):
-            yield other, d
-            return

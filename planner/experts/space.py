@@ -6,7 +6,7 @@ weights is one with such a tied dim. Numberings of other routers are kept apart,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,39 +14,11 @@ from torch import fx
 
 from planner.experts.ids import dims_of_experts, selections, spread
 from planner.experts.slots import stacks_of_slots
-from planner.experts.ties import Tie, across, ties
+from planner.experts.ties import Place, Ties
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, packet_of, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import ancestors, readers, walk
-
-Place = tuple[int, int]  # dim, inner
-
-
-class Ties:
-    """Owns the ties of the calls that were needed."""
-
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, list[Tie]] = {}
-
-    def next_to(self, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
-        """Places that count the same, one call away."""
-        for call in (node, *node.users):
-            yield from self.through(call, node, place, size)
-
-    def through(self, call: fx.Node, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
-        if packet_of(call.target) is aten.reshape:
-            source = call.all_input_nodes[0]
-            target = source if node is call else call
-            found = across(node, target, *place, size)
-            if found is not None:
-                yield target, found
-            return
-        if call not in self._known:
-            self._known[call] = ties(call)
-        for tie in self._known[call]:
-            if (node, place[0]) in tie:
-                yield from ((n, (d, place[1])) for n, d in tie if n is not node)
 
 
 @dataclass

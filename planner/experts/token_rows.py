@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from operator import getitem
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor, fx
 from planner.errors import PlanError
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
-from planner.experts.ids import VIEWS
-from planner.experts.rows import ALONG, NORMS, PARTING
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of
-from planner.graph.ops.products import PRODUCTS
+from planner.graph.ops.aten import aten, draws, is_pointwise, packet_of, shape_of
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, Factor, OpRule, Role
+from planner.rules.table import rule_of
 
 Refusal = Callable[[fx.Node, str], PlanError]
 
@@ -96,37 +95,26 @@ class TokenRows:
         return made
 
     def _keeps_tokens(self, node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> bool:
-        read = [n for n in node.all_input_nodes if n in own]
-        packet = packet_of(node.target)
-        leads = {self.lead(shape_of(n)) for n in read}
-        if 0 in leads or not leads:
+        """Whether the tokens' dims of all that it reads are those of the result, in the same order, and no other
+        operand has them."""
+        rule = rule_of(node)
+        operands = operands_of(node)
+        if rule is None or (draws(node.target) and not is_pointwise(node.target)):
             return False
-        if node.target is getitem or packet in (aten.reshape, aten.to, aten.contiguous, aten.clone):
-            return True
-        if is_pointwise(node.target) or packet is aten.expand:
-            return leads == {self.lead(shape_of(node))} and self._aligned(node, read)
-        lead = max(leads)
-        if packet is aten.permute:
-            dims: Any = named(node)["dims"]
-            return [d % len(dims) for d in dims][:lead] == list(range(lead))
-        if node.target in PRODUCTS:
-            return (
-                len(read) == 1
-                and read[0] is node.args[0]
-                and packet_of(node.target) in (aten.linear, aten.matmul, aten.mm)
-            )
-        if node.target in ALONG:
-            return not any(d < lead for d in reduced_dims(node))
-        if packet in NORMS:
-            return lead <= len(shape_of(node)) - len(named(node)["normalized_shape"])
-        if packet in PARTING or packet in VIEWS:
-            dim = int(named(node).get("dim") or 0)
-            return dim % len(shape_of(read[0])) >= lead
-        return False
+        found = [self._token_factors(rule, i, shape_of(n)) for i, n in enumerate(operands) if n in own]
+        out = self._token_factors(rule, RESULT, shape_of(node))
+        if not found or any(f.role is not Role.EACH for factors in (out, *found) for f in factors):
+            return False
+        if any(f.at(i) for f in _counting(out) for i, n in enumerate(operands) if n not in own):
+            return False
+        lead = self.lead(shape_of(node))
+        stay = all((p := f.at(RESULT)) is not None and p.dim < lead for factors in found for f in factors)
+        return stay and all(_counting(factors) == _counting(out) for factors in found)
 
-    def _aligned(self, node: fx.Node, read: list[fx.Node]) -> bool:
-        """Whether the tokens' dims of its operands are aligned with each other, and with nothing else."""
-        ndim, lead = len(shape_of(node)), self.lead(shape_of(node))
-        rest = [n for n in node.all_input_nodes if n not in read]
-        outer = [len(shape_of(n)) for n in rest if isinstance(n.meta["val"], Tensor)]
-        return all(len(shape_of(n)) == ndim for n in read) and all(size <= ndim - lead for size in outer)
+    def _token_factors(self, rule: OpRule, operand: int, shape: tuple[int, ...]) -> list[Factor]:
+        """From the outermost to the innermost."""
+        return [f for dim in range(self.lead(shape)) for f in reversed(rule.along(operand, dim))]
+
+
+def _counting(factors: list[Factor]) -> list[Factor]:
+    return [f for f in factors if f.size > 1]

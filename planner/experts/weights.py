@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from torch import fx
 
 from planner.experts.ids import VIEWS
 from planner.experts.ties import lookup, ties
-from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.ops.aten import aten, packet_of
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -22,8 +20,6 @@ def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
         if len(sources) != 1:
             return None
         up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is sources[0]]
-        if packet_of(node.target) is aten.reshape:
-            up = _same_dim(shape_of(node), shape_of(sources[0]), dim)
         if len(up) != 1:
             return None
         node, dim = sources[0], up[0]
@@ -33,8 +29,3 @@ def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
 def is_view(node: fx.Node) -> bool:
     packet = packet_of(node.target)
     return node.op == "call_function" and (packet in VIEWS or packet is aten.select or lookup(node) is not None)
-
-
-def _same_dim(made: tuple[int, ...], given: tuple[int, ...], dim: int) -> list[int]:
-    """The dim of the same size and stride, if a reshape keeps it."""
-    return [d for d, n in enumerate(given) if n == made[dim] and prod(given[d + 1 :]) == prod(made[dim + 1 :])]

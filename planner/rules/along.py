@@ -1,0 +1,146 @@
+"""Ops along dims that an argument names, reductions, norms: every other dim is by itself.
+
+softmax, cumsum      the dim is mixed, and its positions are kept: one factor of operand and result
+topk, sort, slice    positions are not kept: two factors
+sum                  summed over          mean, amax, var …     mixed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from planner.rules.call import Call
+from planner.rules.factors import EACH, MIX, SUM, Factors, aligned
+from planner.rules.products import Builder
+from planner.rules.rule import RESULT, OpRule, Role
+
+NAMES = ("dim", "dims", "axis")
+
+
+def elementwise(call: Call) -> OpRule:
+    """With broadcasting."""
+    return aligned(call).done()
+
+
+def like(call: Call) -> OpRule:
+    """As large as the operand, and not made of its values."""
+    return aligned(call).done(unread=range(len(call.shapes)))
+
+
+def shaped_like(call: Call) -> OpRule:
+    """The second operand gives a shape or a dtype alone."""
+    return aligned(call).done(unread=range(1, len(call.shapes)))
+
+
+def new(call: Call) -> OpRule:
+    """A size that is given: no operand, or one whose dtype counts."""
+    return aligned(call, operands=()).done(unread=range(len(call.shapes)))
+
+
+def kept(call: Call) -> OpRule:
+    """Along a dim whose positions are kept."""
+    dims = _dims(call)
+    return aligned(call, roles=dict.fromkeys(dims, MIX)).done()
+
+
+def apart(call: Call) -> OpRule | None:
+    """Along a dim whose positions are not kept, in each operand."""
+    return _beside(call, _dims(call))
+
+
+def along_first(call: Call) -> OpRule | None:
+    """split, slice …: dim 0 where none is given."""
+    return _beside(call, call.dims(*NAMES) or frozenset({0}))
+
+
+def last_two(call: Call) -> OpRule:
+    ndim = len(call.result)
+    return aligned(call, roles={ndim - 1: MIX, ndim - 2: MIX}).done()
+
+
+def _dims(call: Call) -> frozenset[int]:
+    """The last one where the op has no such argument, all where it is None."""
+    found = call.dims(*NAMES)
+    if found is not None:
+        return found
+    ndim = max(1, len(call.shapes[0]))
+    return frozenset(range(ndim)) if any(n in call.given for n in NAMES) else frozenset({ndim - 1})
+
+
+def _beside(call: Call, dims: Collection[int]) -> OpRule | None:
+    ndim = len(call.result)
+    if any(len(shape) != ndim for shape in call.shapes):
+        return None
+    factors = Factors(call)
+    for dim in range(ndim):
+        places = [(o, dim) for o in (RESULT, *range(len(call.shapes)))]
+        if dim not in dims and len({factors.size(*place) for place in places}) == 1:
+            factors.add(EACH, *places)
+        else:
+            for place in places:
+                factors.add(MIX, place)
+    return factors.done()
+
+
+def reduction(role: Role) -> Builder:
+    """Of all dims where none is given. ``max(x, other)`` is by elements."""
+
+    def rule(call: Call) -> OpRule | None:
+        if "other" in call.given:
+            return elementwise(call)
+        ndim = len(call.shapes[0])
+        dims = call.dims(*NAMES)
+        gone = frozenset(range(ndim)) if dims is None else dims
+        factors = Factors(call)
+        left = [d for d in range(ndim) if len(call.result) == ndim or d not in gone]
+        for dim in range(ndim):
+            if dim in gone:
+                factors.add(role, (0, dim))
+            else:
+                factors.add(EACH, (0, dim), (RESULT, left.index(dim)))
+        return factors.done()
+
+    return rule
+
+
+total, mixed = reduction(SUM), reduction(MIX)
+
+
+def norm(call: Call) -> OpRule:
+    """layer_norm, rms_norm: weights stand at the dims that are normed."""
+    ndim, last = len(call.result), len(call.given["normalized_shape"])
+    return aligned(call, roles={d: MIX for d in range(ndim - last, ndim)}).done()
+
+
+def selected(call: Call) -> OpRule:
+    """select, unbind: the dim is gone."""
+    (gone,) = call.dims("dim") or {0}
+    factors = Factors(call)
+    factors.add(MIX, (0, gone))
+    for dim in range(len(call.result)):
+        factors.add(EACH, (0, dim + (dim >= gone)), (RESULT, dim))
+    return factors.done()
+
+
+def stack(call: Call) -> OpRule:
+    new_dim = int(call.given["dim"]) % len(call.result)
+    factors = Factors(call)
+    for dim in range(len(call.shapes[0])):
+        factors.add(EACH, (RESULT, dim + (dim >= new_dim)), *((o, dim) for o in range(len(call.shapes))))
+    return factors.done()
+
+
+def padded(call: Call) -> OpRule | None:
+    """pad(x, [left, right, ..] from the last dim)."""
+    ndim = len(call.result)
+    return _beside(call, {ndim - 1 - i // 2 for i, amount in enumerate(call.given["pad"]) if amount})
+
+
+def unfold(call: Call) -> OpRule:
+    """unfold(x, dim, size, step) gives [.., windows, .., size]."""
+    along = int(call.given["dimension"]) % max(1, len(call.shapes[0]))
+    factors = Factors(call)
+    for dim in range(len(call.shapes[0])):
+        if dim != along:
+            factors.add(EACH, (0, dim), (RESULT, dim))
+    return factors.done()

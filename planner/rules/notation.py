@@ -1,0 +1,108 @@
+"""Factors of whole dims as text, one letter or word a factor.
+
+    b m k+, b k+ n -> b m n          + : summed over         no mark: each index by itself
+    ... i+, o i+ -> ... o            ...: any dims in front, broadcast as PyTorch does
+    v^ h, ... -> ... h               ^ : mixed
+
+A word of one operand alone must be marked; one of the result alone stands for new elements that no operand has.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.rules.call import Call, Shape
+from planner.rules.factors import Factors
+from planner.rules.rule import RESULT, OpRule, Role
+
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([+^]?)\Z")
+MARKS = {role.value: role for role in Role}
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """``operands``: the words of each. ``roles``: word → its role."""
+
+    operands: tuple[tuple[str, ...], ...]
+    result: tuple[str, ...]
+    roles: dict[str, Role]
+
+    def fits(self, call: Call) -> bool:
+        """Whether operands and dims are as many, and a word has one size wherever it stands (or 1, broadcast)."""
+        shapes = (*call.shapes, call.result)
+        terms = (*self.operands, self.result)
+        if len(terms) != len(shapes) or any(not _covers(t, s) for t, s in zip(terms, shapes, strict=True)):
+            return False
+        sizes: dict[str, set[int]] = {}
+        for term, shape in zip(terms, shapes, strict=True):
+            for word, dim in _dims(term, shape).items():
+                sizes.setdefault(word, set()).add(shape[dim])
+        return all(len(found - {1}) <= 1 for found in sizes.values())
+
+    def rule(self, call: Call) -> OpRule:
+        """Of a call that it fits."""
+        factors = Factors(call)
+        places: dict[str, list[tuple[int, int]]] = {}
+        for operand, term in (*enumerate(self.operands), (RESULT, self.result)):
+            shape = call.result if operand == RESULT else call.shapes[operand]
+            for word, dim in _dims(term, shape).items():
+                places.setdefault(word, []).append((operand, dim))
+        for word, found in places.items():
+            factors.add(self.roles.get(word, Role.EACH), *found)
+        return factors.done()
+
+
+def parse(text: str) -> Pattern:
+    """Raises ValueError with the word, or the part, that is wrong."""
+    left, arrow, right = text.partition("->")
+    if not arrow or "->" in right:
+        raise ValueError(f'"{text}" has not one "->" between its operands and its result')
+    marks: dict[str, set[str]] = {}
+    terms = [_words(term, marks) for term in (*(left.split(",") if left.strip() else []), right)]
+    roles = {word: _role(word, found) for word, found in marks.items()}
+    *operands, result = terms
+    for word, role in roles.items():
+        held = sum(word in term for term in operands)
+        if role is Role.SUM and word in result:
+            raise ValueError(f'"{word}+" is summed over and stands in the result')
+        if role is Role.EACH and held and word not in result:
+            raise ValueError(f'"{word}" is not in the result: mark it "{word}+" (summed over) or "{word}^" (mixed)')
+    return Pattern(tuple(operands), result, roles)
+
+
+def _words(term: str, marks: dict[str, set[str]]) -> tuple[str, ...]:
+    words: list[str] = []
+    for word in term.split():
+        match = WORD.match(word)
+        if word != "..." and match is None:
+            raise ValueError(f'"{word}" is no word of letters, with "+" or "^" behind it where it needs one')
+        name = word.rstrip("+^")
+        if name in words:
+            raise ValueError(f'"{name}" stands twice in "{term.strip()}"')
+        if match is not None:
+            marks.setdefault(name, set()).add(match[1])
+        words.append(name)
+    return tuple(words)
+
+
+def _role(word: str, marks: set[str]) -> Role:
+    """A mark may be left out where another place has it."""
+    given = marks - {""}
+    if len(given) > 1:
+        raise ValueError(f'"{word}" is marked in two ways')
+    return MARKS[given.pop() if given else ""]
+
+
+def _covers(term: tuple[str, ...], shape: Shape) -> bool:
+    return len(term) - 1 <= len(shape) if "..." in term else len(term) == len(shape)
+
+
+def _dims(term: tuple[str, ...], shape: Shape) -> dict[str, int]:
+    """Word → dim; the dims of "..." are counted from its last one, as "...0", "...1", …"""
+    if "..." not in term:
+        return {word: dim for dim, word in enumerate(term)}
+    before = term.index("...")
+    free = len(shape) - len(term) + 1
+    found = {word: dim if dim < before else dim + free - 1 for dim, word in enumerate(term) if word != "..."}
+    return found | {f"...{free - 1 - i}": before + i for i in range(free)}

@@ -1,0 +1,74 @@
+"""Ops over images and signals [n, channels, ..]; ``n`` may be missing.
+
+convolution     o of the weight each by itself, i summed over; with groups these are the outer factor of both
+pooling         n and channels by themselves
+group_norm      groups by themselves; batch_norm channels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.rules.call import Call
+from planner.rules.factors import EACH, MIX, SUM, Factors
+from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+
+
+def convolution(call: Call) -> OpRule:
+    """conv1d, conv2d, conv3d; conv_transpose with a weight [i, o/groups, ..]."""
+    given: dict[str, Any] = call.given
+    transposed = bool(given.get("transposed")) or "transpose" in str(call.node.target)
+    groups, channel = int(given["groups"]), len(call.result) - len(call.shapes[1]) + 1
+    factors = Factors(call)
+    if channel:
+        factors.add(EACH, (0, 0), (RESULT, 0))
+    bias = 2 if len(call.shapes) > 2 else None
+    out, into = factors.size(RESULT, channel) // groups, factors.size(0, channel) // groups
+    o_dim, i_dim = (1, 0) if transposed else (0, 1)
+    w_outer = Place(1, i_dim if transposed else o_dim, into if transposed else out)
+    if groups > 1:
+        places = [Place(0, channel, into), w_outer, Place(RESULT, channel, out)]
+        factors.found.append(_factor(EACH, groups, *places, bias and Place(bias, 0, out)))
+    factors.found.append(_factor(EACH, out, Place(1, o_dim), Place(RESULT, channel), bias and Place(bias, 0)))
+    factors.found.append(_factor(MIX if bias else SUM, into, Place(0, channel), Place(1, i_dim)))
+    factors.found = [f for f in factors.found if f.size > 1 or groups == 1]
+    return factors.done()
+
+
+def _factor(role: Role, size: int, *places: Place | int | None) -> Factor:
+    return Factor(role, size, tuple(p for p in places if isinstance(p, Place)))
+
+
+def pool(dims: int) -> Callable[[Call], OpRule]:
+    """Over the last ``dims`` dims."""
+
+    def rule(call: Call) -> OpRule:
+        factors = Factors(call)
+        for dim in range(len(call.shapes[0]) - dims):
+            factors.add(EACH, (0, dim), (RESULT, dim))
+        return factors.done()
+
+    return rule
+
+
+def batch_norm(call: Call) -> OpRule:
+    """batch_norm, instance_norm: the first result alone."""
+    factors = Factors(call)
+    factors.add(EACH, (0, 1), (RESULT, 1), *((o, 0) for o in range(1, len(call.shapes))))
+    for dim in (d for d in range(len(call.result)) if d != 1):
+        factors.add(MIX, (0, dim), (RESULT, dim))
+    return factors.done()
+
+
+def group_norm(call: Call) -> OpRule:
+    factors, groups = Factors(call), int(call.given["num_groups"])
+    size = call.result[1] // groups
+    factors.add(EACH, (0, 0), (RESULT, 0))
+    of_weights = range(1, len(call.shapes))
+    for role, number, inner in ((EACH, groups, size), (MIX, size, 1)):
+        places = [Place(0, 1, inner), Place(RESULT, 1, inner), *(Place(o, 0, inner) for o in of_weights)]
+        factors.found.append(Factor(role, number, tuple(places)))
+    for dim in range(2, len(call.result)):
+        factors.add(MIX, (0, dim), (RESULT, dim))
+    return factors.done()

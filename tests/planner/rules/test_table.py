@@ -1,0 +1,269 @@
+"""Every rule on numbers: each factor cut in parts, by values and gradients. Every op of the table has an example."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from planner.graph.ops.aten import aten, is_random, ops_named, packet_of
+from planner.graph.ops.sequence import causal_attention
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+from planner.rules.table import RULES, rule_of
+from tests.tools.rule_trials import tried
+
+
+def real(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ids(*shape: int, below: int = 4) -> Tensor:
+    return torch.randint(below, shape)
+
+
+def called(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[str, Tensor]]:
+    """A graph of one call whose tensor arguments are placeholders, and their values."""
+    graph, values = fx.Graph(), {}
+
+    def held(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [held(v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder(f"x{len(values)}")
+        values[node.name], node.meta["val"] = value, value
+        return node
+
+    node = graph.call_function(target, tuple(map(held, args)), {k: held(v) for k, v in kwargs.items()})
+    given = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    node.meta["val"] = target(*given[0], **given[1])
+    return node, values
+
+
+EACH_OF_ONE = {
+    "kept": [(real(4, 6, 2), 1)],
+    "whole": [(real(4, 6),)],
+}
+EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
+    aten.linear.default: [(real(2, 6, 4), real(6, 4)), (real(2, 4), real(6, 4), real(6)), (real(2, 4), real(4))],
+    aten.mm.default: [(real(4, 6), real(6, 2))],
+    aten.bmm.default: [(real(4, 6, 2), real(4, 2, 6))],
+    aten.matmul.default: [
+        (real(2, 4, 6), real(6, 3)),
+        (real(2, 1, 4, 6), real(3, 6, 2)),
+        (real(4, 6), real(6)),
+        (real(6), real(6)),
+        (real(6), real(2, 6, 4)),
+    ],
+    aten.mv.default: [(real(4, 6), real(6))],
+    aten.dot.default: [(real(6), real(6))],
+    aten.addmm.default: [(real(4, 2), real(4, 6), real(6, 2)), (real(2), real(4, 6), real(6, 2))],
+    aten.baddbmm.default: [(real(2, 4, 1), real(2, 4, 6), real(2, 6, 3))],
+    aten.einsum.default: [
+        ("bsi,oi->bso", [real(2, 3, 4), real(6, 4)]),
+        ("...ij,jk", [real(2, 3, 4), real(4, 6)]),
+        ("ij,kj,k->ik", [real(2, 4), real(6, 4), real(6)]),
+    ],
+    aten.conv1d.default: [
+        (real(2, 4, 9), real(6, 4, 3)),
+        (real(2, 4, 9), real(6, 2, 3), real(6), [1], [0], [1], 2),
+        (real(4, 9), real(6, 4, 3), real(6)),
+    ],
+    aten.conv2d.default: [(real(2, 4, 5, 6), real(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4)],
+    aten.convolution.default: [
+        (real(2, 4, 5, 6), real(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [0, 0], 1),
+        (real(2, 4, 5, 6), real(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [0, 0], 2),
+    ],
+    aten.conv3d.default: [(real(2, 4, 3, 3, 3), real(6, 4, 2, 2, 2))],
+    aten.conv_transpose1d.default: [(real(2, 4, 9), real(4, 6, 3))],
+    aten.conv_transpose2d.input: [(real(2, 4, 5, 5), real(4, 6, 3, 3), real(6))],
+    aten.scaled_dot_product_attention.default: [
+        (real(2, 4, 5, 6), real(2, 4, 7, 6), real(2, 4, 7, 2)),
+        (real(2, 4, 6, 6), real(2, 4, 6, 6), real(2, 4, 6, 2), None, 0.0, True),
+        (real(2, 4, 4, 6), real(2, 4, 6, 6), real(2, 4, 6, 2), real(4, 4, 6)),
+        (real(4, 4, 6), real(4, 6, 6), real(4, 6, 2), real(4, 6)),
+        (real(2, 8, 4, 6), real(2, 4, 6, 6), real(2, 4, 6, 2), real(2, 8, 4, 6), {"enable_gqa": True}),
+    ],
+    aten.add.Tensor: [(real(4, 6), real(6)), (real(4, 1), real(6)), (real(4, 6), 2.0)],
+    aten.where.self: [(real(4, 6) > 0, real(6), real(4, 1))],
+    aten.alias.default: EACH_OF_ONE["whole"],
+    aten._to_copy.default: EACH_OF_ONE["whole"],
+    aten.lift_fresh_copy.default: EACH_OF_ONE["whole"],
+    aten.dropout.default: [(real(4, 6), 0.5, False)],
+    aten.feature_dropout.default: [(real(4, 6), 0.5, False)],
+    aten.native_dropout.default: [(real(4, 6), 0.5, True)],
+    aten.type_as.default: [(real(4, 6), real(3))],
+    aten.expand.default: [(real(4, 1, 6), [2, 4, 3, 6])],
+    aten.expand_as.default: [(real(4, 1), real(4, 1))],
+    aten.new_zeros.default: [(real(4, 6), [2, 6])],
+    aten.zeros.default: [([4, 6],)],
+    aten.softmax.int: EACH_OF_ONE["kept"],
+    aten._softmax.default: [(real(4, 6, 2), 1, False)],
+    aten._log_softmax.default: [(real(4, 6, 2), -1, False)],
+    aten.topk.default: [(real(4, 6), 2), (real(4, 6), 2, 0)],
+    aten.msort.default: EACH_OF_ONE["whole"],
+    aten.flip.default: [(real(4, 6, 2), [0, 2])],
+    aten.roll.default: [(real(4, 6, 2), [1], [1])],
+    aten.slice.Tensor: [(real(4, 6), 1, 1, 3)],
+    aten.narrow.default: [(real(4, 6), 0, 1, 2)],
+    aten.split.Tensor: [(real(4, 6), 2, 1), (real(4, 6), 2)],
+    aten.split_with_sizes.default: [(real(4, 6), [2, 4], -1)],
+    aten.chunk.default: [(real(4, 6), 2, 1)],
+    aten.cat.default: [([real(4, 2), real(4, 6)], 1), ([real(4, 2), real(2, 2)],)],
+    aten.concat.default: [([real(4, 2), real(4, 6)], 1)],
+    aten.concatenate.default: [([real(4, 2), real(4, 6)], 1)],
+    aten.tril.default: [(real(4, 6, 6),)],
+    aten.triu.default: [(real(4, 6, 6),)],
+    aten.layer_norm.default: [(real(4, 6, 3), [3], real(3), real(3))],
+    aten.native_layer_norm.default: [(real(4, 6, 3), [6, 3], None, None, 1e-5)],
+    aten.rms_norm.default: [(real(4, 6, 3), [3], real(3))],
+    aten._fused_rms_norm.default: [(real(4, 6, 3), [3], real(3), None)],
+    aten.max.dim: [(real(4, 6), 1)],
+    aten.max.other: [(real(4, 6), real(6))],
+    aten.min.default: EACH_OF_ONE["whole"],
+    aten.sum.dim_IntList: [(real(4, 6, 2), [0, 2]), (real(4, 6, 2), [1], True), (real(4, 6, 2), [])],
+    aten.sum.default: EACH_OF_ONE["whole"],
+    aten.nansum.default: [(real(4, 6), [1])],
+    aten.count_nonzero.dim_IntList: [(real(4, 6) > 0, [1])],
+    aten.prod.dim_int: [(real(4, 6), 1)],
+    aten.any.dim: [(real(4, 6) > 0, 1)],
+    aten.all.dim: [(real(4, 6) > 0, 1)],
+    aten.median.dim: [(real(4, 6), 1)],
+    aten.aminmax.default: [(real(4, 6),)],
+    aten.linalg_vector_norm.default: [(real(4, 6), 2, [1])],
+    aten.norm.ScalarOpt_dim: [(real(4, 6), 2, [1])],
+    aten.select.int: [(real(4, 6, 2), 1, 3)],
+    aten.unbind.int: [(real(4, 6, 2), 1)],
+    aten.stack.default: [([real(4, 6), real(4, 6)], 1)],
+    aten.pad.default: [(real(4, 6, 2), [0, 0, 1, 2])],
+    aten.constant_pad_nd.default: [(real(4, 6, 2), [1, 0])],
+    aten.unfold.default: [(real(4, 6, 2), 1, 3, 1)],
+    aten.reshape.default: [
+        (real(12, 2), [4, 6]),
+        (real(2, 6, 4), [3, 2, 8]),
+        (real(4, 3, 1, 2), [4, 6]),
+        (real(6, 4), [4, 6]),
+        (real(8, 6), [2, 2, 2, 3, 2]),
+    ],
+    aten.view.default: [(real(4, 6), [2, 2, 6])],
+    aten._unsafe_view.default: [(real(4, 6), [24])],
+    aten.flatten.using_ints: [(real(4, 6, 2), 1)],
+    aten.unflatten.int: [(real(4, 6, 2), 1, [3, 2])],
+    aten.squeeze.dim: [(real(4, 1, 6), 1)],
+    aten.unsqueeze.default: [(real(4, 6), 1)],
+    aten.view_as.default: [(real(4, 1), real(1, 4))],
+    aten.reshape_as.default: [(real(4, 1), real(1, 4))],
+    aten.permute.default: [(real(4, 6, 2), [2, 0, 1])],
+    aten.transpose.int: [(real(4, 6, 2), 0, -1)],
+    aten.t.default: EACH_OF_ONE["whole"],
+    aten.movedim.int: [(real(4, 6, 2), 0, 2)],
+    aten.moveaxis.int: [(real(4, 6, 2), 0, 2)],
+    aten.swapaxes.default: [(real(4, 6, 2), 0, 2)],
+    aten.swapdims.default: [(real(4, 6, 2), 0, 2)],
+    aten.numpy_T.default: EACH_OF_ONE["whole"],
+    aten.mT.default: [(real(4, 6, 2),)],
+    aten.adjoint.default: [(real(4, 6, 2),)],
+    aten.repeat.default: [(real(4, 6), [3, 2, 1])],
+    aten.view_as_complex.default: [(real(4, 6, 2),)],
+    aten.view_as_real.default: [(torch.view_as_complex(real(4, 6, 2)),)],
+    aten.embedding.default: [(real(4, 6), ids(2, 3))],
+    aten.gather.default: [(real(4, 6), 1, ids(4, 2)), (real(6, 6), 1, ids(4, 2))],
+    aten.index_select.default: [(real(4, 6), 0, ids(2))],
+    aten.index.Tensor: [
+        (real(4, 6, 2), [None, ids(4)]),
+        (real(4, 4, 6), [ids(2, 3), ids(3)]),
+        (real(4, 6, 4), [ids(2), None, ids(2)]),
+    ],
+    aten.scatter.src: [(real(4, 6), 1, torch.arange(2).repeat(4, 1), real(4, 2))],
+    aten.scatter_add.default: [(real(4, 6), 1, ids(4, 2), real(4, 2)), (real(4, 6), 1, ids(2, 2), real(4, 2))],
+    aten.scatter_reduce.two: [(real(4, 6), 1, ids(4, 2), real(4, 2), "sum")],
+    aten.index_add.default: [(real(4, 6), 1, ids(2), real(4, 2))],
+    aten.index_copy.default: [(real(4, 6), 1, torch.tensor([0, 3]), real(4, 2))],
+    aten.index_put.default: [(real(4, 6), [torch.tensor([0, 3])], real(2, 6)), (real(4, 6), [ids(2)], real(6))],
+    aten.one_hot.default: [(ids(4, 6), 4)],
+    aten.batch_norm.default: [(real(2, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5, False)],
+    aten.instance_norm.default: [(real(2, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5, False)],
+    aten.group_norm.default: [(real(2, 8, 3), 4, real(8), real(8), 1e-5, False)],
+    causal_attention: [(real(2, 4, 5, 6), real(2, 4, 7, 6), real(2, 4, 7, 2), 2)],
+}
+OF_ONE_DIM = "nanmean mean.dim amax amin logsumexp var.correction std.correction var_mean.correction"
+FAMILIES: dict[str, list[tuple[Any, ...]]] = {
+    "log_softmax.int _safe_softmax cumsum cumprod logcumsumexp cummax cummin": EACH_OF_ONE["kept"],
+    OF_ONE_DIM: [(real(4, 6, 2), [1])],
+    "std_mean.correction": [(real(4, 6), [1])],
+    "sort argsort": [(real(4, 6, 2), 1), (real(4, 6),)],
+    "argmax argmin": [(real(4, 6), 1), (real(4, 6),)],
+    "diff": [(real(4, 6, 2), 1, 0)],
+    "fft_fft fft_rfft fft_irfft": [(real(4, 6, 2), None, 1)],
+    "fft_ifft fft_hfft": [(torch.view_as_complex(real(4, 6, 2)),)],
+    "glu": [(real(4, 6, 2), 1)],
+    "ones empty.memory_format rand randn": [([4],)],
+    "new_ones new_empty": [(real(2), [4])],
+    "full": [([4], 1.0)],
+    "new_full": [(real(2), [4], 1.0)],
+    "full_like": [(real(4, 6), 1.0)],
+    "zeros_like ones_like empty_like rand_like randn_like bernoulli exponential": [(real(4, 6).sigmoid(),)],
+}
+for dims in (1, 2, 3):
+    pools = " ".join(f"{kind}_pool{dims}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max"))
+    FAMILIES[pools] = [(real(2, 4, *[6] * dims), [2] * dims), (real(4, *[6] * dims), [2] * dims)]
+EXAMPLES |= {target: given for names, given in FAMILIES.items() for target in ops_named(names)}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("target", EXAMPLES, ids=str)
+def test_cutting_a_factor_gives_the_parts_of_values_and_gradients(target: Any) -> None:
+    for given in EXAMPLES[target]:
+        named = given[-1] if isinstance(given[-1], dict) else {}
+        node, values = called(target, *(g for g in given if g is not named), **named)
+        rule = rule_of(node)
+        assert rule is not None
+        _tiles(node, rule)
+        if not is_random(node) and not any(word in str(target) for word in ("empty", "w_as.", "e_as.")):
+            tried(node, rule, values)
+
+
+def test_every_op_of_the_table_has_an_example() -> None:
+    missing = set(RULES) - {packet_of(target) for target in EXAMPLES} - {operator.getitem, aten._grouped_mm}
+    assert not missing
+
+
+def _tiles(node: fx.Node, rule: OpRule) -> None:
+    """The factors of a dim multiply to its size, each with the stride of those further in."""
+    value = node.meta["val"]
+    tensors = [*enumerate(n.meta["val"] for n in operands_of(node))]
+    for operand, x in (*tensors, (RESULT, value if isinstance(value, Tensor) else value[0])):
+        for dim, size in enumerate(x.shape):
+            step = 1
+            for factor in rule.along(operand, dim):
+                place = factor.at(operand)
+                assert place is not None
+                assert place.inner == step, f"{node.target}: {rule}"
+                step *= factor.size
+            assert step in (size, 1), f"{node.target}: {operand} {dim} {rule}"
+            assert step == size or operand in rule.unread or operand != RESULT
+
+
+def test_a_reshape_without_common_factors_is_mixed() -> None:
+    node, _ = called(aten.reshape.default, real(2, 3), [3, 2])
+    rule = rule_of(node)
+    assert rule is not None
+    assert {f.role for f in rule.factors} == {Role.MIX}
+
+
+def test_an_item_of_a_split_has_a_dim_of_its_own() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = real(4, 6)
+    parts = graph.call_function(aten.split_with_sizes.default, (x, [3, 3], 1))
+    parts.meta["val"] = x.meta["val"].split([3, 3], 1)
+    piece = graph.call_function(operator.getitem, (parts, 1))
+    piece.meta["val"] = parts.meta["val"][1]
+    rule = rule_of(piece)
+    assert rule is not None
+    assert rule.sole(RESULT, 0) == Factor(Role.EACH, 4, (Place(0, 0), Place(RESULT, 0)))
+    assert rule.sole(RESULT, 1) == Factor(Role.MIX, 3, (Place(RESULT, 1),))

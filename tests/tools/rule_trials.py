@@ -1,0 +1,113 @@
+"""Try a rule on numbers: run its op on each part of a factor, and compare with the op on the full operands.
+
+EACH    the parts of the result, put together, are the result         an operand that has the factor: its parts'
+SUM     the parts' results, added up, are the result                  gradients put together; one that has not:
+                                                                      added up
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.graph.ops.aten import aten, packet_of
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+
+SIZED = {aten.view: 1, aten.reshape: 1, aten._unsafe_view: 1, aten.expand: 1, aten.new_zeros: 1}  # a size to make local
+
+
+def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
+    """How many ways to cut factors were compared; AssertionError at the first that differs."""
+    number = 0
+    for factor in rule.factors:
+        has_operand = any(p.operand != RESULT for p in factor.places)
+        if factor.role is Role.MIX or not has_operand:
+            continue
+        for parts in (n for n in (2, 3) if factor.size % n == 0):
+            _compare(node, factor, values, parts)
+            number += 1
+    return number
+
+
+def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int) -> None:
+    operands = [values[n.name] for n in operands_of(node)]
+    expected, gradients = _run(node, operands, None)
+    runs = []
+    for part in range(parts):
+        cut = [_part(x, factor, factor.at(i), parts, part) for i, x in enumerate(operands)]
+        made = factor.at(RESULT)
+        pulled = _part(_cotangent(expected), factor, made, parts, part) if _inexact(expected) else None
+        runs.append(_run(node, cut, pulled, (factor, parts)))
+    where = f"{node.target} {node.args}: {factor} in {parts} parts"
+    _same(_joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected, f"{where}: result")
+    for i, full in gradients.items():
+        _same(_joined([g[i] for _, g in runs], factor, factor.at(i), parts), full, f"{where}: gradient of {i}")
+
+
+def _same(found: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"{what}\n{m}")
+
+
+def _cotangent(result: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, result.numel(), dtype=result.dtype).reshape(result.shape)
+
+
+def _inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _run(
+    node: fx.Node, operands: list[Tensor], pulled: Tensor | None, cut: tuple[Factor, int] | None = None
+) -> tuple[Tensor, dict[int, Tensor]]:
+    leaves = [x.detach().contiguous().requires_grad_(_inexact(x)) for x in operands]
+    waiting = list(leaves)
+    args: Any = fx.map_arg(node.args, lambda n: waiting.pop(0))
+    kwargs = dict(node.kwargs)
+    if cut is not None:
+        args = _local_sizes(node, list(args), *cut)
+    made: Any = node.target(*args, **kwargs)  # pyright: ignore
+    result = made if isinstance(made, Tensor) else made[0]
+    wanted = {i: x for i, x in enumerate(leaves) if x.requires_grad}
+    if not wanted or not result.requires_grad:
+        return result.detach(), {}
+    pulled = _cotangent(result) if pulled is None else pulled
+    found = torch.autograd.grad(result, list(wanted.values()), pulled, materialize_grads=True)
+    return result.detach(), dict(zip(wanted, found, strict=True))
+
+
+def _local_sizes(node: fx.Node, args: list[Any], factor: Factor, parts: int) -> list[Any]:
+    """Written sizes of a result, and numbers of groups, as of one part."""
+    packet, place = packet_of(node.target), factor.at(RESULT)
+    shape = [int(n) for n in node.meta["val"].shape] if isinstance(node.meta["val"], Tensor) else []
+    if packet in SIZED and place is not None:
+        args[SIZED[packet]] = [n // parts if d == place.dim else n for d, n in enumerate(shape)]
+    if packet is aten.unflatten and place is not None:
+        first = int(args[1])
+        args[2] = [n // parts if d == place.dim else n for d, n in enumerate(shape)][first : first + len(args[2])]
+    of_groups = {aten.conv1d: 6, aten.conv2d: 6, aten.convolution: 8, aten.group_norm: 1}.get(packet)
+    if of_groups is not None and {0, 1, RESULT} <= {p.operand for p in factor.places}:
+        args[of_groups] = factor.size // parts
+    return args
+
+
+def _part(x: Tensor, factor: Factor, place: Place | None, parts: int, part: int) -> Tensor:
+    if place is None:
+        return x
+    inside = _opened(x, factor, place).chunk(parts, place.dim + 1)[part]
+    return inside.flatten(place.dim, place.dim + 2)
+
+
+def _joined(pieces: list[Tensor], factor: Factor, place: Place | None, parts: int) -> Tensor:
+    if place is None:
+        return torch.stack(pieces).sum(0)
+    small = Factor(factor.role, factor.size // parts, factor.places)
+    opened = [_opened(piece, small, place) for piece in pieces]
+    return torch.cat(opened, place.dim + 1).flatten(place.dim, place.dim + 2)
+
+
+def _opened(x: Tensor, factor: Factor, place: Place) -> Tensor:
+    """The dim as [outer, factor, inner]."""
+    return x.unflatten(place.dim, [-1, factor.size, place.inner])
