@@ -33,23 +33,23 @@ def shaped_like(call: Call) -> OpRule:
 
 
 def new(call: Call) -> OpRule:
-    """A size that is given: no operand, or one whose dtype counts."""
+    """A given size: no operand, or one that gives its dtype alone."""
     return aligned(call, operands=()).done(unread=range(len(call.shapes)))
 
 
 def kept(call: Call) -> OpRule:
-    """Along a dim whose positions are kept."""
+    """Along a dim; its positions stay."""
     dims = _dims(call)
     return aligned(call, roles=dict.fromkeys(dims, MIX)).done()
 
 
 def apart(call: Call) -> OpRule | None:
-    """Along a dim whose positions are not kept, in each operand."""
+    """Along a dim of each operand; its positions change."""
     return _beside(call, _dims(call))
 
 
 def along_first(call: Call) -> OpRule | None:
-    """split, slice …: dim 0 where none is given."""
+    """split, slice …: dim 0 by default."""
     return _beside(call, call.dims(*NAMES) or frozenset({0}))
 
 
@@ -59,7 +59,7 @@ def last_two(call: Call) -> OpRule:
 
 
 def _dims(call: Call) -> frozenset[int]:
-    """The last one where the op has no such argument, all where it is None."""
+    """The last one if the op has no such argument, all of them if it is None."""
     found = call.dims(*NAMES)
     if found is not None:
         return found
@@ -83,7 +83,7 @@ def _beside(call: Call, dims: Collection[int]) -> OpRule | None:
 
 
 def reduction(role: Role) -> Builder:
-    """Of all dims where none is given. ``max(x, other)`` is by elements."""
+    """Of all dims by default. ``max(x, other)`` is by elements."""
 
     def rule(call: Call) -> OpRule | None:
         if "other" in call.given:

@@ -32,12 +32,12 @@ class Call:
         return named(self.node)
 
     def position(self, name: str) -> int | None:
-        """The operand that an argument names; None where it is not given."""
+        """The operand that an argument names; None if it is absent."""
         value = self.given.get(name)
         return self.operands.index(value) if isinstance(value, fx.Node) and value in self.operands else None
 
     def dims(self, *names: str) -> frozenset[int] | None:
-        """Dims of the first operand that an argument lists; None where no argument of these names is given."""
+        """Dims of the first operand that an argument lists; None if all these arguments are absent."""
         value = next((v for n in names if (v := self.given.get(n)) is not None), None)
         if value is None or value == []:
             return None

@@ -41,7 +41,7 @@ def index_select(call: Call) -> OpRule:
 
 
 def index(call: Call) -> OpRule | None:
-    """x[None, i, j, ..]; a mask of bools has a result whose size depends on data."""
+    """x[None, i, j, ..]; the size of a result by a mask of bools depends on data."""
     indices: Any = call.given["indices"]
     places = [d for d, i in enumerate(indices) if i is not None]
     used = range(1, len(call.operands))
@@ -62,7 +62,7 @@ def index(call: Call) -> OpRule | None:
 
 
 def scatter(call: Call) -> OpRule:
-    """scatter, scatter_add, scatter_reduce: index and source may be smaller than what they are written to."""
+    """scatter, scatter_add, scatter_reduce: index and source may be smaller than their target."""
     x, others = call.position("self"), [call.position("index"), call.position("src")]
     factors, along = Factors(call), _dim(call)
     for dim in range(len(call.result)):

@@ -29,7 +29,7 @@ class Pattern:
     roles: dict[str, Role]
 
     def fits(self, call: Call) -> bool:
-        """Whether operands and dims are as many, and a word has one size wherever it stands (or 1, broadcast)."""
+        """Whether operands and dims are as many, and a word has one size in all its places (or 1, broadcast)."""
         shapes = (*call.shapes, call.result)
         terms = (*self.operands, self.result)
         if len(terms) != len(shapes) or any(not _covers(t, s) for t, s in zip(terms, shapes, strict=True)):
@@ -76,7 +76,7 @@ def _words(term: str, marks: dict[str, set[str]]) -> tuple[str, ...]:
     for word in term.split():
         match = WORD.match(word)
         if word != "..." and match is None:
-            raise ValueError(f'"{word}" is no word of letters, with "+" or "^" behind it where it needs one')
+            raise ValueError(f'"{word}" is no word of letters, with an optional "+" or "^" behind it')
         name = word.rstrip("+^")
         if name in words:
             raise ValueError(f'"{name}" stands twice in "{term.strip()}"')
@@ -87,7 +87,7 @@ def _words(term: str, marks: dict[str, set[str]]) -> tuple[str, ...]:
 
 
 def _role(word: str, marks: set[str]) -> Role:
-    """A mark may be left out where another place has it."""
+    """A mark may be left out if another place has it."""
     given = marks - {""}
     if len(given) > 1:
         raise ValueError(f'"{word}" is marked in two ways')

@@ -1,4 +1,4 @@
-"""The rule of one call: its factors, and the places where each of them stands.
+"""The rule of one call: its factors, and the places of each.
 
     linear(x[b, s, i], W[o, i])     b, s, o   each index is computed by itself
                                     i         summed over: it stands in both operands and not in the result
@@ -59,13 +59,13 @@ class OpRule:
         return [f for _, f in sorted(found, key=lambda pair: pair[0])]
 
     def sole(self, operand: int, dim: int) -> Factor | None:
-        """The factor that is all of a dim; None where it has several, or none."""
+        """The factor that is all of a dim; None if it has several, or none."""
         found = self.along(operand, dim)
         return found[0] if len(found) == 1 else None
 
     def carried(self, source: int, dim: int, inner: int, size: int, target: int) -> tuple[int, int] | None:
         """(dim, inner) in another operand, or in the result, of the things that (position // inner) % size counts in
-        ``dim`` of ``source``; None where they are not there, or not together."""
+        ``dim`` of ``source``; None if they are missing, or not together."""
         step, end, found = 1, inner * size, []
         for factor in self.along(source, dim):
             first, last = max(inner, step), min(end, step * factor.size)

@@ -20,7 +20,7 @@ def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
     builder = RULES.get(packet_of(node.target))
     if builder is None and "grouped_mm" in str(node.target):
-        builder = products.grouped  # of transformers, where the kernel is missing
+        builder = products.grouped  # of transformers, without the kernel
     if builder is None and is_pointwise(node.target):
         builder = along.elementwise
     call = call_of(node) if builder is not None else None

@@ -33,7 +33,7 @@ class _Side:
 
     def __init__(self, operand: int, shape: Shape, dims: list[int]) -> None:
         self.operand = operand
-        self.dims = [[d, shape[d], 1] for d in dims]  # dim, what is left of it, its inner stride
+        self.dims = [[d, shape[d], 1] for d in dims]  # dim, the rest of it, its inner stride
 
     def outer(self, size: int) -> Place:
         """Take ``size`` off the outer end."""
@@ -78,7 +78,7 @@ def _ones(x: Shape, y: Shape) -> list[Factor]:
 
 
 def permute(call: Call) -> OpRule:
-    """permute, transpose, t, movedim …: the op itself says where each dim goes."""
+    """permute, transpose, t, movedim …: the op itself gives the new place of each dim."""
     sizes = PROBE[: len(call.result)]
     rest = call.node.args[1:]
     moved = call.node.target(torch.empty(sizes, device="meta"), *rest, **call.node.kwargs).shape  # pyright: ignore

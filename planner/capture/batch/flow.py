@@ -48,8 +48,8 @@ def _anywhere(node: fx.Node) -> Dims:
 
 
 def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
-    """A sum along the batch leaves it anywhere, and so do positions that are lost; of an operand whose shape alone
-    counts, what does not stand in the result is left out."""
+    """A sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
+    passes on the dims of the result only."""
     rule, operands = rule_of(node), operands_of(node)
     if rule is None or any(flow.get(n) is None for n in node.all_input_nodes):
         return None
