@@ -215,7 +215,7 @@ EXAMPLES |= {target: given for names, given in FAMILIES.items() for target in op
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("target", EXAMPLES, ids=str)
+@pytest.mark.parametrize("target", EXAMPLES, ids=lambda target: getattr(target, "__name__", str(target)))
 def test_cutting_a_factor_gives_the_parts_of_values_and_gradients(target: Any) -> None:
     for given in EXAMPLES[target]:
         named = given[-1] if isinstance(given[-1], dict) else {}
