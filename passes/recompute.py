@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
+from passes.ops.column_linear import gathered_linears
 from passes.ops.compiled import run_piece
 from passes.ops.dropout import stream_dropout
 from passes.ops.recompute import (
@@ -88,6 +89,10 @@ class _Part:
         """
         if node.target is run_piece:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
+        if node.target is gathered_linears:  # it saves its gathered input, unless its backward gathers it again
+            change = node.meta["change"]
+            is_freed = any((change.value, change.after) in keys for keys in self.piece.needed)
+            return is_freed and not change.again
         return node.meta["origin"] in self.piece.insides and _computes(node) and "change" not in node.meta
 
     def has(self, keys: frozenset[Any], node: fx.Node) -> bool:

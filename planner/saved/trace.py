@@ -119,6 +119,7 @@ class _Tracer:
         self.parts: dict[int, int] = {}  # memory of a value that the backward gathers again → of its saved part
         self.copies: dict[int, int] = {}  # such memory → further bytes of gathering it and summing its gradient
         self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
+        self.of_gathered = {exchange.reader for exchange in decisions.context.exchanges if exchange.reader}
         self.changes: dict[str, list[TypeChange]] = {}
         for change in shards.changes[index]:
             self.changes.setdefault(change.value, []).append(change)
@@ -233,6 +234,8 @@ class _Tracer:
         self, node: fx.Node, seen: Seen, operands: list[Value], change: TypeChange | None, in_place: bool = False
     ) -> list[Value]:
         seen = _unread_inside(node, seen)
+        if change is None and node.name in self.of_gathered:  # it saves its operands, and no copy that a product makes
+            seen = replace(seen, operands=tuple(range(len(operands))), hidden=())
         made: list[Value] = []
         for result in seen.made:
             made.append(self.trace.value(result.like, self._memory(result, operands, made)))

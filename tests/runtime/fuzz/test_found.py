@@ -28,6 +28,19 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layers": 1, "mlp": "gated", "experts": "rows", "inner_norm": True},
         {"mesh.tp": 2, "mesh.dp": 2, "mesh.ep": 2, "mesh.etp": 2},
     ),
+    "a product of gathered keys saves its operands, and no copy of them": (
+        {"layers": 1, "key_heads": "one", "attention": "spelled"},
+        {"mesh.cp": 2},
+    ),
+    "a recomputed block frees the gathered inputs of its products": (
+        {"layers": 1},
+        {
+            "mesh.tp": 2,
+            "tensor_parallel.sequence_parallel": True,
+            "tensor_parallel.regather": False,
+            "recompute": "full",
+        },
+    ),
 }
 
 
