@@ -52,6 +52,10 @@ class Placements:
         """The type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
         return self.options[node.name].args[position]
 
+    def reads_unchanged(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether ``node`` reads ``operand`` in the type of its value: no conversion stands between them."""
+        return self.wanted(node, node.all_input_nodes.index(operand)) == self.of(operand)
+
 
 def decide_placements(
     program: Program,

@@ -47,8 +47,9 @@ def _is_for_products(change: TypeChange, decisions: Decisions, home: Mapping[str
     if set(change.readers) & {"send", "loss"}:
         return False
     value, readers = program.node(change.value), [program.node(name) for name in change.readers]
-    weights = [_weight_of(reader, value) for reader in readers]
-    held = [w for w in weights if w is not None and w.name in program.parameters]
+    factors = [(reader, _weight_of(reader, value)) for reader in readers]
+    reads_unchanged = decisions.placements.reads_unchanged
+    held = [w for reader, w in factors if w is not None and w.name in program.parameters and reads_unchanged(reader, w)]
     is_one_op = len({reader.target for reader in readers}) == 1 and len({home.get(n) for n in change.readers}) == 1
     return is_one_op and len(held) == len(readers) and any(w.meta["grad"] for w in held)
 

@@ -50,7 +50,7 @@ def is_summed_in_place(decisions: Decisions, node: fx.Node, change: TypeChange, 
 
 
 def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
-    """Whether all readers of ``change`` are products with parameters of one kind."""
+    """Whether all readers of ``change`` are products of one kind with parameters as they are stored."""
     program, targets = decisions.program, set[Any]()
     for name in change.readers:
         if name in ("send", "loss"):
@@ -59,12 +59,16 @@ def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
         args = reader.args
         if reader.target not in PRODUCTS or reader.kwargs or len(args) < 2 or not isinstance(args[0], fx.Node):
             return False
-        if args[0].name != change.value or not all(
-            isinstance(a, fx.Node) and a.meta.get("parameter") for a in args[1:]
-        ):
+        if args[0].name != change.value or not all(_is_parameter(decisions, reader, a) for a in args[1:]):
             return False
         targets.add(reader.target)
     return len(targets) == 1
+
+
+def _is_parameter(decisions: Decisions, reader: fx.Node, factor: Any) -> bool:
+    """As it is stored: a part that is cut of a replicated parameter is another value."""
+    is_parameter = isinstance(factor, fx.Node) and bool(factor.meta.get("parameter"))
+    return is_parameter and decisions.placements.reads_unchanged(reader, factor)
 
 
 def loses_logits(node: fx.Node) -> bool:

@@ -61,6 +61,7 @@ class Call:
 class StageTrace:
     """Calls in their order. ``bytes_of`` memory; ``received`` and ``sent`` by name of the value.
 
+    ``stored``: numbers of the values outside as they are stored; a part that is cut of one is another value.
     ``memory_of``: of each value of the captured graph, in the type in which this stage has it (a tuple's first).
     """
 
@@ -69,6 +70,7 @@ class StageTrace:
     bytes_of: list[int] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outside: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
     received: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     memory_of: dict[str, int] = field(default_factory=dict)
@@ -171,7 +173,9 @@ class _Tracer:
         shape = self._local_shape(node)
         trainable = bool(node.meta.get("parameter")) and bool(node.meta["grad"])
         like = Like.contiguous(shape, held.dtype, trainable)
-        return self.trace.value(like, self.trace.new(like.bytes, outside=True))
+        value = self.trace.value(like, self.trace.new(like.bytes, outside=True))
+        self.trace.stored.add(value.number)
+        return value
 
     def _change(self, node: fx.Node, value: Value, change: TypeChange) -> Value:
         size = self.mesh.etp if change.axis == "etp" else self.mesh.tp
@@ -262,7 +266,7 @@ class _Tracer:
             return False
         x, weight = operands
         is_alike = weight.like.dtype not in (torch.bfloat16, torch.float16)  # the buffer's may be wider
-        is_held = weight.memory in self.trace.outside and x.memory not in self.trace.outside
+        is_held = weight.number in self.trace.stored and x.memory not in self.trace.outside
         return is_alike and is_held and x.like.requires_grad and weight.like.requires_grad
 
     def _memory(self, result: Made, operands: list[Value], made: list[Value]) -> int:

@@ -125,7 +125,7 @@ def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:
     factors = [trace.values[number] for number in factors_of(call, node)]
     if len(factors) != 2 or not all(value.like.requires_grad for value in factors):
         return False
-    return factors[1].memory in trace.outside and factors[0].memory not in trace.outside
+    return factors[1].number in trace.stored and factors[0].memory not in trace.outside
 
 
 class OpsOf:

@@ -32,6 +32,14 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layers": 1, "key_heads": "one", "attention": "spelled"},
         {"mesh.cp": 2},
     ),
+    "an input is gathered again only for products with stored weights": (
+        {"layers": 1, "length": 6},
+        {"mesh.tp": 4, "tensor_parallel.sequence_parallel": True, "tensor_parallel.overrides": "head"},
+    ),
+    "no W waits for a product with a part of a replicated weight": (
+        {},
+        {"mesh.tp": 2, "mesh.pp": 2, "tensor_parallel.overrides": "head", "pipeline.schedule": "zero_bubble"},
+    ),
     "a recomputed block frees the gathered inputs of its products": (
         {"layers": 1},
         {
