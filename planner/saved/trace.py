@@ -61,7 +61,7 @@ class Call:
 class StageTrace:
     """Calls in their order. ``bytes_of`` memory; ``received`` and ``sent`` by name of the value.
 
-    ``stored``: numbers of the values outside as they are stored; a part that is cut of one is another value.
+    ``stored``: numbers of the values outside as they are stored; a part sliced from one is another value.
     ``memory_of``: of each value of the captured graph, in the type in which this stage has it (a tuple's first).
     """
 
