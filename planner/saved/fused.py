@@ -66,7 +66,7 @@ def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
 
 
 def _is_parameter(decisions: Decisions, reader: fx.Node, factor: Any) -> bool:
-    """As it is stored: a part sliced from a replicated parameter is another value."""
+    """In its stored form: a part sliced from a replicated parameter is another value."""
     is_parameter = isinstance(factor, fx.Node) and bool(factor.meta.get("parameter"))
     return is_parameter and decisions.placements.reads_unchanged(reader, factor)
 
