@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from planner import Captured, capture
 from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.fuzz.case import Case
+from runtime.fuzz.specs import OF_CAPTURES
 from runtime.verify.run import in_mode
 
 
@@ -19,7 +21,7 @@ class Captures:
 
     def of(self, case: Case, spec: Spec) -> Captured:
         """Raises PlanError if the model cannot be captured."""
-        key = (spec.batch.micro, spec.precision.parameters, spec.dropout, spec.seed)
+        key = attrgetter(*OF_CAPTURES)(spec)
         if key not in self._found:
             self._found[key] = _captured(case, spec)
         if isinstance(found := self._found[key], PlanError):

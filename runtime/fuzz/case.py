@@ -22,7 +22,6 @@ from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.spec_text import CONTINUED, ROWS, continued_on, spec_of
 
 VERSION = 2
-_AXES = ("tp", "pp", "dp", "cp")
 _FIX = "give a file written by `meshwright fuzz`"
 
 
@@ -41,7 +40,7 @@ class Case:
     def drawn(cls, seed: int, most_ranks: int, own: OwnModel | None = None) -> Case:
         """A case of two ranks or more, if the spec leaves that free. Equal for equal seeds."""
         random = Random(seed)
-        of_model, of_spec, axis = random.random(), random.random(), random.choice(_AXES)
+        of_model, of_spec, axis = random.random(), random.random(), random.choice(specs.AXES)
         model = {} if own is not None else draw(models.FIELDS, seed, simplest=of_model)
         return cls(model, {}, own)._with_a_spec(seed, of_spec, axis, most_ranks)
 
@@ -49,7 +48,7 @@ class Case:
         """The ``number``-th further spec of ``seed`` for this model; it shares the fields that captures use."""
         name = f"{seed}.{number}"
         random, kept = Random(name), {field: self.spec[field] for field in specs.OF_CAPTURES}
-        return self._with_a_spec(name, random.random(), random.choice(_AXES), most_ranks, kept)
+        return self._with_a_spec(name, random.random(), random.choice(specs.AXES), most_ranks, kept)
 
     def _with_a_spec(
         self, seed: int | str, simplest: float, axis: str, most_ranks: int, kept: Choices | None = None

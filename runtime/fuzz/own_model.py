@@ -17,10 +17,9 @@ from planner.spec.spec import Spec
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts, world_size
 from runtime.fuzz.forks import in_fork
-from runtime.fuzz.specs import FIELDS
+from runtime.fuzz.specs import AXES, FIELDS
 
 _NO_PART = ("cluster", "devices", "data")  # of a step
-_AXES = ("tp", "pp", "dp", "cp")
 _OF_DRAWN_MODELS = {"tensor_parallel.overrides": ("none",), "recompute": ("none", "full", "selective")}
 CAPTURE_SECONDS = 3600.0
 
@@ -80,11 +79,11 @@ def _captured(own: OwnModel) -> tuple[int, bool]:
 
 def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
     pinned = own.pinned
-    axes = {f"mesh.{axis}": pinned.get(f"mesh.{axis}", 1) for axis in _AXES}
+    axes = {f"mesh.{axis}": pinned.get(f"mesh.{axis}", 1) for axis in AXES}
     if world_size(axes) > most_ranks:
         what = f"the spec's mesh has {world_size(axes)} ranks, but a case has at most {most_ranks}"
         raise spec.error("mesh", what, f"give --nproc {world_size(axes)}, or reduce the mesh")
-    if all(f"mesh.{axis}" in pinned for axis in _AXES):
+    if all(f"mesh.{axis}" in pinned for axis in AXES):
         what = f"the spec writes {', '.join(axes)}: no layout remains to draw"
         raise spec.error("mesh", what, "remove one of them, or set it to auto; `meshwright verify` runs one layout")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+AXES = ("tp", "pp", "dp", "cp")
 ORDERS = ("tp-cp-ep-dp-pp", "dp-tp-pp-cp-ep")
 
 FIELDS: dict[str, tuple[Any, ...]] = {
