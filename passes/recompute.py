@@ -93,7 +93,8 @@ class _Part:
             change = node.meta["change"]
             is_freed = any((change.value, change.after) in keys for keys in self.piece.needed)
             return is_freed and not change.again
-        return node.meta["origin"] in self.piece.insides and _computes(node) and "change" not in node.meta
+        names = {node.meta["origin"], node.meta.get("product")}
+        return not names.isdisjoint(self.piece.insides) and _computes(node) and "change" not in node.meta
 
     def has(self, keys: frozenset[Any], node: fx.Node) -> bool:
         """Whether a node is one of the captured values with their types."""
