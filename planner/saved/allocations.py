@@ -19,7 +19,8 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._known = {storage.cdata: storage for storage in map(_reference, known)}
+        self._known: dict[int, StorageWeakRef] = {}
+        self.know(known)
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -34,6 +35,10 @@ class Allocations(TorchDispatchMode):
         for memory in [memory for memory, (storage, _) in self._made.items() if storage.expired()]:
             del self._made[memory]
         return {memory: size for memory, (_, size) in self._made.items()}
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Count no memory of ``tensors``."""
+        self._known |= {storage.cdata: storage for storage in map(_reference, tensors)}
 
     def restart(self) -> None:
         """Count the live allocations no longer, and reset the peak."""

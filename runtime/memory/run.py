@@ -73,7 +73,7 @@ def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor
     with Engine(decided) as engine:
         engine.train_step(batches[0])
         outside = held_tensors(engine)
-        watch = MemoryWatch(engine.executor, [*outside, *batches[1].values()])
+        watch = MemoryWatch(engine.executor, outside)
         engine.executor.around = watch.around
         engine.train_step(batches[1])
         row = decided.memory[engine.mesh.pp_rank]

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.pipeline.schedule import Action
 from planner.saved.allocations import Allocations
-from runtime.pipeline.executor import Executor
+from runtime.pipeline.executor import Executor, Step
 
 SETTLING_SECONDS = (0.005, 0.02)
 
@@ -41,7 +41,7 @@ class MemoryWatch:
     """Owns the ``moments`` of a step, one for each action."""
 
     def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
-        """``outside``: tensors that are not counted."""
+        """``outside``: tensors that are not counted; microbatches are not either."""
         self.executor = executor
         self.moments: list[Moment] = []
         self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
@@ -51,7 +51,8 @@ class MemoryWatch:
         gc.freeze()  # so that later collections are fast
 
     @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
+    def around(self, action: Action, step: Step) -> Iterator[None]:
+        self._allocations.know(t for microbatch in step.microbatches for t in microbatch.values())
         before = self._kept() if action.kind != "F" else 0
         self._allocations.peak = 0
         with self._allocations, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):

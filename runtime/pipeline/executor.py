@@ -67,8 +67,8 @@ class Executor:
     """Runs the actions of this rank.
 
     Owns: the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch
-    of the last evaluation, in their order, if a stage gives them. ``around(action)``: each action runs in it, with the
-    receives that it posts; for observers.
+    of the last evaluation, in their order, if a stage gives them. ``around(action, step)``: each action runs in it, with
+    the receives that it posts; for observers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Executor:
         self.before_forward = before_forward
         self.before_weights = before_weights
         self.weights = weights
-        self.around: Callable[[Action], AbstractContextManager[Any]] = nullcontext
+        self.around: Callable[[Action, Step], AbstractContextManager[Any]] = _unobserved
         self.scores: list[Tensor] = []
         self._saved: dict[tuple[int, int], Saved] = {}
         self._last = {(action.kind, action.chunk): action for action in self.order}
@@ -131,7 +131,7 @@ class Executor:
         for position, action in enumerate(actions):
             activity.at(step.index, self.stages[action.chunk].index, action)
             try:
-                with self.around(action):
+                with self.around(action, step):
                     for posted in actions[position : position + 2] if position + 1 < len(actions) else ():
                         self._post(posted)
                     self._run_by_kind[action.kind](step, action)
@@ -228,6 +228,10 @@ class Executor:
         if not torch.is_grad_enabled():  # evaluation runs the forwards alone
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
         return grid_around(orders, groups.pp_rank, action, groups.mesh.fold)
+
+
+def _unobserved(action: Action, step: Step) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: Tensor | None) -> Saved:

@@ -33,11 +33,11 @@ def kept(seconds: float) -> list[int]:
     batch = random_batch(spec, decided, 0)
     threads: list[threading.Thread] = []
     with Engine(decided) as engine:
-        watch = MemoryWatch(engine.executor, [*held_tensors(engine), *batch.values()])
+        watch = MemoryWatch(engine.executor, held_tensors(engine))
 
         @contextmanager
-        def around(action: Any) -> Iterator[None]:
-            with watch.around(action):
+        def around(action: Any, step: Any) -> Iterator[None]:
+            with watch.around(action, step):
                 yield
                 made = [torch.zeros(EXTRA, dtype=torch.uint8)] if seconds else []
                 threads.append(threading.Thread(target=hold, args=(made, seconds)))

@@ -156,7 +156,7 @@ def test_each_w_does_what_its_own_backward_put_aside_and_the_last_of_each_chunk_
     announced: list[bool] = []
     handle, ran = WeightGradients(), []
     run = waiting(handle, before_weights=announced.append)
-    run.around = lambda action: _noted(ran, action, handle)
+    run.around = lambda action, _: _noted(ran, action, handle)
     run.run(step_of())
     assert announced == [False, False, True, True]
     waits = [count for action, count in ran if str(action) in ("B0.1", "B1.1", "B0.0", "W0.1", "W1.0")]
