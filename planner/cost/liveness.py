@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost.let_go import LetGo
 from planner.saved.observe import Gradient
@@ -23,7 +23,8 @@ from planner.saved.trace import Call, StageTrace
 class StageMemory:
     """Bytes of one microbatch on a stage: ``kept`` between forward and backward, ``logits`` of them by the calls after
     the last block; at the peak of a ``forward`` and of a ``backward``, with the kept bytes included. ``aside``: bytes
-    that a backward leaves for its W. ``received``: kept bytes that came from the stage before.
+    that a backward leaves for its W. ``received``: kept bytes that came from the stage before. ``passed_on``: kept
+    bytes that the next stage receives.
     """
 
     kept: int
@@ -35,6 +36,12 @@ class StageMemory:
     at_backward: str = ""
     aside: int = 0
     received: int = 0
+    passed_on: int = 0
+
+    def without(self, given: int) -> StageMemory:
+        """The same without bytes that it receives and that are counted elsewhere."""
+        kept, forward, backward = (total - given for total in (self.kept, self.forward, self.backward))
+        return replace(self, kept=kept, forward=forward, backward=backward, received=self.received - given)
 
 
 def stage_memory(
@@ -53,8 +60,9 @@ def stage_memory(
     logits = _kept_by_last(trace, after_blocks)
     sent = sum(trace.bytes_of[m] for m in set(trace.sent.values()) - held - trace.outside)
     received = sum(trace.bytes_of[m] for m in set(trace.received.values()) & held)
+    passed_on = sum(trace.bytes_of[m] for m in set(trace.sent.values()) & held - trace.outside)
     peaks = (max(forward, kept), max(backward, kept), sent, at_forward, at_backward)
-    return StageMemory(kept, logits, *peaks, ran.aside, received)
+    return StageMemory(kept, logits, *peaks, ran.aside, received, passed_on)
 
 
 def held_between(trace: StageTrace, let_go: Sequence[LetGo] = ()) -> tuple[set[int], int]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, prod
 
 from planner.cost.cut.ops import multiplies_weight
@@ -36,6 +37,8 @@ from planner.cost.peak import Peak, peak_of
 from planner.decisions import Decisions
 from planner.errors import require
 from planner.graph.ops.aten import value_bytes
+from planner.mesh import Mesh
+from planner.pipeline.links import received_by
 from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.pieces import Piece
 from planner.regions.static_memory import GraphSlots
@@ -99,12 +102,22 @@ def memory_rows(
         trace = trace_stage(decisions, shards, index)
         later = waiting_calls(trace, decisions) if schedule.has_weights else frozenset[int]()
         stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
+    stages = shared_once(stages, decisions.mesh)
     static, orders, fold = Counter[int](), schedule.actions, decisions.mesh.fold
     for row in slots:
         static[row.pp_rank] += row.bytes
     standing = {row.pp_rank for row in slots if row.message_bytes}
     peaks = [peak_of(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
     return tuple(_row(decisions, shards, rank, peak, stages, static[rank]) for rank, peak in enumerate(peaks))
+
+
+def shared_once(stages: Sequence[StageMemory], mesh: Mesh) -> list[StageMemory]:
+    """A stage that follows another on the same rank receives its tensors, no copies: kept bytes of both count once."""
+    found = list(stages[:1])
+    for index, (before, stage) in enumerate(pairwise(stages), 1):
+        copies = received_by("F", index, 0).crosses(len(stages), mesh.pp, mesh.fold)
+        found.append(stage if copies else stage.without(before.passed_on))
+    return found
 
 
 def waiting_calls(trace: StageTrace, decisions: Decisions) -> frozenset[int]:

@@ -111,8 +111,7 @@ class _Rank:
         memory = self.stages[stage]
         if not self.stands_still or not self._crosses(received_by("F", stage, action.microbatch)):
             return memory
-        kept, forward, backward = (n - memory.received for n in (memory.kept, memory.forward, memory.backward))
-        return replace(memory, kept=kept, forward=forward, backward=backward)
+        return memory.without(memory.received)
 
     def _crosses(self, message: Message) -> bool:
         return message.crosses(len(self.stages), self.pp, self.fold)

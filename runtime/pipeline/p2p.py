@@ -83,7 +83,9 @@ class Transport:
 
     @property
     def buffers(self) -> Iterator[Tensor]:
-        """Of all messages under way, in either direction."""
+        """Of all messages under way, in either direction, and of those that wait on this rank."""
+        for handed in self._handed.values():
+            yield from handed
         for transfer in (*self._posted.values(), *self._sending.values()):
             yield from transfer.buffers
 

@@ -49,6 +49,22 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "recompute": "full",
         },
     ),
+    "a recomputed block frees the input copies of its products with a bias": (
+        {"kind": "vision", "norm": "rms", "norm_place": "parallel", "inner_norm": True},
+        {"mesh.dp": 2, "recompute": "full"},
+    ),
+    "a microbatch in the model's data type is no activation": (
+        {"kind": "vision", "layers": 1, "attention": "spelled"},
+        {"mesh.tp": 3, "tensor_parallel.sequence_parallel": True},
+    ),
+    "a tensor that two stages of a rank hold counts once": (
+        {"kind": "encoder_decoder"},
+        {"mesh.tp": 2, "mesh.pp": 2, "mesh.vpp": 2, "pipeline.schedule": "zero_bubble_v"},
+    ),
+    "a gradient between two stages of a rank is a message": (
+        {"kind": "encoder_decoder", "bias": False},
+        {"mesh.tp": 2, "mesh.pp": 2, "mesh.vpp": 2, "batch.micro": 1, "pipeline.schedule": "zero_bubble_v"},
+    ),
 }
 
 
