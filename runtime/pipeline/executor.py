@@ -67,8 +67,8 @@ class Executor:
     """Runs the actions of this rank.
 
     Owns: the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch
-    of the last evaluation, in their order, if a stage gives them. ``around(action, step)``: each action runs in it, with
-    the receives that it posts; for observers.
+    of the last evaluation, in their order, if a stage gives them. ``around(action, step)``: each action runs in it,
+    with the receives that it posts; for observers.
     """
 
     def __init__(
