@@ -7,6 +7,8 @@ PLANS := .venv/plans
 READY := .venv/ready
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes, and each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # lint and types run side by side
 MAKEFLAGS += --jobs=2
 

@@ -186,7 +186,7 @@ def test_an_override_that_names_nothing_is_an_error_at_its_line(tmp_path: Path) 
     assert "spec.yaml:5" in str(error.where)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [name for name in jobs.CHANGES if name != "other tokens"])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}], ids=str)
 def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh: dict[str, int], change: str) -> None:

@@ -20,6 +20,7 @@ from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost, in_fork
 from runtime.optimizer import buffers, zero1
 from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 
 STEPS = 2
@@ -261,16 +262,16 @@ class Ran(NamedTuple):
     ranks: list[dict[str, Any]]
 
 
-def run_all_cases(host: StoreHost) -> dict[str, Ran]:
+def run_all(host: StoreHost, cases: list[str]) -> dict[str, Ran]:
     """Model by model, each captured once in a process of its own."""
-    models = dict.fromkeys(model for model, _ in CASES.values())
-    return {case: ran for model in models for case, ran in in_fork(run_cases_of, host, model).items()}
+    models = dict.fromkeys(CASES[case][0] for case in cases)
+    return {case: ran for model in models for case, ran in in_fork(run_cases_of, host, model, cases).items()}
 
 
-def run_cases_of(host: StoreHost, model: str) -> dict[str, Ran]:
+def run_cases_of(host: StoreHost, model: str, cases: list[str]) -> dict[str, Ran]:
     built, captured, found = build(model), {}, {}
     for number, (case, (name, changes)) in enumerate(CASES.items()):
-        if name == model:
+        if name == model and case in cases:
             spec = Spec.load(spec_of(model, **changes))
             key = str((spec.inputs, spec.batch.micro, spec.loss, spec.precision.parameters))
             captured[key] = captured.get(key) or capture(built, spec)
@@ -286,9 +287,9 @@ def run_case(host: StoreHost, captured: Captured, spec: Spec) -> Ran:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Ran]:
+def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
     """What each of four processes saw, by case."""
-    return session_lab().call(run_all_cases)
+    return session_lab().call(run_all, chosen(request, "case"))
 
 
 @pytest.mark.sampled(10)

@@ -213,6 +213,7 @@ def test_a_family_with_stacks_of_experts(name, folding):
     check(lambda: family(name), batch, mesh, 1e-5, 1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "ep2·dp2"])
 def test_groups_of_experts_of_which_only_the_best_scores_are_read_can_be_recomputed(kind: str, mesh: dict[str, int]):

@@ -208,6 +208,7 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
     check(make, batch, mesh)
 
 
+@pytest.mark.covering(1)
 @OVER
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 5e-2)])
 def test_grouped_products_of_the_kernel(folding: str, dtype: torch.dtype, loss: float, gradient: float) -> None:

@@ -38,13 +38,13 @@ NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE an
 FINER = list(zip(NAMES, cycle(OTHERS), strict=False))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [model for model, layout in FINER if layout != OTHERS[-1]])  # that one has this in it
 def test_family_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, ALWAYS)).wrong == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), FINER, ids=name_of)
 def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:

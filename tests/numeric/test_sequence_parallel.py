@@ -22,7 +22,7 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else name_of(x))
 def test_sequence_parallel_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout, SEQUENCE_PARALLEL)).wrong == []

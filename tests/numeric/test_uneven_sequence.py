@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", RUNS)
 def test_steps_are_those_of_one_process(lab: Lab, run: str) -> None:
     model, mesh, rest = RUNS[run]
@@ -82,7 +82,7 @@ def _ran(name: str, mesh: dict[str, int], **more: Any) -> Ran:
     return run_mesh(lambda: build(name).model, build(name).batch(4, 0), mesh, **more)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", [*uneven.MODELS, "vit"])
 def test_each_family_gives_the_gradients_of_one_process(name: str, tp: int) -> None:

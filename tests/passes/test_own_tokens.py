@@ -18,7 +18,7 @@ def entry_of(name: str) -> Entry:
     return entry
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=["cp2", "cp2-tp2"])
 @pytest.mark.parametrize("name", ["bloom", "t5", "gemma2"])
 def test_it_equals_one_process_and_exchanges_what_the_rows_say(name: str, mesh: dict[str, int]) -> None:

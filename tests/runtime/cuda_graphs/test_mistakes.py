@@ -75,7 +75,7 @@ def gradient_of_later_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RegionGraphs, "backward", backward)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -44,7 +44,7 @@ def verified(path: Path, name: str, **sections: Any) -> run.VerifyReport:
     return verify(f"{path / 'dropping.py'}:build", str(path / "spec.yaml"), steps=3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "sections"),
     [

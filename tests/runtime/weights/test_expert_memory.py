@@ -14,6 +14,7 @@ from planner.frozen_plan import Plan
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
+from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 
 MESHES = {
@@ -71,10 +72,10 @@ def run_case(made: Plan) -> dict[str, Any]:
 Ran = tuple[Plan, list[dict[str, Any]]]
 
 
-def run_all(host: StoreHost) -> dict[tuple[str, str], Ran]:
+def run_all(host: StoreHost, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Ran]:
     """Of each case its plan, without what it was decided on, and what each rank found."""
     found = {}
-    for case in CASES:
+    for case in cases:
         made = planned(*case)
         gc.collect()
         gc.freeze()  # ranks look at what they make themselves, and copy no page of what was there before
@@ -83,8 +84,8 @@ def run_all(host: StoreHost) -> dict[tuple[str, str], Ran]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[tuple[str, str], Ran]:
-    return session_lab().call(run_all)
+def runs(request: pytest.FixtureRequest) -> dict[tuple[str, str], Ran]:
+    return session_lab().call(run_all, chosen(request, "case"))
 
 
 @pytest.mark.sampled(2)
