@@ -51,7 +51,7 @@ def fuse_bias(stage: StageGraph, context: LowerContext) -> None:
         target, args = fused(*product.args, bias)
         with graph.inserting_before(node):
             new = graph.call_function(target, args)
-        new.meta = {**node.meta, "product": product.meta["origin"]}  # whose internal tensors it saves
+        new.meta = {**node.meta, "product": product.meta["origin"]}  # it saves the internal tensors of both
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         graph.erase_node(product)
