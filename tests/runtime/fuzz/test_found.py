@@ -63,7 +63,14 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "a gradient between two stages of a rank is a message": (
         {"kind": "encoder_decoder", "bias": False},
-        {"mesh.tp": 2, "mesh.pp": 2, "mesh.vpp": 2, "batch.micro": 1, "pipeline.schedule": "zero_bubble_v"},
+        {
+            "mesh.tp": 2,
+            "mesh.pp": 2,
+            "mesh.vpp": 2,
+            "batch.micro": 1,
+            "tensor_parallel.overrides": "mlp",
+            "pipeline.schedule": "zero_bubble_v",
+        },
     ),
 }
 
