@@ -123,8 +123,11 @@ class _Tracer:
         self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
         self.of_gathered = {exchange.reader for exchange in decisions.context.exchanges if exchange.reader}
         self.changes: dict[str, list[TypeChange]] = {}
+        self.of_overlapped = set[str]()  # products that the op of their f or gather computes
         for change in shards.changes[index]:
             self.changes.setdefault(change.value, []).append(change)
+            if change.how.name in ("f", "gather") and is_overlapped(decisions, change):
+                self.of_overlapped |= set(change.readers)
 
     def run(self) -> StageTrace:
         for boundary in self.shards.received(self.index):
@@ -240,6 +243,8 @@ class _Tracer:
         seen = _unread_inside(node, seen)
         if change is None and node.name in self.of_gathered:  # it saves its operands, and no copy that a product makes
             seen = replace(seen, operands=tuple(range(len(operands))), hidden=())
+        if change is None and node.name in self.of_overlapped and seen.hidden:  # likewise, if its weight trains
+            seen = replace(seen, operands=tuple(sorted({0, *seen.operands})), hidden=())
         made: list[Value] = []
         for result in seen.made:
             made.append(self.trace.value(result.like, self._memory(result, operands, made)))

@@ -53,6 +53,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kind": "vision", "norm": "rms", "norm_place": "parallel", "inner_norm": True},
         {"mesh.dp": 2, "recompute": "full"},
     ),
+    "products of one op save their input, and no copies of it": (
+        {"kind": "vision", "inner": 36, "norm_place": "none", "loss": "squares"},
+        {"mesh.tp": 3, "tensor_parallel.overrides": "attention", "recompute": "first full"},
+    ),
     "a microbatch in the model's data type is no activation": (
         {"kind": "vision", "layers": 1, "attention": "spelled"},
         {"mesh.tp": 3, "tensor_parallel.sequence_parallel": True},
