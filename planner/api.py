@@ -208,9 +208,9 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     captured = _captured(model, spec, example_inputs)
     prepared = prepare(captured, spec)
     program, terms = prepared.program, prepared.terms
+    found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = keep_own_keys(program, cut_sequence(program, mesh.cp), mesh.tp)
-    found = find_experts(program)
     experts = open_experts(program, found, mesh)
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)

@@ -142,8 +142,9 @@ class Cuts:
 
     def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
         program, blocks = copied(folded.program), folded.blocks
+        found = find_experts(program)
         context = keep_own_keys(program, cut_sequence(program, cut.cp), cut.tp)
-        experts = open_experts(program, find_experts(program), mesh_of(cut))
+        experts = open_experts(program, found, mesh_of(cut))
         if cut.cp > 1 or cut.has_expert_axes:
             seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
             if folded.is_folded and _pattern(seen) != _pattern(blocks):

@@ -57,6 +57,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kind": "vision", "inner": 36, "norm_place": "none", "loss": "squares"},
         {"mesh.tp": 3, "tensor_parallel.overrides": "attention", "recompute": "first full"},
     ),
+    "experts without tokens are not updated, with sequences over cp too": (
+        {"experts": "rows", "skips_empty": True, "bias": False, "shared_layer": True, "loss": "weighted"},
+        {"mesh.cp": 2},
+    ),
     "a microbatch in the model's data type is no activation": (
         {"kind": "vision", "layers": 1, "attention": "spelled"},
         {"mesh.tp": 3, "tensor_parallel.sequence_parallel": True},
