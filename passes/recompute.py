@@ -23,6 +23,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
 from passes.ops.column_linear import gathered_linears
 from passes.ops.compiled import run_piece
+from passes.ops.counted import counted_dropout
 from passes.ops.dropout import stream_dropout
 from passes.ops.recompute import (
     BlockCall,
@@ -37,7 +38,7 @@ from passes.ops.recompute import (
 from passes.units import comes_of_region, regions_in
 from planner.recompute.pieces import Homes, Piece
 
-OF_SHAPE_ALONE = {stream_dropout}  # their internal tensors do not depend on input values
+OF_SHAPE_ALONE = {stream_dropout, counted_dropout}  # their internal tensors do not depend on input values
 
 
 def recompute(stage: StageGraph, context: LowerContext) -> None:

@@ -30,6 +30,7 @@ META = {
 # Further keys that lowering writes into the graphs of stages.
 STAGE_META = {
     "origin": "the node's name in the captured graph",
+    "product": "of a product lowered together with its bias: the name of the product alone in the captured graph",
     "placement": "its type over tp",
     "change": "of a collective: the change of type that it carries out",
     "again": "of a gather along the sequence: whether its result is not saved for the backward",

@@ -61,6 +61,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"experts": "rows", "skips_empty": True, "bias": False, "shared_layer": True, "loss": "weighted"},
         {"mesh.cp": 2},
     ),
+    "a rerun that draws a mask again recomputes no input of the dropout": (
+        {"layers": 1, "dropout": 0.1},
+        {"mesh.tp": 2, "precision.parameters": "bfloat16", "recompute": "full", "dropout": "layout_invariant"},
+    ),
     "a microbatch in the model's data type is no activation": (
         {"kind": "vision", "layers": 1, "attention": "spelled"},
         {"mesh.tp": 3, "tensor_parallel.sequence_parallel": True},
