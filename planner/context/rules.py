@@ -2,7 +2,6 @@
 
     attention       queries and result sharded, keys and values full
     loss of rows    rows sharded: partial sums
-    index by more   a dim of the rows that are read sharded, in each index that has it
     full            of fewer
     tril, triu      rows or columns sharded
     one token       the sum over ranks of it and zeros: partial sums
@@ -110,27 +109,6 @@ def loss_of_elements(site: Site) -> Iterator[Option]:
                 yield site.option(P if given["reduction"] else whole, operands, form)
 
 
-def index(site: Site) -> Iterator[Option]:
-    """x[i, j, ..] with several indices of broadcast shapes, that are adjacent."""
-    arguments: Any = site.node.args
-    x, indices = arguments[0], arguments[1]
-    places = [d for d, i in enumerate(indices) if i is not None]
-    used = [indices[d] for d in places]
-    if x in used or len(set(used)) < 2 or any(i.meta["val"].dtype == torch.bool for i in used):
-        return
-    first = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
-    common = tuple(torch.broadcast_shapes(*(site.shape(i) for i in used)))
-    cuts = {c for c in site.candidates() if first <= c.dim < first + len(common)}
-    for i in used:
-        shift = len(common) - len(site.shape(i))
-        cuts |= {
-            c.moved(first + c.dim + shift) for c in site.candidates(i) if site.shape(i)[c.dim] == common[c.dim + shift]
-        }
-    for cut in sorted(cuts):
-        inner = cut.moved(cut.dim - first)
-        yield site.option(cut, {x: R} | {i: aligned(inner, common, site.shape(i)) for i in used}, Form.PARTS)
-
-
 def one_token(site: Site) -> Iterator[Option]:
     """x[:, i:i + 1]: the first token, say; one rank has it."""
     x, dim, start, end, *step = site.node.args
@@ -149,7 +127,6 @@ def factory(site: Site) -> Iterator[Option]:
 FACTORIES: set[Any] = {aten.full.default, aten.zeros.default, aten.ones.default}
 RULES: dict[Any, Callable[[Site], Iterator[Option]]] = {
     aten.scaled_dot_product_attention.default: attention,
-    aten.index.Tensor: index,
     aten.tril.default: triangle,
     aten.triu.default: triangle,
     aten.slice.Tensor: one_token,

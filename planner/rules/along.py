@@ -48,6 +48,11 @@ def apart(call: Call) -> OpRule | None:
     return _beside(call, _dims(call))
 
 
+def of_sequence(call: Call) -> OpRule | None:
+    """gather_sequence(x, dim, cp), local_rows: positions along the dim change."""
+    return _beside(call, {int(call.node.args[1])})  # pyright: ignore[reportArgumentType]
+
+
 def along_first(call: Call) -> OpRule | None:
     """split, slice …: dim 0 by default."""
     return _beside(call, call.dims(*NAMES) or frozenset({0}))

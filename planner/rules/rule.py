@@ -48,10 +48,14 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """``unread``: operands of which only shape and dtype count, as of ``zeros_like``."""
+    """``unread``: operands of which only shape and dtype count, as of ``zeros_like``.
+
+    ``linear``: sets of operands in which the call is linear while the others stay; those of one set are added up.
+    """
 
     factors: tuple[Factor, ...]
     unread: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
 
     def along(self, operand: int, dim: int) -> list[Factor]:
         """The factors of one dim, the innermost first."""

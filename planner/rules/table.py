@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, is_pointwise, packet_of
-from planner.graph.ops.sequence import causal_attention
+from planner.graph.ops.aten import is_pointwise, packet_of, packets
+from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules import along, attention, indexing, products, spatial, views
 from planner.rules.call import Call, call_of
 from planner.rules.factors import EACH, Factors
+from planner.rules.linear import linear_in
 from planner.rules.products import Builder
 from planner.rules.rule import RESULT, OpRule
 
 
+def builder_of(target: Any) -> Builder | None:
+    """The builder of the rules of an op; None for an op without."""
+    builder = RULES.get(packet_of(target))
+    if builder is None and is_grouped(target):
+        return products.grouped
+    return along.elementwise if builder is None and is_pointwise(target) else builder
+
+
+def is_grouped(target: Any) -> bool:
+    """Of transformers, without the kernel too."""
+    return "grouped_mm" in str(target)
+
+
 def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
-    builder = RULES.get(packet_of(node.target))
-    if builder is None and "grouped_mm" in str(node.target):
-        builder = products.grouped  # of transformers, without the kernel
-    if builder is None and is_pointwise(node.target):
-        builder = along.elementwise
+    builder = builder_of(node.target)
     call = call_of(node) if builder is not None else None
-    return builder(call) if builder is not None and call is not None else None
+    rule = builder(call) if builder is not None and call is not None else None
+    if call is None or rule is None:
+        return None
+    return replace(rule, linear=linear_in(call, packet_of(node.target)))
 
 
 def item(call: Call) -> OpRule | None:
@@ -41,62 +55,64 @@ def item(call: Call) -> OpRule | None:
     return factors.done()
 
 
-def _packets(names: str, builder: Builder) -> dict[Any, Builder]:
-    """Those of the ops that this PyTorch has."""
-    return {getattr(aten, name): builder for name in names.split() if hasattr(aten, name)}
-
-
 RULES: dict[Any, Builder] = (
     # products
-    _packets("linear", products.linear)
-    | _packets("mm bmm matmul mv dot", products.matmul)
-    | _packets("addmm", products.addmm)
-    | _packets("baddbmm", products.baddbmm)
-    | _packets("einsum", products.einsum)
-    | _packets("_grouped_mm", products.grouped)
-    | _packets("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d", spatial.convolution)
-    | _packets("scaled_dot_product_attention", attention.attention)
+    packets("linear", products.linear)
+    | packets("mm bmm matmul mv dot", products.matmul)
+    | packets("addmm", products.addmm)
+    | packets("baddbmm", products.baddbmm)
+    | packets("einsum", products.einsum)
+    | packets("_grouped_mm", products.grouped)
+    | packets("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d", spatial.convolution)
+    | packets("scaled_dot_product_attention", attention.attention)
     | {causal_attention: attention.attention}
+    # over cp
+    | dict.fromkeys((gather_sequence, local_rows), along.of_sequence)
+    | {sum_over_ranks: along.elementwise}
     # by elements, beside those that PyTorch tags
-    | _packets("alias dropout feature_dropout native_dropout _to_copy lift_fresh_copy", along.elementwise)
-    | _packets("zeros_like ones_like full_like empty_like rand_like randn_like bernoulli exponential", along.like)
-    | _packets("type_as", along.shaped_like)
-    | _packets("zeros ones full empty new_zeros new_ones new_full new_empty rand randn", along.new)
+    | packets("alias dropout feature_dropout native_dropout _to_copy lift_fresh_copy", along.elementwise)
+    | packets("zeros_like ones_like full_like empty_like rand_like randn_like bernoulli exponential", along.like)
+    | packets("type_as", along.shaped_like)
+    | packets("zeros ones full empty new_zeros new_ones new_full new_empty rand randn", along.new)
     # along dims
-    | _packets("softmax _softmax log_softmax _log_softmax _safe_softmax", along.kept)
-    | _packets("cumsum cumprod logcumsumexp cummax cummin", along.kept)
-    | _packets("topk sort argsort flip roll diff glu", along.apart)
-    | _packets("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft", along.apart)
-    | _packets("slice narrow split split_with_sizes chunk cat concat concatenate msort", along.along_first)
-    | _packets("tril triu", along.last_two)
-    | _packets("layer_norm rms_norm native_layer_norm _fused_rms_norm", along.norm)
-    | _packets("sum nansum count_nonzero", along.total)
-    | _packets("mean nanmean amax amin max min argmax argmin aminmax median logsumexp prod any all", along.mixed)
-    | _packets("var std var_mean std_mean norm linalg_vector_norm", along.mixed)
-    | _packets("select unbind", along.selected)
-    | _packets("stack", along.stack)
-    | _packets("pad constant_pad_nd", along.padded)
-    | _packets("unfold", along.unfold)
+    | packets("softmax _softmax log_softmax _log_softmax _safe_softmax", along.kept)
+    | packets("cumsum cumprod logcumsumexp cummax cummin", along.kept)
+    | packets("topk sort argsort flip roll diff glu", along.apart)
+    | packets("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft", along.apart)
+    | packets("slice narrow split split_with_sizes chunk cat concat concatenate msort", along.along_first)
+    | packets("tril triu", along.last_two)
+    | packets("layer_norm rms_norm native_layer_norm _fused_rms_norm", along.norm)
+    | packets("sum nansum count_nonzero", along.total)
+    | packets("mean nanmean amax amin max min argmax argmin aminmax median logsumexp prod any all", along.mixed)
+    | packets("var std var_mean std_mean norm linalg_vector_norm", along.mixed)
+    | packets("select unbind", along.selected)
+    | packets("stack", along.stack)
+    | packets("pad constant_pad_nd", along.padded)
+    | packets("unfold", along.unfold)
     # views
-    | _packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape)
-    | _packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)
-    | _packets("expand expand_as", along.shaped_like)
-    | _packets("repeat", views.repeat)
-    | _packets("view_as_complex view_as_real", views.complex_pair)
+    | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape)
+    | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)
+    | packets("expand expand_as", along.shaped_like)
+    | packets("repeat", views.repeat)
+    | packets("view_as_complex view_as_real", views.complex_pair)
     # indexing
-    | _packets("embedding", products.embedding)
-    | _packets("gather", indexing.gather)
-    | _packets("index_select", indexing.index_select)
-    | _packets("index", indexing.index)
-    | _packets("scatter scatter_add scatter_reduce", indexing.scatter)
-    | _packets("index_add index_copy", indexing.index_add)
-    | _packets("index_put", indexing.index_put)
-    | _packets("one_hot", indexing.one_hot)
+    | packets("embedding", products.embedding)
+    | packets("gather", indexing.gather)
+    | packets("index_select", indexing.index_select)
+    | packets("index", indexing.index)
+    | packets("scatter scatter_add scatter_reduce", indexing.scatter)
+    | packets("index_add index_copy", indexing.index_add)
+    | packets("index_put", indexing.index_put)
+    | packets("one_hot", indexing.one_hot)
     # images
-    | _packets("batch_norm instance_norm", spatial.batch_norm)
-    | _packets("group_norm", spatial.group_norm)
-    | _packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", spatial.pool(1))
-    | _packets("avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d", spatial.pool(2))
-    | _packets("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", spatial.pool(3))
+    | packets("batch_norm instance_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)
+    | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", spatial.batch_norm)
+    | packets("group_norm", spatial.group_norm)
+    | packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", spatial.pool(1))
+    | packets("upsample_nearest1d upsample_linear1d", spatial.pool(1))
+    | packets("avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d", spatial.pool(2))
+    | packets("_adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d", spatial.pool(2))
+    | packets("upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa", spatial.pool(2))
+    | packets("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", spatial.pool(3))
     | {getitem: item}
 )

@@ -111,6 +111,11 @@ def ops_named(paths: str) -> list[Any]:
     return [op for op in map(op_named, paths.split()) if op is not None]
 
 
+def packets(names: str, value: Any) -> dict[Any, Any]:
+    """``value`` for all overloads of each of the ops, apart by spaces, that this PyTorch has."""
+    return {getattr(aten, name): value for name in names.split() if hasattr(aten, name)}
+
+
 def packet_of(target: Any) -> Any:
     """All overloads of an op together."""
     return getattr(target, "overloadpacket", target)

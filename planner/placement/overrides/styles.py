@@ -22,7 +22,7 @@ from planner.graph.walks import readers, walk
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides.kinds import Asked
-from planner.placement.rules.contraction import contraction, grouped
+from planner.placement.rules.contraction import contraction
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
@@ -142,7 +142,7 @@ class Overrides:
 
 def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placement) -> bool:
     """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
-    is_product = rule_of(product.target) in (contraction, grouped)
+    is_product = rule_of(product.target) is contraction
     return is_product and option.form is Form.COLUMN and cut.dim == 0 and weight.meta["val"].dim() > 2
 
 

@@ -3,7 +3,6 @@
 convolution   out channels cut: weight [o/tp, i, ..], x whole (R)          as a column-parallel linear
               in channels cut: x and weight cut, the result is P           as a row-parallel linear
               groups cut: x, weight and result by channels, groups/tp of them on a rank (depthwise)
-pooling …     channels sharded; the spatial dims are not
 group_norm    channels sharded by complete groups
 batch_norm    channels cut: each has statistics of its own, held or taken from the batch
 """
@@ -18,8 +17,11 @@ from torch import fx
 
 from planner.graph.ops.aten import named
 from planner.placement.rules.base import Covers, Option, Site
+from planner.placement.rules.by_factors import by_factors, dims_of_factors, given_of
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
+from planner.rules.rule import OpRule, Role
+from planner.rules.table import rule_of
 
 aten = torch.ops.aten
 
@@ -33,31 +35,31 @@ def convolution(site: Site) -> Iterator[Option]:
     if x is weight or len(site.inputs) > 2 or given.get("transposed"):
         return
     channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 without a batch dim
-    if given["groups"] == 1:
-        yield from _columns(site, x, weight, channel)
-        yield from _rows(site, x, weight, channel)
+    rule = rule_of(site.node)
+    if given["groups"] == 1 and rule is not None:
+        yield from _columns(site, weight, rule)
+        yield from _rows(site, weight, rule)
     else:
         yield from _groups(site, x, weight, channel, given["groups"])
 
 
-def _columns(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
-    cuts = {c.moved(0) for c in site.candidates() if c.dim == channel}
-    cuts |= {c for c in site.candidates(weight) if c.dim == 0}
-    for cut in sorted(cuts | _even(site, weight, 0)):
-        yield site.option(cut.moved(channel), {weight: cut}, Form.COLUMN)
+def _columns(site: Site, weight: fx.Node, rule: OpRule) -> Iterator[Option]:
+    for dims in dims_of_factors(site, rule, Role.EACH):
+        if weight in dims.inputs and dims.out is not None:
+            for cut in sorted({*dims.candidates(site), *_even(site, weight, 0)}):
+                yield site.option(cut.moved(dims.out), given_of(dims, cut), Form.COLUMN)
 
 
-def _rows(site: Site, x: fx.Node, weight: fx.Node, channel: int) -> Iterator[Option]:
-    cuts = {c.moved(1) for c in site.candidates(x) if c.dim == channel}
-    cuts |= {c for c in site.candidates(weight) if c.dim == 1}
-    for cut in sorted(cuts | _even(site, weight, 1)):
-        if not cut.padding and not cut.has_whole_segment:
-            yield site.option(P, {x: cut.moved(channel), weight: cut}, Form.ROW)
+def _rows(site: Site, weight: fx.Node, rule: OpRule) -> Iterator[Option]:
+    for dims in dims_of_factors(site, rule, Role.SUM):
+        for cut in sorted({*dims.candidates(site), *_even(site, weight, 1)}):
+            if not cut.padding and not cut.has_whole_segment:
+                yield site.option(P, given_of(dims, cut), Form.ROW)
 
 
 def _even(site: Site, weight: fx.Node, dim: int) -> set[Placement]:
     size = site.shape(weight)[dim]
-    return {Placement("V", dim, (Segment(size),))} if site.divides(size) else set()
+    return {Placement("V", 0, (Segment(size),))} if site.divides(size) else set()
 
 
 def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) -> Iterator[Option]:
@@ -71,16 +73,6 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
         plain = len(cut.segments) == 1 and not cut.has_whole_segment and site.divides(groups)
         if not cut.padding and (groups == size or plain):
             yield site.option(cut.moved(channel), {x: cut.moved(channel), weight: cut}, Form.GROUPS)
-
-
-def spatial(site: Site) -> Iterator[Option]:
-    """Pooling, interpolation, reflection padding over the last dims: sharded on any other dim."""
-    x = site.inputs[0]
-    channel = 1 if len(site.shape(x)) > 2 else 0
-    if len(site.inputs) > 1 or len(site.shape(x)) < 3:
-        return
-    for cut in sorted({c for n in (x, site.node) for c in site.candidates(n) if c.dim <= channel}):
-        yield site.option(cut, {x: cut}, Form.PARTS)
 
 
 def group_norm(site: Site) -> Iterator[Option]:
@@ -101,14 +93,11 @@ def batch_norm(site: Site) -> Iterator[Option]:
     """batch_norm(x [b, channels, ..], weight, bias, mean, variance, ..), instance_norm: all sharded by channels. The
     statistics of a tuple would be sharded on another dim than the result: if they are read, all is replicated.
     """
-    x = site.inputs[0]
-    if any(user.target is operator.getitem and user.args[1] for user in site.node.users) or len(site.shape(x)) < 2:
+    if any(user.target is operator.getitem and user.args[1] for user in site.node.users):
         return
-    others = site.inputs[1:]
-    cuts = {c for n in (x, site.node) for c in site.candidates(n) if c.dim == 1}
-    cuts |= {c.moved(1) for n in others for c in site.candidates(n) if c.dim == 0}
-    for cut in sorted(c for c in cuts if not c.padding and not c.has_whole_segment):
-        yield site.option(cut, dict.fromkeys(others, cut.moved(0)) | {x: cut}, Form.PARTS)
+    for option in by_factors(site):
+        if not option.out.padding and not option.out.has_whole_segment:
+            yield option
 
 
 # ---- the covered ops, and the forms that rules may give beside whole and partial
@@ -124,13 +113,5 @@ COVERS = (
         batch_norm,
         "batch_norm instance_norm native_batch_norm _native_batch_norm_legit_functional "
         "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats",
-    ),
-    Covers(
-        spatial,
-        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d max_pool2d_with_indices "
-        "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec "
-        "upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec "
-        "upsample_bicubic2d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec",
     ),
 )

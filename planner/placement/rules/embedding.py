@@ -12,28 +12,22 @@ from collections.abc import Iterator
 from torch import fx
 
 from planner.placement.rules.base import Covers, Option, Site
+from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement, R, Segment, padded_vocabulary
+from planner.placement.types import P, Placement, Segment, V, padded_vocabulary
 
 
 def embedding(site: Site) -> Iterator[Option]:
-    weight, ids = site.node.args[:2]
+    weight = site.node.args[0]
     assert isinstance(weight, fx.Node)
-    assert isinstance(ids, fx.Node)
     rows, columns = site.shape(weight)
     if any(site.node.args[3:4]):
         return  # gradients scaled by how often an id occurs
     for cut in vocabulary_cuts(site, rows, 0):
         yield site.option(P, {weight: cut}, Form.VOCABULARY)
-    last = len(site.shape()) - 1
-    wanted = {c for c in site.candidates() if c.dim == last}
-    wanted |= {c.moved(last) for c in site.candidates(weight) if c.dim == 1}
+    yield from by_factors(site)
     if site.divides(columns):
-        wanted.add(Placement("V", last, (Segment(columns),)))
-    for cut in sorted(wanted):
-        yield site.option(cut, {weight: cut.moved(1)}, Form.PARTS)
-    for cut in sorted({*site.candidates(ids), *(c for c in site.candidates() if c.dim < last)}):
-        yield site.option(cut, {weight: R, ids: cut}, Form.PARTS)
+        yield site.option(V(len(site.shape()) - 1, columns), {weight: V(1, columns)}, Form.PARTS)
 
 
 def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:

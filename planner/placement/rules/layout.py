@@ -15,9 +15,11 @@ import torch
 from torch import fx
 
 from planner.placement.rules.base import Covers, Option, Site
+from planner.placement.rules.by_factors import by_factors, each, linear
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reshape import reshape_cut
 from planner.placement.types import Placement, R, Segment
+from planner.rules.table import rule_of
 
 aten = torch.ops.aten
 
@@ -33,29 +35,11 @@ def reshape(site: Site) -> Iterator[Option]:
     yield site.partial([x])
 
 
-def permute(site: Site) -> Iterator[Option]:
-    (x,) = site.inputs
-    dims: Any = site.node.args[1]
-    dims = [d % len(dims) for d in dims]
-    cuts = {c for c in site.candidates(x)} | {c.moved(dims[c.dim]) for c in site.candidates()}
-    for cut in sorted(cuts):
-        yield site.option(cut.moved(dims.index(cut.dim)), {x: cut}, Form.PARTS)
-    yield site.partial([x])
-
-
 def expand(site: Site) -> Iterator[Option]:
     """A dim that is repeated may be cut after: each rank repeats its share of times, from a replicated (R) input."""
-    (x,) = site.inputs
-    shape, out_shape = site.shape(x), site.shape()
-    shift = len(out_shape) - len(shape)
-    cuts = set(site.candidates()) | {
-        c.moved(c.dim + shift) for c in site.candidates(x) if shape[c.dim] == out_shape[c.dim + shift]
-    }
-    for cut in sorted(cuts):
-        dim = cut.dim - shift
-        kept = dim >= 0 and shape[dim] == out_shape[cut.dim]
-        yield site.option(cut, {x: cut.moved(dim)} if kept else {}, Form.SIZES)
-    yield site.partial([x])
+    if (rule := rule_of(site.node)) is not None:
+        yield from each(site, rule, Form.SIZES)
+        yield from linear(site, rule)
 
 
 def split(site: Site) -> Iterator[Option]:
@@ -94,9 +78,7 @@ def slice_(site: Site) -> Iterator[Option]:
     x = site.inputs[0]
     _, dim, start, end, *step = site.node.args
     size = site.shape(x)[dim]  # pyright: ignore
-    cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}
-    for cut in sorted(cuts):
-        yield site.option(cut, {x: cut}, Form.PARTS)
+    yield from by_factors(site)
     if not step:
         along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))  # pyright: ignore
         bounds = [start, end - start, size - end]  # pyright: ignore
@@ -106,7 +88,6 @@ def slice_(site: Site) -> Iterator[Option]:
                 yield site.option(pieces[1], {x: cut}, Form.SEGMENT)
     else:
         yield from _strided(site, x, dim, start, end, step[0])  # pyright: ignore[reportArgumentType]
-    yield site.partial([x])
 
 
 def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) -> Iterator[Option]:
@@ -129,14 +110,11 @@ def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) 
 def cat(site: Site) -> Iterator[Option]:
     arguments: Any = site.node.args
     dim = int(arguments[1] if len(arguments) > 1 else 0) % len(site.shape())
-    everywhere = {c for n in (*site.inputs, site.node) for c in site.candidates(n)}
-    for cut in sorted(c for c in everywhere if c.dim != dim):
-        yield site.option(cut, dict.fromkeys(site.inputs, cut), Form.PARTS)
+    yield from by_factors(site)
     operands = arguments[0]
     if len(set(operands)) == len(operands):
         yield from _cat_along(site, list(operands), dim)
     yield from _cat_wanted(site, list(operands), dim)
-    yield site.partial(site.inputs)
 
 
 def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
@@ -217,24 +195,13 @@ def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
         yield from _joint_cuts(site, [(b - a, exact.get((a, b))) for a, b in pairwise(points)], dim)
 
 
-def select_rows(site: Site) -> Iterator[Option]:
-    """index_select(x, dim, index), gather with a replicated index: cut on any other dim; linear in x."""
-    x = site.inputs[0]
-    dim = int(site.node.args[1]) % max(1, len(site.shape(x)))  # pyright: ignore[reportArgumentType]
-    for cut in sorted({c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim}):
-        yield site.option(cut, {x: cut}, Form.PARTS)
-    yield site.partial([x])
-
-
 # ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
     Covers(getitem, targets=(operator.getitem,)),
     Covers(reshape, "reshape", gives={Form.SIZES}),
-    Covers(permute, "permute"),
     Covers(expand, "expand", gives={Form.SIZES}),
     Covers(split, "split_with_sizes", gives={Form.SPLIT}),
     Covers(slice_, "slice.Tensor", gives={Form.PARTS, Form.SEGMENT, Form.STRIDED}),
     Covers(cat, "cat"),
-    Covers(select_rows, "index_select"),
 )

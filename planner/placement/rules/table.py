@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.graph.ops.aten import is_pointwise
+from planner.graph.ops.aten import aten, draws, packet_of, packets
 from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.rules import (
     attention,
@@ -12,21 +12,21 @@ from planner.placement.rules import (
     convolution,
     embedding,
     experts,
-    indexing,
     layout,
     loss,
+    picked,
     reduction,
     sequence,
 )
 from planner.placement.rules.base import Covers, Option, Rule, Site
-from planner.placement.rules.contraction import grouped
+from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
-from planner.placement.rules.pointwise import pointwise
+from planner.rules.table import builder_of, is_grouped
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 
-FAMILIES = (attention, contraction, convolution, embedding, experts, indexing, layout, loss, reduction, sequence)
+FAMILIES = (attention, contraction, convolution, embedding, experts, layout, loss, picked, reduction, sequence)
 
 
 def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
@@ -41,6 +41,7 @@ def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
 COVERED = tuple(covers for family in FAMILIES for covers in family.COVERS)
 RULES = _table(COVERED)
 GIVES: dict[Rule, frozenset[Form]] = {covers.rule: frozenset(covers.gives) for covers in COVERED}
+WITH_SIZES = packets("view _unsafe_view unflatten", ())  # their arguments are sizes; a captured graph has reshape
 ANY_OP = frozenset({Form.WHOLE, Form.PARTIAL})
 
 
@@ -55,9 +56,10 @@ def rule_of(target: Any) -> Rule | None:
         return RULES[target]
     if isinstance(target, OwnBackward):
         return own_backward if target.facts.cuts else None
-    if "grouped_mm" in str(target):
-        return grouped  # transformers' fallback without the kernel
-    return pointwise if is_pointwise(target) else None
+    if is_grouped(target):
+        return contraction.contraction
+    is_left_out = packet_of(target) in WITH_SIZES or (draws(target) and target is not aten.dropout.default)
+    return by_factors if builder_of(target) is not None and not is_left_out else None
 
 
 def has_rule(target: Any) -> bool:

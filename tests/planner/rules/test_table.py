@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from planner.graph.ops.aten import aten, is_random, ops_named, packet_of
-from planner.graph.ops.sequence import causal_attention
+from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 from planner.rules.table import RULES, rule_of
-from tests.tools.rule_trials import tried
+from planner.rules.trials import tried, tried_linear
 
 
 def real(*shape: int) -> Tensor:
@@ -188,6 +188,17 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.batch_norm.default: [(real(2, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5, False)],
     aten.instance_norm.default: [(real(2, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5, False)],
     aten.group_norm.default: [(real(2, 8, 3), 4, real(8), real(8), 1e-5, False)],
+    gather_sequence: [(real(4, 6), 1, 2)],
+    local_rows: [(real(4, 6), 1, 2)],
+    sum_over_ranks: [(real(4, 6), 2)],
+    aten.native_batch_norm.default: [(real(2, 4, 3), real(4), real(4), None, None, True, 0.1, 1e-5)],
+    aten._native_batch_norm_legit.no_stats: [(real(2, 4, 3), real(4), real(4), True, 0.1, 1e-5)],
+    aten._native_batch_norm_legit_functional.default: [
+        (real(2, 4, 3), real(4), real(4), real(4), real(4).exp(), True, 0.1, 1e-5)
+    ],
+    aten._native_batch_norm_legit_no_training.default: [
+        (real(2, 4, 3), real(4), real(4), real(4), real(4).exp(), 0.1, 1e-5)
+    ],
     causal_attention: [(real(2, 4, 5, 6), real(2, 4, 7, 6), real(2, 4, 7, 2), 2)],
 }
 OF_ONE_DIM = "nanmean mean.dim amax amin logsumexp var.correction std.correction var_mean.correction"
@@ -206,6 +217,13 @@ FAMILIES: dict[str, list[tuple[Any, ...]]] = {
     "full": [([4], 1.0)],
     "new_full": [(real(2), [4], 1.0)],
     "full_like": [(real(4, 6), 1.0)],
+    "_adaptive_avg_pool2d max_pool2d_with_indices": [(real(2, 4, 6, 6), [2, 2])],
+    "upsample_nearest1d": [(real(2, 4, 3), [6])],
+    "upsample_linear1d": [(real(2, 4, 3), [6], False)],
+    "upsample_nearest2d": [(real(2, 4, 3, 3), [6, 6])],
+    "upsample_bilinear2d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa": [
+        (real(2, 4, 3, 3), [6, 6], False)
+    ],
     "zeros_like ones_like empty_like rand_like randn_like bernoulli exponential": [(real(4, 6).sigmoid(),)],
 }
 for dims in (1, 2, 3):
@@ -225,6 +243,7 @@ def test_cutting_a_factor_gives_the_parts_of_values_and_gradients(target: Any) -
         _tiles(node, rule)
         if not is_random(node) and not any(word in str(target) for word in ("empty", "w_as.", "e_as.")):
             tried(node, rule, values)
+            tried_linear(node, rule, values)
 
 
 def test_every_op_of_the_table_has_an_example() -> None:

@@ -10,9 +10,9 @@ import torch
 from passes.localize import REWRITES, SAME_OP, STATISTICS
 from planner.graph.ops.aten import op_named
 from planner.graph.ops.sequence import causal_attention
+from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
-from planner.placement.rules.pointwise import pointwise
 from planner.placement.rules.reduction import EXCHANGES
 from planner.placement.rules.table import GIVES, RULES, Site, forms_of, options_of
 from planner.placement.types import Placement, V
@@ -80,7 +80,7 @@ def test_every_form_is_the_same_op_or_has_one_lowering():
 
 
 def test_every_form_is_given_by_some_rule():
-    assert {form for rule in (*RULES.values(), pointwise, own_backward) for form in forms_of(rule)} == set(Form)
+    assert {form for rule in (*RULES.values(), by_factors, own_backward) for form in forms_of(rule)} == set(Form)
     assert set(GIVES) <= set(RULES.values())
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.aten import aten, named, packet_of
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 SIZED = {aten.view: 1, aten.reshape: 1, aten._unsafe_view: 1, aten.expand: 1, aten.new_zeros: 1}  # a size to make local
+
+STATISTICS = ("running_mean", "running_var")  # they have no gradient
 
 
 def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
@@ -30,6 +32,16 @@ def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
             _compare(node, factor, values, parts)
             number += 1
     return number
+
+
+def tried_linear(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
+    """Likewise of the sets of operands in which it is linear: f(a + b) = f(a) + f(b), while the others stay."""
+    operands = [values[n.name] for n in operands_of(node)]
+    for together in rule.linear:
+        shares = [[x * share if i in together else x for i, x in enumerate(operands)] for share in (0.25, 0.75)]
+        whole, *made = [_called(node, given, None).detach() for given in (operands, *shares)]
+        _same(made[0] + made[1], whole, f"{node.target} {node.args}: linear in {set(together)}")
+    return len(rule.linear)
 
 
 def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int) -> None:
@@ -62,20 +74,26 @@ def _inexact(x: Tensor) -> bool:
 def _run(
     node: fx.Node, operands: list[Tensor], pulled: Tensor | None, cut: tuple[Factor, int] | None = None
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    leaves = [x.detach().contiguous().requires_grad_(_inexact(x)) for x in operands]
-    waiting = list(leaves)
-    args: Any = fx.map_arg(node.args, lambda n: waiting.pop(0))
-    kwargs = dict(node.kwargs)
-    if cut is not None:
-        args = _local_sizes(node, list(args), *cut)
-    made: Any = node.target(*args, **kwargs)  # pyright: ignore
-    result = made if isinstance(made, Tensor) else made[0]
+    statistics = {named(node).get(name) for name in STATISTICS}
+    trained = [_inexact(x) and n not in statistics for x, n in zip(operands, operands_of(node), strict=True)]
+    leaves = [x.detach().contiguous().requires_grad_(t) for x, t in zip(operands, trained, strict=True)]
+    result = _called(node, leaves, cut)
     wanted = {i: x for i, x in enumerate(leaves) if x.requires_grad}
     if not wanted or not result.requires_grad:
         return result.detach(), {}
     pulled = _cotangent(result) if pulled is None else pulled
     found = torch.autograd.grad(result, list(wanted.values()), pulled, materialize_grads=True)
     return result.detach(), dict(zip(wanted, found, strict=True))
+
+
+def _called(node: fx.Node, operands: list[Tensor], cut: tuple[Factor, int] | None) -> Tensor:
+    """The first tensor of its result."""
+    waiting = list(operands)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: waiting.pop(0))  # pyright: ignore
+    if cut is not None:
+        args = _local_sizes(node, list(args), *cut)
+    made: Any = node.target(*args, **kwargs)  # pyright: ignore
+    return made if isinstance(made, Tensor) else made[0]
 
 
 def _local_sizes(node: fx.Node, args: list[Any], factor: Factor, parts: int) -> list[Any]:

@@ -1,0 +1,105 @@
+"""Types of a call by the factors of its rule (planner/rules): the op itself runs on the tensors of a rank.
+
+each by itself   every operand that has the factor is sharded there, and the result; the others are R
+linear           P in some operands, P out; the other operands are R
+
+A cut of a dim is carried as a whole, with its segments and its padding, where one factor is all of the dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from planner.graph.ops.aten import draws
+from planner.placement.rules.base import Option, Site
+from planner.placement.rules.forms import Form
+from planner.placement.types import P, Placement
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, Factor, OpRule, Role
+from planner.rules.table import rule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The dims at which a factor stands: of each input that has it, and of the result, if any."""
+
+    inputs: dict[fx.Node, int]
+    out: int | None
+
+    def of_result(self, cut: Placement) -> Placement:
+        """P if they are summed over."""
+        return cut.moved(self.out) if self.out is not None else P
+
+    def candidates(self, site: Site) -> list[Placement]:
+        """The cuts under discussion for any of them, as of dim 0."""
+        found = {c.moved(0) for node, dim in self.inputs.items() for c in site.candidates(node) if c.dim == dim}
+        if self.out is not None:
+            found |= {c.moved(0) for c in site.candidates() if c.dim == self.out}
+        return sorted(found)
+
+
+def by_factors(site: Site) -> Iterator[Option]:
+    """All that follow from the rule of a call, but for sums."""
+    rule = rule_of(site.node)
+    if rule is not None:
+        yield from each(site, rule)
+        yield from linear(site, rule)
+
+
+def each(site: Site, rule: OpRule, form: Form = Form.PARTS) -> Iterator[Option]:
+    """Of factors that are by themselves. An op repeats an operand along a dim that the operand lacks as often as its
+    arguments say: ``Form.SIZES`` makes that local.
+
+    Each rank draws its own random numbers, and a replicated segment must be the same on all.
+    """
+    may_draw = draws(site.node.target)
+    for dims in dims_of_factors(site, rule, Role.EACH):
+        for cut in dims.candidates(site) if dims.inputs or form is Form.SIZES else ():
+            if not (may_draw and cut.has_whole_segment):
+                yield site.option(dims.of_result(cut), given_of(dims, cut), form)
+
+
+def linear(site: Site, rule: OpRule) -> Iterator[Option]:
+    """A cast to fewer bits would round each part, so it does not carry partial sums."""
+    operands = operands_of(site.node)
+    for together in rule.linear if site.grad(site.node) else ():
+        inside = {operands[i] for i in together}
+        outside = {n for i, n in enumerate(operands) if i not in together}
+        if inside.isdisjoint(outside) and not any(_narrows(site, n) for n in inside):
+            yield site.partial(inside)
+
+
+def dims_of_factors(site: Site, rule: OpRule, role: Role) -> Iterator[Dims]:
+    """Of each factor that is all of a dim wherever it stands."""
+    operands = operands_of(site.node)
+    for factor in rule.factors:
+        if factor.role is role and all(rule.sole(p.operand, p.dim) is factor for p in factor.places):
+            inputs, result = _inputs(factor, operands), factor.at(RESULT)
+            if inputs is not None and (result is not None or role is Role.SUM):
+                yield Dims(inputs, result.dim if result is not None else None)
+
+
+def _inputs(factor: Factor, operands: tuple[fx.Node, ...]) -> dict[fx.Node, int] | None:
+    """None if one tensor stands in the call twice, and would be sharded in two ways."""
+    dims: dict[fx.Node, set[int | None]] = {}
+    for i, node in enumerate(operands):
+        place = factor.at(i)
+        dims.setdefault(node, set()).add(place.dim if place is not None else None)
+    if any(len(found) > 1 for found in dims.values()):
+        return None
+    return {node: dim for node, found in dims.items() for dim in found if dim is not None}
+
+
+def given_of(dims: Dims, cut: Placement) -> dict[fx.Node, Placement]:
+    return {node: cut.moved(dim) for node, dim in dims.inputs.items()}
+
+
+def _narrows(site: Site, node: fx.Node) -> bool:
+    before, after = node.meta["val"], site.node.meta["val"]
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return torch.promote_types(before.dtype, after.dtype) != after.dtype

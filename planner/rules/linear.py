@@ -1,0 +1,94 @@
+"""In which operands a call is linear, as sets of operands that are added up together: f(a + b) = f(a) + f(b).
+
+add(x, y)       {x, y}             mul(x, y)    {x}, {y}            where(m, x, 0)    {x}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.graph.ops.aten import packets
+from planner.graph.ops.sequence import gather_sequence, local_rows, sum_over_ranks
+from planner.rules.call import Call
+
+Sets = tuple[frozenset[int], ...]
+
+
+def everywhere(call: Call) -> Sets:
+    return (frozenset(range(len(call.operands))),)
+
+
+def first(call: Call) -> Sets:
+    return (frozenset({0}),)
+
+
+def sums(call: Call) -> Sets:
+    """Of two tensors: a number would be added once for each part."""
+    return everywhere(call) if len(call.operands) == 2 else ()
+
+
+def factors(call: Call) -> Sets:
+    """Each operand, while the others stay: not of x · x."""
+    if len(set(call.operands)) < len(call.operands):
+        return ()
+    return tuple(frozenset({i}) for i in range(len(call.operands)))
+
+
+def dividend(call: Call) -> Sets:
+    return factors(call)[:1]
+
+
+def masked(call: Call) -> Sets:
+    """where(mask, x, 0) and where(mask, 0, x)."""
+    numbers = [call.given.get(name) for name in ("self", "other")]
+    return (frozenset({1}),) if 0 in [n for n in numbers if isinstance(n, (int, float))] else ()
+
+
+def but(*names: str) -> Callable[[Call], Sets]:
+    """All operands together, but for those of these names, such as an index."""
+
+    def linear(call: Call) -> Sets:
+        left_out = {call.position(name) for name in names}
+        return (frozenset(i for i in range(len(call.operands)) if i not in left_out),)
+
+    return linear
+
+
+def scattered(call: Call) -> Sets:
+    """With rows of a tensor, added or in place of others."""
+    reduces = call.given.get("reduce") is not None
+    return but("index")(call) if call.position("src") is not None and not reduces else ()
+
+
+def zero_padded(call: Call) -> Sets:
+    return first(call) if not call.given.get("value") and call.given.get("mode", "constant") == "constant" else ()
+
+
+LINEAR: dict[Any, Callable[[Call], Sets]] = (
+    packets("add sub", sums)
+    | packets("mul", factors)
+    | packets("div", dividend)
+    | packets("where", masked)
+    | packets("neg contiguous clone dropout to detach _to_copy alias", first)
+    | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand", first)
+    | packets("permute transpose t movedim slice select split_with_sizes unfold", first)
+    | packets("view_as_complex view_as_real cumsum flip roll diff tril triu sum mean", first)
+    | packets("index_select gather index", first)
+    | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks), first)
+    | packets("cat stack", everywhere)
+    | packets("scatter scatter_add", scattered)
+    | packets("index_add index_copy", but("index"))
+    | packets("index_put", lambda call: (frozenset(i for i, n in enumerate(call.operands) if _is_value(call, n)),))
+    | packets("pad constant_pad_nd", zero_padded)
+)
+
+
+def _is_value(call: Call, node: Any) -> bool:
+    return node in (call.given["self"], call.given["values"])
+
+
+def linear_in(call: Call, packet: Any) -> Sets:
+    """The operands, by position; empty if the op is linear in none."""
+    found = LINEAR.get(packet)
+    return found(call) if found is not None else ()
