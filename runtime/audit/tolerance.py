@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# In half precision a smaller loss may differ by as much as this one: cross-entropy subtracts logits that are larger than
-# their difference. Logits of 4 to 8 in bfloat16 are rounded by up to 0.016 on each side.
+# In half precision a smaller loss may differ by as much as this one: cross-entropy subtracts logits that are larger
+# than their difference. Logits of 4 to 8 in bfloat16 are rounded by up to 0.016 on each side.
 SMALL_LOSS = 2.0
 NOISE = 8.0  # rounding errors of the model's largest gradient that any gradient may be off by
 
