@@ -135,19 +135,19 @@ class Audit:
         with module.holding(weights, buffers):
             own = module.loss(sample.repeated if self._is_sum else sample.rows)
             if self._is_sum is None and sample.num_copies > 1:
-                if is_equal(loss, own, self._allowed(module)):
+                if is_equal(loss, own, self._allowed(module).loss):
                     self._is_sum = False
                 elif self._grows(module, sample, own):
                     self._is_sum, own = True, module.loss(sample.repeated)
-        return own, self._allowed(module)
+        return own, self._allowed(module).of_loss(own)
 
     def _grows(self, module: OwnModule, sample: Sample, own: float) -> bool:
         """Whether twice the sequences have another loss than they have once, and once the same as before."""
         twice = module.loss(Sample(sample.index, sample.rows, 2).repeated)
-        return module.loss(sample.rows) == own and not is_equal(twice, own, self._allowed(module))
+        return module.loss(sample.rows) == own and not is_equal(twice, own, self._allowed(module).loss)
 
-    def _allowed(self, module: OwnModule) -> float:
-        return Tolerance.of(module.precision, 0.0, self._asked.tolerance).loss
+    def _allowed(self, module: OwnModule) -> Tolerance:
+        return Tolerance.of(module.precision, 0.0, self._asked.tolerance)
 
     def _of_rank_0(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._groups.host is None:

@@ -139,7 +139,8 @@ def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
         if engine.groups.rank:
             return []
     allowed = _loosened(Tolerance.of(made.precision, spec.optimizer.lr, num_updates=NUM_STEPS))
-    rows = [compare_value("loss", loss, made.step.loss, allowed.loss, NUM_STEPS)]
+    truth = made.step.loss
+    rows = [compare_value("loss", loss, truth, allowed.of_loss(truth), NUM_STEPS)]
     rows += compare_gradients(gradients, made.step.gradients, allowed, NUM_STEPS)
     rows += [compare_value("norm", norm, made.step.norm, allowed.gradient, NUM_STEPS)]
     o = spec.optimizer

@@ -58,7 +58,7 @@ class Beside:
         step = self._one.num_updates + 1
         allowed = self._allowed(step)
         gradients = {name: p.grad for name, p in named_parameters(self._one.model)}
-        self.rows.append(compare_value("loss", made.loss, loss, allowed.loss, step))
+        self.rows.append(compare_value("loss", made.loss, loss, allowed.of_loss(loss), step))
         self.rows += compare_gradients(made.gradients, gradients, allowed, step)
         unscaled = {name: None if g is None else g.clone() for name, g in gradients.items()}
         norm = self._one.update()
