@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from planner.capture.model.meta_init import meta_parameters
     from planner.captured import Captured
     from planner.frozen_plan import Plan
+    from planner.rules.own import rule
 
-__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan"]
+__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule"]
 
 _HOMES = {
     "Captured": "planner.captured",
     "Plan": "planner.frozen_plan",
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
+    "rule": "planner.rules.own",
 }
 
 

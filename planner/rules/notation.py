@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 from planner.rules.call import Call, Shape
 from planner.rules.factors import Factors
@@ -39,6 +40,15 @@ class Pattern:
             for word, dim in _dims(term, shape).items():
                 sizes.setdefault(word, set()).add(shape[dim])
         return all(len(found - {1}) <= 1 for found in sizes.values())
+
+    def sizes(self, call: Call) -> dict[str, int]:
+        """Of each word in a call that it fits, and of "..." the product of all dims in front."""
+        found: dict[str, int] = {}
+        for term, shape in zip((*self.operands, self.result), (*call.shapes, call.result), strict=True):
+            for word, dim in _dims(term, shape).items():
+                found[word] = max(found.get(word, 1), shape[dim])
+        front = [word for word in found if word.startswith("...")]
+        return found | ({"...": prod(found.pop(word) for word in front)} if front else {})
 
     def rule(self, call: Call) -> OpRule:
         """Of a call that it fits."""

@@ -14,6 +14,7 @@ from planner.rules import along, attention, indexing, products, spatial, views
 from planner.rules.call import Call, call_of
 from planner.rules.factors import EACH, Factors
 from planner.rules.linear import linear_in
+from planner.rules.own import own_rule
 from planner.rules.products import Builder
 from planner.rules.rule import RESULT, OpRule
 
@@ -21,6 +22,8 @@ from planner.rules.rule import RESULT, OpRule
 def builder_of(target: Any) -> Builder | None:
     """The builder of the rules of an op; None for an op without."""
     builder = RULES.get(packet_of(target))
+    if (own := own_rule(target)) is not None:
+        return own.rule
     if builder is None and is_grouped(target):
         return products.grouped
     return along.elementwise if builder is None and is_pointwise(target) else builder

@@ -30,6 +30,7 @@ from planner.capture.kept.uncertain import Uncertain
 from planner.capture.kept.values import digest_of
 from planner.capture.real_forward import refuse_another_forward
 from planner.graph.program import Program
+from planner.rules.own import own_rule_texts
 from planner.slow_steps import AFTER_SECONDS, say
 
 LOGGER = logging.getLogger("meshwright.captures")
@@ -65,7 +66,7 @@ class _Asked:
     def __post_init__(self) -> None:
         shapes = [[name, list(x.shape), list(x.stride()), str(x.dtype)] for name, x in self.inputs.items()]
         rules = f"{self.has_rule.__module__}.{getattr(self.has_rule, '__qualname__', '')}"
-        self.name = json.dumps([shapes, self.loss, str(self.dtype), self.is_known, rules])
+        self.name = json.dumps([shapes, self.loss, str(self.dtype), self.is_known, rules, own_rule_texts()])
 
     def key(self) -> str:
         """Raises Uncertain."""

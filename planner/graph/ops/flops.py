@@ -4,6 +4,7 @@
     attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     convolution                 2 · (elements of the result) · (weights that one of them reads)
     lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
+    ops of a user's own         as their rule says (planner.rules.own)
     embedding, elementwise, …   0 operations; bytes = inputs + outputs
 
 Forward, for one microbatch and the full (unsharded) tensors. Backward is about twice that, for every node alike, so
@@ -25,12 +26,15 @@ from planner.graph.ops.sequence import causal_attention, gathered_attention
 # Only the share of the memory-bound ops matters here, a few per cent of a block; a cluster file knows better.
 FLOPS_PER_BYTE = 8.0
 
+OF_OWN_OPS: dict[Any, Callable[[fx.Node], int]] = {}  # given with their rules
+
 
 def node_flops(node: fx.Node) -> int:
     """Multiplications and additions of one forward call of ``node``; 0 for other ops."""
     if node.op != "call_function":
         return 0
-    rule = _FLOPS.get(packet_of(node.target))
+    packet = packet_of(node.target)
+    rule = OF_OWN_OPS.get(packet, _FLOPS.get(packet))
     if rule is not None:
         return rule(node)
     return _product(node) if "grouped_mm" in str(node.target) else 0

@@ -22,6 +22,7 @@ from planner.placement.rules.base import Covers, Option, Rule, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
+from planner.rules.own import own_rule
 from planner.rules.table import builder_of, is_grouped
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
@@ -56,7 +57,7 @@ def rule_of(target: Any) -> Rule | None:
         return RULES[target]
     if isinstance(target, OwnBackward):
         return own_backward if target.facts.cuts else None
-    if is_grouped(target):
+    if is_grouped(target) or own_rule(target) is not None:
         return contraction.contraction
     is_left_out = packet_of(target) in WITH_SIZES or (draws(target) and target is not aten.dropout.default)
     return by_factors if builder_of(target) is not None and not is_left_out else None
