@@ -15,7 +15,7 @@ from planner.rules.call import Call, call_of
 from planner.rules.factors import EACH, Factors
 from planner.rules.linear import linear_in
 from planner.rules.own import own_rule
-from planner.rules.products import Builder
+from planner.rules.products import Builder, text
 from planner.rules.rule import RESULT, OpRule
 
 
@@ -108,6 +108,7 @@ RULES: dict[Any, Builder] = (
     | packets("index_put", indexing.index_put)
     | packets("one_hot", indexing.one_hot)
     # images
+    | packets("grid_sampler", text("n c h^ w^, n p q t^ -> n c p q", "n c d^ h^ w^, n o p q t^ -> n c o p q"))
     | packets("batch_norm instance_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)
     | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", spatial.batch_norm)
     | packets("group_norm", spatial.group_norm)

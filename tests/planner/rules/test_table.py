@@ -224,6 +224,7 @@ FAMILIES: dict[str, list[tuple[Any, ...]]] = {
     "upsample_bilinear2d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa": [
         (real(2, 4, 3, 3), [6, 6], False)
     ],
+    "grid_sampler": [(real(2, 4, 3, 3), real(2, 6, 2, 2), 0, 0, False)],
     "zeros_like ones_like empty_like rand_like randn_like bernoulli exponential": [(real(4, 6).sigmoid(),)],
 }
 for dims in (1, 2, 3):
