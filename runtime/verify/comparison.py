@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isnan, sqrt
 
@@ -54,20 +54,26 @@ def compare_gradients(
 ) -> list[Row]:
     """The largest difference of each gradient, relative to its own largest element.
 
+    In half precision, rounding turns single neurons of a ReLU on or off, each with all of its own gradient: if it is
+    smaller, twice the norm of the difference counts, relative to the norm of the gradient.
     Rounding of parameters adds up as a random walk over updates, and so does the difference of their gradients.
     A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
     ``truth`` (the loss does not depend on it) counts as zeros.
     """
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
     limit = allowed.gradient * sqrt(allowed.num_updates)
+    is_half = torch.finfo(allowed.dtype).bits < 32
     rows = []
     for name in dict.fromkeys((*truth, *found)):
         true, mine = truth.get(name), found.get(name)
         if true is None and mine is not None:
             true = torch.zeros_like(mine)
         if true is not None:
-            size = max(_largest(true), floor, 1e-300)
-            rows.append(Row("gradient", name, _distance(mine, true) / size, limit, step))
+            difference = _distance(mine, true) / max(_largest(true), floor, 1e-300)
+            if is_half and difference > limit and mine is not None and mine.shape == true.shape:
+                size = max(_norm(true), floor * sqrt(true.numel()), 1e-300)
+                difference = min(difference, 2 * _distance(mine, true, _norm) / size)
+            rows.append(Row("gradient", name, difference, limit, step))
     return rows
 
 
@@ -121,14 +127,19 @@ def _parameter_row(
     return Row("parameter", name, _finite(difference.view(-1)[worst].item()), limit.view(-1)[worst].item())
 
 
-def _distance(found: Tensor | None, truth: Tensor) -> float:
+def _distance(found: Tensor | None, truth: Tensor, measure: Callable[[Tensor], float] | None = None) -> float:
+    """``measure``: the largest element by default."""
     if found is None or found.shape != truth.shape:
         return inf
-    return _finite(_largest(found.to(truth.device, torch.float64) - truth.detach().double()))
+    return _finite((measure or _largest)(found.to(truth.device, torch.float64) - truth.detach().double()))
 
 
 def _largest(tensor: Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+def _norm(tensor: Tensor) -> float:
+    return tensor.detach().double().norm().item()
 
 
 def _finite(value: float) -> float:

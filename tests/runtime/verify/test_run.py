@@ -236,3 +236,14 @@ def test_labels_that_are_looked_up_one_place_later_are_not_ignored() -> None:
     inputs = {"labels": {"shape": [5], "dtype": "int64", "high": 7}}
     made = plan(ShiftedIntoTheEmbedding(), {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
     assert made.to_run()[0].ignored_labels == {}
+
+
+def test_a_neuron_that_rounding_turns_off_is_allowed_in_bfloat16_and_a_lost_half_is_not():
+    truth = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    neuron = truth.clone()
+    neuron[3] *= 0.6
+    for dtype, passes in ((torch.bfloat16, True), (torch.float32, False)):
+        (row,) = compare_gradients({"w": neuron}, {"w": truth}, Tolerance.of(dtype, lr=1e-3))
+        assert row.passed == passes, str(row)
+        (row,) = compare_gradients({"w": truth / 2}, {"w": truth}, Tolerance.of(dtype, lr=1e-3))
+        assert not row.passed, str(row)
