@@ -84,7 +84,7 @@ def _examples(pattern: Pattern) -> Iterator[tuple[Tensor, ...]]:
 
 
 def called(target: Any, args: Sequence[Any]) -> tuple[fx.Node, dict[str, Tensor]]:
-    """A graph of one call whose tensors are placeholders, and their values."""
+    """A graph of one call with its tensors as placeholders, and their values."""
     graph, values = fx.Graph(), dict[str, Tensor]()
 
     def placed(value: Any) -> Any:
