@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.experts.ids import JOINS, VIEWS
-from planner.experts.ties import is_grouped
-from planner.graph.ops.aten import aten, is_pointwise, ops_named, packet_of
-from planner.graph.ops.products import PRODUCTS
+from planner.graph.ops.aten import is_pointwise
+from planner.rules.call import operands_of
+from planner.rules.table import rule_of
 
-KEEPING = VIEWS | {aten.slice, aten.select, aten.split_with_sizes, aten.split, aten.unbind, aten.gather, aten.index}
-SUMS = set(ops_named("sum.dim_IntList sum mean.dim mean amax amin cumsum"))
 TRIALS = 4
 
 
@@ -28,13 +25,11 @@ def stays_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
     read = [n for n in node.all_input_nodes if n in zero]
     if not read:
         return False
-    packet = packet_of(node.target)
-    if node.target is getitem or packet in KEEPING or node.target in SUMS:
+    if node.target is getitem:
         return node.all_input_nodes[0] in zero
-    if node.target in PRODUCTS or is_grouped(node):
+    rule, operands = rule_of(node), operands_of(node)
+    if any(all(operands[i] in zero for i in together) for together in (rule.linear if rule is not None else ())):
         return True
-    if packet in JOINS:
-        return len(read) == len(node.all_input_nodes)
     return is_pointwise(node.target) and _maps_to_zero(node, zero)
 
 
@@ -48,8 +43,6 @@ def _maps_to_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
         drawn = torch.randn([1] * val.dim(), generator=generator) * 8
         return drawn > 0 if val.dtype == torch.bool else drawn.to(val.dtype)
 
-    if packet_of(node.target) is aten.expand:
-        return True
     target: Callable[..., Any] = node.target  # pyright: ignore[reportAssignmentType]
     for _ in range(TRIALS):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), number)

@@ -35,6 +35,10 @@ def factors(call: Call) -> Sets:
     return tuple(frozenset({i}) for i in range(len(call.operands)))
 
 
+def product_without_bias(call: Call) -> Sets:
+    return factors(call) if len(call.operands) == 2 else ()
+
+
 def dividend(call: Call) -> Sets:
     return factors(call)[:1]
 
@@ -69,12 +73,15 @@ LINEAR: dict[Any, Callable[[Call], Sets]] = (
     packets("add sub", sums)
     | packets("mul", factors)
     | packets("div", dividend)
+    | packets("mm bmm matmul mv dot einsum", factors)
+    | packets("linear", product_without_bias)
+    | packets("_grouped_mm", lambda call: factors(call)[:2])
     | packets("where", masked)
     | packets("neg contiguous clone dropout to detach _to_copy alias", first)
     | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand", first)
     | packets("permute transpose t movedim slice select split_with_sizes unfold", first)
     | packets("view_as_complex view_as_real cumsum flip roll diff tril triu sum mean", first)
-    | packets("index_select gather index", first)
+    | packets("index_select gather index split chunk unbind", first)
     | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks), first)
     | packets("cat stack", everywhere)
     | packets("scatter scatter_add", scattered)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import is_pointwise, packet_of, packets
+from planner.graph.ops.aten import aten, is_pointwise, packet_of, packets
 from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules import along, attention, indexing, products, spatial, views
 from planner.rules.call import Call, call_of
@@ -41,7 +41,8 @@ def rule_of(node: fx.Node) -> OpRule | None:
     rule = builder(call) if builder is not None and call is not None else None
     if call is None or rule is None:
         return None
-    return replace(rule, linear=linear_in(call, packet_of(node.target)))
+    packet = aten._grouped_mm if is_grouped(node.target) else packet_of(node.target)
+    return replace(rule, linear=linear_in(call, packet))
 
 
 def item(call: Call) -> OpRule | None:
