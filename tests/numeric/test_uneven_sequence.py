@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from passes.ops import collectives
 from passes.ops.scores import COUNT, LOG_PROBABILITY
 from planner import PlanError
+from planner.graph.ops.aten import reduced_dims
 from planner.placement.rules import reduction
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement
+from planner.placement.types import P
 from tests.models import uneven
 from tests.models.families import IGNORED, build
 from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL
@@ -136,12 +137,14 @@ def test_padding_of_another_kind_gives_other_gradients(monkeypatch: pytest.Monke
 
 
 def test_a_sum_that_counts_padding_gives_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    def summed(site: Site, cut: Placement, form: Form) -> list[Option]:
-        return [site.option(P, {site.inputs[0]: cut}, form)]
+    def summed(site: Site, form: Form) -> list[Option]:
+        x = site.inputs[0]
+        along = [cut for cut in site.candidates(x) if cut.dim in reduced_dims(site.node)]
+        return [site.option(P, {x: cut}, form) for cut in along]
 
     alone = _ran("uneven:tokens mixed of 11", {})
     assert _is_equal(_ran("uneven:tokens mixed of 11", {"tp": 2}, **SEQUENCE_PARALLEL), alone)
-    monkeypatch.setattr(reduction, "_partial_sum", summed)
+    monkeypatch.setattr(reduction, "_partial_sums", summed)
     assert not _is_equal(_ran("uneven:tokens mixed of 11", {"tp": 2}, **SEQUENCE_PARALLEL), alone)
 
 

@@ -60,10 +60,11 @@ def test_every_listed_key_is_used():
 def test_only_capture_draws_experts_context_and_placement_write_a_captured_graph():
     """Draws where they are named, experts where they open it, a cut over cp.
 
-    Lowering writes its own copies of it, the graphs of stages.
+    Lowering writes its own copies of it, the graphs of stages. The trial of a rule writes a graph of one call.
     """
     rooms = ("capture", "draws", "experts", "context", "placement")
     allowed = [ROOT / "passes", *(ROOT / "planner" / room for room in rooms)]
+    allowed.append(ROOT / "planner" / "rules" / "own_trial.py")
     others = [path for path in HOUSES if not any(path.is_relative_to(room) for room in allowed)]
     assert [(str(p), line) for p in others for line in writes(ast.parse(p.read_text()))] == []
 
