@@ -14,6 +14,7 @@ from itertools import permutations
 
 from torch import fx
 
+from planner.graph.ops import products
 from planner.graph.ops.aten import aten, named, packet_of
 from planner.graph.ops.products import PRODUCTS, equation
 from planner.rules.call import operands_of as read_by
@@ -26,7 +27,7 @@ Place = tuple[int, int]  # dim, inner
 
 def is_grouped(node: fx.Node) -> bool:
     """Whether it is the product of runs of rows, each with its own matrix: (x[t, i], W[e, i, o], ends[e])."""
-    return "grouped_mm" in str(node.target) and len(node.all_input_nodes) == 3
+    return products.is_grouped(node.target) and len(node.all_input_nodes) == 3
 
 
 def operands_of(product: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:

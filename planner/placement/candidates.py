@@ -16,6 +16,7 @@ from planner.graph.ops.products import computed_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R
+from planner.rules.rule import OpRule
 
 MAX_CUTS = 12
 
@@ -38,6 +39,7 @@ class Candidates:
         self.sizes = {"tp": tp, "etp": etp or tp}
         self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
+        self._rules: dict[str, OpRule | None] = {}  # nodes are visited again and again
         self._weights = computed_of_weights(self.nodes[0].graph.nodes) if self.nodes else frozenset[str]()
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
@@ -91,7 +93,7 @@ class Candidates:
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
-        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes, self._weights)
+        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes, self._weights, self._rules)
         options = self.options[node.name] = options_of(site)
         grown = [node] if self._add(node, (o.out for o in options)) else []
         for position, value in enumerate(site.inputs):

@@ -49,20 +49,15 @@ def masked(call: Call) -> Sets:
     return (frozenset({1}),) if 0 in [n for n in numbers if isinstance(n, (int, float))] else ()
 
 
-def but(*names: str) -> Callable[[Call], Sets]:
-    """All operands together, but for those of these names, such as an index."""
-
-    def linear(call: Call) -> Sets:
-        left_out = {call.position(name) for name in names}
-        return (frozenset(i for i in range(len(call.operands)) if i not in left_out),)
-
-    return linear
+def of(*names: str) -> Callable[[Call], Sets]:
+    """The arguments of these names together: not an index beside them."""
+    return lambda call: (frozenset(p for name in names if (p := call.position(name)) is not None),)
 
 
 def scattered(call: Call) -> Sets:
     """With rows of a tensor, added or in place of others."""
     reduces = call.given.get("reduce") is not None
-    return but("index")(call) if call.position("src") is not None and not reduces else ()
+    return of("self", "src")(call) if call.position("src") is not None and not reduces else ()
 
 
 def zero_padded(call: Call) -> Sets:
@@ -85,14 +80,10 @@ LINEAR: dict[Any, Callable[[Call], Sets]] = (
     | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks), first)
     | packets("cat stack", everywhere)
     | packets("scatter scatter_add", scattered)
-    | packets("index_add index_copy", but("index"))
-    | packets("index_put", lambda call: (frozenset(i for i, n in enumerate(call.operands) if _is_value(call, n)),))
+    | packets("index_add index_copy", of("self", "source"))
+    | packets("index_put", of("self", "values"))
     | packets("pad constant_pad_nd", zero_padded)
 )
-
-
-def _is_value(call: Call, node: Any) -> bool:
-    return node in (call.given["self"], call.given["values"])
 
 
 def linear_in(call: Call, packet: Any) -> Sets:

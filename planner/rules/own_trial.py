@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from planner.rules.call import Call, call_of
 from planner.rules.notation import Pattern
 from planner.rules.rule import OpRule
-from planner.rules.trials import tried
+from planner.rules.trials import called, tried
 
 SIZES = (4, 6, 8, 10, 12, 14, 16, 18)  # of the words: even, and no two are equal
 FREE_SIZES = (2, 3)  # of the dims that "..." stands for
@@ -32,7 +32,7 @@ def try_rule(
     problem = ""
     for args in [tuple(example)] if example is not None else _examples(pattern):
         try:
-            node, values = called(target, args)
+            node, values = called(target, *args)
         except Exception as error:  # whatever an op raises on tensors that it was not written for
             problem = problem or f"{type(error).__name__}: {_first_line(error)}"
             continue
@@ -81,22 +81,3 @@ def _examples(pattern: Pattern) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(0)
         shapes = [[n for w in t for n in (FREE_SIZES if w == "..." else (sizes[w],))] for t in pattern.operands]
         yield tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-
-
-def called(target: Any, args: Sequence[Any]) -> tuple[fx.Node, dict[str, Tensor]]:
-    """A graph of one call with its tensors as placeholders, and their values."""
-    graph, values = fx.Graph(), dict[str, Tensor]()
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [placed(v) for v in value]
-        if not isinstance(value, Tensor):
-            return value
-        node = graph.placeholder(f"x{len(values)}")
-        values[node.name] = node.meta["val"] = value
-        return node
-
-    node = graph.call_function(target, tuple(placed(a) for a in args))
-    made = target(*args)
-    node.meta["val"] = made if isinstance(made, Tensor) else tuple(made)
-    return node, values

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, is_pointwise, packet_of, packets
+from planner.graph.ops.products import is_grouped
 from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules import along, attention, indexing, products, spatial, views
 from planner.rules.call import Call, call_of
@@ -27,11 +28,6 @@ def builder_of(target: Any) -> Builder | None:
     if builder is None and is_grouped(target):
         return products.grouped
     return along.elementwise if builder is None and is_pointwise(target) else builder
-
-
-def is_grouped(target: Any) -> bool:
-    """Of transformers, without the kernel too."""
-    return "grouped_mm" in str(target)
 
 
 def rule_of(node: fx.Node) -> OpRule | None:

@@ -22,6 +22,25 @@ TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, 
 STATISTICS = ("running_mean", "running_var")  # they have no gradient
 
 
+def called(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[str, Tensor]]:
+    """A graph of one call with its tensors as placeholders, and their values."""
+    graph, values = fx.Graph(), dict[str, Tensor]()
+
+    def held(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [held(v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder(f"x{len(values)}")
+        values[node.name], node.meta["val"] = value, value
+        return node
+
+    node = graph.call_function(target, tuple(map(held, args)), {k: held(v) for k, v in kwargs.items()})
+    given = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    node.meta["val"] = target(*given[0], **given[1])
+    return node, values
+
+
 def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
     """How many ways to cut factors were compared; AssertionError at the first that differs."""
     number = 0

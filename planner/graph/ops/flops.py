@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
+from planner.graph.ops.products import is_grouped
 from planner.graph.ops.sequence import causal_attention, gathered_attention
 
 # How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.
@@ -37,7 +38,7 @@ def node_flops(node: fx.Node) -> int:
     rule = OF_OWN_OPS.get(packet, _FLOPS.get(packet))
     if rule is not None:
         return rule(node)
-    return _product(node) if "grouped_mm" in str(node.target) else 0
+    return _product(node) if is_grouped(node.target) else 0
 
 
 def node_bytes(node: fx.Node) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from string import ascii_letters
+from typing import Any
 
 from torch import fx
 
@@ -47,6 +48,11 @@ def computed_of_weights(nodes: Iterable[fx.Node], least_dims: int = 0) -> frozen
         if read and all(n.name in parameters or n.name in made for n in read):
             made.add(node.name)
     return frozenset(made)
+
+
+def is_grouped(target: Any) -> bool:
+    """Whether an op is a grouped product: that of transformers, without the kernel, too."""
+    return "grouped_mm" in str(target)
 
 
 def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:

@@ -21,6 +21,10 @@ from planner.graph.ops.own_backward import adds_up
 from planner.graph.ops.products import is_made_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
+from planner.rules.rule import OpRule
+from planner.rules.table import rule_of
+
+NO_RULE = OpRule(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class Site:
 
     ``tp``: ranks over which its value is typed, those of etp in the experts' domain. ``sizes``: of both axes, if they
     differ. ``vocabulary_multiple``: rows a rank of a padded vocabulary must be a multiple of. ``weights``: values that
-    are computed of parameters alone.
+    are computed of parameters alone. ``rules``: those of calls that were asked for before.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Site:
         vocabulary_multiple: int = 128,
         sizes: Mapping[str, int] | None = None,
         weights: Set[str] = frozenset(),
+        rules: dict[str, OpRule | None] | None = None,
     ) -> None:
         self.node = node
         self.tp = tp
@@ -83,6 +88,14 @@ class Site:
         self.inputs = tuple(node.all_input_nodes)
         self._candidates = candidates
         self._weights = weights
+        self._rules = {} if rules is None else rules
+
+    @property
+    def rule(self) -> OpRule:
+        """Of the call; without factors if it has none."""
+        if self.node.name not in self._rules:
+            self._rules[self.node.name] = rule_of(self.node)
+        return self._rules[self.node.name] or NO_RULE
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
         """Global shape of an input, or of the output; of a tuple-valued node the first tensor's."""

@@ -19,8 +19,7 @@ from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement
 from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, OpRule, Role
-from planner.rules.table import rule_of
+from planner.rules.rule import RESULT, Factor, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +43,36 @@ class Dims:
 
 def by_factors(site: Site) -> Iterator[Option]:
     """All that follow from the rule of a call, but for sums."""
-    rule = rule_of(site.node)
-    if rule is not None:
-        yield from each(site, rule)
-        yield from linear(site, rule)
+    yield from each(site)
+    yield from linear(site)
 
 
-def each(site: Site, rule: OpRule, form: Form = Form.PARTS) -> Iterator[Option]:
+def each(site: Site, form: Form = Form.PARTS) -> Iterator[Option]:
     """Of factors that are by themselves. An op repeats an operand along a dim that the operand lacks as often as its
     arguments say: ``Form.SIZES`` makes that local.
 
     Each rank draws its own random numbers, and a replicated segment must be the same on all.
     """
     may_draw = draws(site.node.target)
-    for dims in dims_of_factors(site, rule, Role.EACH):
+    for dims in dims_of_factors(site, Role.EACH):
         for cut in dims.candidates(site) if dims.inputs or form is Form.SIZES else ():
             if not (may_draw and cut.has_whole_segment):
                 yield site.option(dims.of_result(cut), given_of(dims, cut), form)
 
 
-def linear(site: Site, rule: OpRule) -> Iterator[Option]:
+def linear(site: Site) -> Iterator[Option]:
     """A cast to fewer bits would round each part, so it does not carry partial sums."""
     operands = operands_of(site.node)
-    for together in rule.linear if site.grad(site.node) else ():
+    for together in site.rule.linear if site.grad(site.node) else ():
         inside = {operands[i] for i in together}
         outside = {n for i, n in enumerate(operands) if i not in together}
         if inside.isdisjoint(outside) and not any(_narrows(site, n) for n in inside):
             yield site.partial(inside)
 
 
-def dims_of_factors(site: Site, rule: OpRule, role: Role) -> Iterator[Dims]:
+def dims_of_factors(site: Site, role: Role) -> Iterator[Dims]:
     """Of each factor that is all of a dim wherever it stands."""
-    operands = operands_of(site.node)
+    operands, rule = operands_of(site.node), site.rule
     for factor in rule.factors:
         if factor.role is role and all(rule.sole(p.operand, p.dim) is factor for p in factor.places):
             inputs, result = _inputs(factor, operands), factor.at(RESULT)

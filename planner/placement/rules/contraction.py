@@ -15,19 +15,15 @@ from planner.placement.rules.by_factors import Dims, dims_of_factors, given_of
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
 from planner.rules.rule import Role
-from planner.rules.table import rule_of
 
 
 def contraction(site: Site) -> Iterator[Option]:
     """Options of a two- or many-operand product."""
-    rule = rule_of(site.node)
-    if rule is None:
-        return
     attends = not any(site.is_weight(n) for n in site.inputs)
-    for dims in dims_of_factors(site, rule, Role.EACH):
+    for dims in dims_of_factors(site, Role.EACH):
         for cut in _cuts(site, dims):
             yield site.option(dims.of_result(cut), given_of(dims, cut), Form.COLUMN, attends=attends)
-    for dims in dims_of_factors(site, rule, Role.SUM):
+    for dims in dims_of_factors(site, Role.SUM):
         for cut in _cuts(site, dims):
             if not cut.padding and not cut.has_whole_segment:
                 yield site.option(P, given_of(dims, cut), Form.ROW, attends=attends)

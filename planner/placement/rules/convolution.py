@@ -20,8 +20,7 @@ from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors, dims_of_factors, given_of
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, Segment
-from planner.rules.rule import OpRule, Role
-from planner.rules.table import rule_of
+from planner.rules.rule import Role
 
 aten = torch.ops.aten
 
@@ -35,23 +34,22 @@ def convolution(site: Site) -> Iterator[Option]:
     if x is weight or len(site.inputs) > 2 or given.get("transposed"):
         return
     channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 without a batch dim
-    rule = rule_of(site.node)
-    if given["groups"] == 1 and rule is not None:
-        yield from _columns(site, weight, rule)
-        yield from _rows(site, weight, rule)
+    if given["groups"] == 1:
+        yield from _columns(site, weight)
+        yield from _rows(site, weight)
     else:
         yield from _groups(site, x, weight, channel, given["groups"])
 
 
-def _columns(site: Site, weight: fx.Node, rule: OpRule) -> Iterator[Option]:
-    for dims in dims_of_factors(site, rule, Role.EACH):
-        if weight in dims.inputs and dims.out is not None:
+def _columns(site: Site, weight: fx.Node) -> Iterator[Option]:
+    for dims in dims_of_factors(site, Role.EACH):
+        if weight in dims.inputs:
             for cut in sorted({*dims.candidates(site), *_even(site, weight, 0)}):
-                yield site.option(cut.moved(dims.out), given_of(dims, cut), Form.COLUMN)
+                yield site.option(dims.of_result(cut), given_of(dims, cut), Form.COLUMN)
 
 
-def _rows(site: Site, weight: fx.Node, rule: OpRule) -> Iterator[Option]:
-    for dims in dims_of_factors(site, rule, Role.SUM):
+def _rows(site: Site, weight: fx.Node) -> Iterator[Option]:
+    for dims in dims_of_factors(site, Role.SUM):
         for cut in sorted({*dims.candidates(site), *_even(site, weight, 1)}):
             if not cut.padding and not cut.has_whole_segment:
                 yield site.option(P, given_of(dims, cut), Form.ROW)

@@ -19,7 +19,6 @@ from planner.placement.rules.by_factors import by_factors, each, linear
 from planner.placement.rules.forms import Form
 from planner.placement.rules.reshape import reshape_cut
 from planner.placement.types import Placement, R, Segment
-from planner.rules.table import rule_of
 
 aten = torch.ops.aten
 
@@ -37,9 +36,8 @@ def reshape(site: Site) -> Iterator[Option]:
 
 def expand(site: Site) -> Iterator[Option]:
     """A dim that is repeated may be cut after: each rank repeats its share of times, from a replicated (R) input."""
-    if (rule := rule_of(site.node)) is not None:
-        yield from each(site, rule, Form.SIZES)
-        yield from linear(site, rule)
+    yield from each(site, Form.SIZES)
+    yield from linear(site)
 
 
 def split(site: Site) -> Iterator[Option]:

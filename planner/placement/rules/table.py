@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.graph.ops.aten import aten, draws, packet_of, packets
 from planner.graph.ops.own_backward import OwnBackward
+from planner.graph.ops.products import is_grouped
 from planner.placement.rules import (
     attention,
     contraction,
@@ -23,7 +24,7 @@ from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
 from planner.rules.own import own_rule
-from planner.rules.table import builder_of, is_grouped
+from planner.rules.table import builder_of
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 

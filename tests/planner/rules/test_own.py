@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import planner
 from planner import PlanError
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import OF_OWN_OPS, node_flops
 from planner.rules.own import OWN, own_rule
 from planner.rules.rule import Role
 from planner.rules.table import rule_of
@@ -39,10 +40,12 @@ ROTATED = "meshwright_tests::rotated"
 
 
 @pytest.fixture(autouse=True)
-def _rules_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.rules.own.OWN", OWN)
-    for packet, own in list(OWN.items()):
-        monkeypatch.setitem(OWN, packet, own)
+def _rules_are_put_back() -> Iterator[None]:
+    before = [(rules, dict(rules)) for rules in (OWN, OF_OWN_OPS)]
+    yield
+    for rules, held in before:
+        rules.clear()
+        rules.update(held)
 
 
 def test_a_captured_call_has_the_factors_and_the_flops_of_its_rule() -> None:

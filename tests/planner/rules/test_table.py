@@ -14,7 +14,7 @@ from planner.graph.ops.sequence import causal_attention, gather_sequence, local_
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 from planner.rules.table import RULES, rule_of
-from planner.rules.trials import tried, tried_linear
+from planner.rules.trials import called, tried, tried_linear
 
 
 def real(*shape: int) -> Tensor:
@@ -23,25 +23,6 @@ def real(*shape: int) -> Tensor:
 
 def ids(*shape: int, below: int = 4) -> Tensor:
     return torch.randint(below, shape)
-
-
-def called(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[str, Tensor]]:
-    """A graph of one call whose tensor arguments are placeholders, and their values."""
-    graph, values = fx.Graph(), {}
-
-    def held(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [held(v) for v in value]
-        if not isinstance(value, Tensor):
-            return value
-        node = graph.placeholder(f"x{len(values)}")
-        values[node.name], node.meta["val"] = value, value
-        return node
-
-    node = graph.call_function(target, tuple(map(held, args)), {k: held(v) for k, v in kwargs.items()})
-    given = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-    node.meta["val"] = target(*given[0], **given[1])
-    return node, values
 
 
 EACH_OF_ONE = {
