@@ -281,7 +281,7 @@ BAD = "tests/models/refused.py"
         (["train", f"{BAD}:Base", "--data", "stdlib", "--nproc", "3"], "", "", ["--nproc 3", "needs 4 processes"]),
         (["verify", f"{BAD}:Base"], "pp: 2", "pp: 3", ["only 2 blocks", "spec.yaml:1"]),
         (["verify", f"{BAD}:Base"], "batch:", "bach:", ["unknown key 'bach'", "spec.yaml:2", "did you mean 'batch'"]),
-        (["verify", f"{BAD}:Missing"], "", "", ["there is no 'Missing'", "Branch"]),
+        (["verify", f"{BAD}:Missing"], "", "", ["no 'Missing' in refused", "Branch"]),
     ],
 )
 def test_a_command_ends_with_one_message_and_exit_code_2(
