@@ -97,8 +97,11 @@ def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Page]:
     return cache(lambda path: Page(path, tmp_path_factory.mktemp(path.stem)))
 
 
+TRAINS = pytest.mark.thorough  # for seconds, on four processes
 CASES = [
-    pytest.param(page, place, id=f"{page.stem}: {' '.join(command.words)}")
+    pytest.param(
+        page, place, id=f"{page.stem}: {' '.join(command.words)}", marks=[TRAINS] if "train" in command.words else []
+    )
     for page in PAGES
     for place, command in enumerate(commands(page))
 ]

@@ -106,7 +106,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 def test_pieces_of_recomputed_blocks_and_captured_regions_train_as_without(lab: Lab, name: str) -> None:

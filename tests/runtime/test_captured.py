@@ -163,6 +163,7 @@ with Engine(plan(build(), spec({"tp": 2}))) as engine:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_runs_under_torchrun(tmp_path):
     (tmp_path / "job.py").write_text(SCRIPT)

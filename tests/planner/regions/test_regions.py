@@ -46,6 +46,7 @@ def test_attention_holds_the_scores_and_the_rest_does_not(name):
     assert min(parts.values()) >= 2
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_of_a_block_are_the_block(name):
     parts, whole = planned(name, "attn", "mlp"), planned(name)

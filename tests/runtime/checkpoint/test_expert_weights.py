@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from runtime.distributed.launch import launch
+from tests.tools.chosen_cases import chosen
 from tests.tools.expert_weights import CASES, directory_of, run_cases, write_and_read
 
 pytestmark = pytest.mark.slow
@@ -28,35 +29,40 @@ def one(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path, one: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def found(
+    request: pytest.FixtureRequest, directory: Path, one: dict[str, Any]
+) -> dict[tuple[str, str], dict[str, Any]]:
     """What rank 0 found for each case, in one launch of four."""
-    return launch(run_cases, 4, directory, timeout_seconds=280)[0]
+    return launch(run_cases, 4, directory, chosen(request, "case"), timeout_seconds=280)[0]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-@pytest.mark.parametrize("which", ["fresh", "loaded"])
-def test_names_shapes_and_values_are_those_of_one_process(one, found, kind, name, which):
-    expected, actual = one[kind]["fresh"], found[kind, name][which]
-    assert list(actual) == list(expected)
-    for parameter, value in expected.items():
-        assert torch.equal(actual[parameter], value), parameter
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_names_shapes_and_values_are_those_of_one_process(one, found, case):
+    for which in ("fresh", "loaded"):
+        expected, actual = one[case[0]]["fresh"], found[case][which]
+        assert list(actual) == list(expected)
+        for parameter, value in expected.items():
+            assert torch.equal(actual[parameter], value), (which, parameter)
 
 
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_an_update_has_changed_every_expert_before_they_are_loaded(one, found, kind, name):
-    before, after = one[kind]["fresh"], found[kind, name]["trained"]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_an_update_has_changed_every_expert_before_they_are_loaded(one, found, case):
+    before, after = one[case[0]]["fresh"], found[case]["trained"]
     of_experts = [n for n in before if "experts" in n]
-    assert len(of_experts) == {"stacks": 4, "a loop": 16}[kind]
+    assert len(of_experts) == {"stacks": 4, "a loop": 16}[case[0]]
     for parameter in of_experts:
-        of_each = [tensor if kind == "stacks" else tensor[None] for tensor in (before[parameter], after[parameter])]
+        of_each = [tensor if case[0] == "stacks" else tensor[None] for tensor in (before[parameter], after[parameter])]
         changed = [not torch.equal(b, a) for b, a in zip(*of_each, strict=True)]
         assert all(changed), parameter
 
 
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_files_hold_the_same_tensors(directory, found, kind, name):
-    files = [directory_of(directory, kind, which) / "model.safetensors" for which in (name, "one")]
+@pytest.mark.usefixtures("found")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_files_hold_the_same_tensors(directory, case):
+    files = [directory_of(directory, case[0], which) / "model.safetensors" for which in (case[1], "one")]
     with safe_open(files[0], "pt") as ours, safe_open(files[1], "pt") as theirs:
         names = list(theirs.keys())
         assert list(ours.keys()) == names

@@ -82,6 +82,7 @@ def test_slow_ranks_work_longer_than_replicas_of_their_stage_or_much_longer_than
     assert str(slowest(working, places)) == str(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_cost_in_the_report():
     for slow_rank, usual in launch(train_with_a_slow_rank, 3, 1, 0.1, 6.0, timeout_seconds=120):

@@ -67,7 +67,7 @@ def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
         check(model, program, batch(seed))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("favoured", [[0, 1], [3, 2]])
 def test_so_they_are_where_experts_get_no_token_and_others_all(way: Way, favoured: list[int]) -> None:
