@@ -76,7 +76,7 @@ def causal_attention(
     attend: Any = F.scaled_dot_product_attention,
 ) -> Tensor:
     if dropout_p == 0.0 and _takes(q, k, v):
-        return _Attended.apply(q, k, v, None, 1)
+        return _Attended.apply(q, k, v, None, 1, True)
     found = []
     for rows, (start, end) in zip(q.chunk(2, 2), zigzag.rows(k.shape[2], cp, 0), strict=True):
         keys = torch.arange(end, device=q.device)
@@ -97,7 +97,7 @@ def gathered_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if _takes(q, k, v):
-        return _Attended.apply(q, k, v, mask, cp)
+        return _Attended.apply(q, k, v, mask, cp, is_causal)
     return _AttendedAgain.apply(q, k, v, mask)
 
 
@@ -108,14 +108,15 @@ def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class _Attended(torch.autograd.Function):
-    """``cp``: of how many ranks keys and values are gathered; 1: none are."""
+    """``cp``: of how many ranks keys and values are gathered; 1: none are. A causal result is joined from two chunks in
+    memory [b, s, h, d]; any other is the kernel's, with the strides of q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cp: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cp: int, is_causal: bool) -> Tensor:
         ctx.cp = cp
         whole = _wholes((k, v), 2, cp) if cp > 1 else []
         batch, heads, rows, _ = q.shape
-        out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
+        out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2) if is_causal else torch.empty_like(q)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         ctx.save_for_backward(q, k, v, mask, out, q.new_empty((batch, heads, rows), dtype=wide))
         del whole
@@ -130,7 +131,7 @@ class _Attended(torch.autograd.Function):
         addends = [torch.empty_like(t) for t in (q, k, v)]
         del addends
         own = _owns(totals[1:], 2, ctx.cp) if ctx.cp > 1 else totals[1:]
-        return totals[0], *own, None, None
+        return totals[0], *own, None, None, None
 
 
 class _AttendedAgain(torch.autograd.Function):

@@ -19,6 +19,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"norm_place": "post", "shared_layer": True},
         {"mesh.tp": 2, "cuda_graphs.impl": "emulate"},
     ),
+    "attention without a causal mask over cp gives its result the strides of q": (
+        {"layers": 1, "kind": "encoder", "positions": "rotary"},
+        {"mesh.cp": 2},
+    ),
     "positions are trained and the embedding is frozen": ({"frozen": "embedding"}, {"mesh.cp": 2}),
     "an audit evaluates before the step whose memory is measured": (
         {},
