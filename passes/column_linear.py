@@ -20,11 +20,9 @@ from passes.base import LowerContext, StageGraph
 from passes.cut_regions import owners, region_of
 from passes.ops.collectives import f, gather
 from passes.ops.column_linear import column_linears, gathered_linears
+from planner.graph.ops.kinds import WITH_WEIGHT
 
 aten = torch.ops.aten
-
-TRANSPOSED = {aten.mm.default, aten.addmm.default}
-LINEARS = {aten.linear.default, *TRANSPOSED}
 
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
@@ -56,7 +54,7 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
     """(value, weight, bias or None) of a product of two matrices; None for anything else."""
-    if node.op != "call_function" or node.target not in LINEARS or node.kwargs:
+    if node.op != "call_function" or node.target not in WITH_WEIGHT or node.kwargs:
         return None
     args: Any = node.args
     bias, value, weight = args if node.target is aten.addmm.default else (*(args[2:] or (None,)), *args[:2])

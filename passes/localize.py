@@ -35,6 +35,7 @@ from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.context.local_calls import local_arguments
 from planner.experts.domain import domain_of, in_domain
 from planner.graph.ops.aten import arguments, named, position_of
+from planner.graph.ops.kinds import WITH_SIZES
 from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
@@ -192,7 +193,6 @@ def _attention(scene: _Scene) -> None:
     scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
 
 
-WITH_SIZES = {aten.reshape.default, aten.expand.default}
 SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
 REWRITES: dict[Form, Callable[[_Scene], None]] = {
     Form.SIZES: _sized,

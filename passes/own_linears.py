@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
-from passes.column_linear import TRANSPOSED, operands
+from passes.column_linear import operands
 from passes.cut_regions import owners, region_of
 from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.grouped_linear import grouped_linear
@@ -46,7 +46,7 @@ def own_linears(stage: StageGraph, context: LowerContext) -> None:
         if at_once not in handles:
             handles[at_once] = _handle(stage, context, at_once)
         if node.target not in PRODUCTS:
-            node.args = (*(operands(node) or ()), node.target in TRANSPOSED)
+            node.args = (*(operands(node) or ()), node.target is not aten.linear.default)
             node.target = linear
         node.args = (*node.args, handles[at_once])
 

@@ -23,7 +23,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
 from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
 from planner.graph.ops.aten import arguments
-from planner.saved.fused import loses_logits
+from planner.saved.fused import OVERWRITTEN, loses_logits
 
 aten = torch.ops.aten
 
@@ -31,7 +31,6 @@ FUSED = {
     aten.linear.default: lambda x, w, b: (aten.linear.default, (x, w, b)),
     aten.mm.default: lambda x, w, b: (aten.addmm.default, (b, x, w)),
 }
-OVERWRITTEN = {aten.linear.default, aten.mm.default, aten.bmm.default, vocabulary_embedding}
 
 
 def fuse_bias(stage: StageGraph, context: LowerContext) -> None:
@@ -73,7 +72,7 @@ def sum_in_place(stage: StageGraph, context: LowerContext) -> None:
     """A sum over ranks may overwrite a product that nothing else reads: its backward does not read it either."""
     for node in stage.graph.find_nodes(op="call_function", target=g):
         value: Any = node.args[0]
-        if value.target in OVERWRITTEN and len(value.users) == 1:
+        if value.target in OVERWRITTEN | {vocabulary_embedding} and len(value.users) == 1:
             node.args = (*node.args, True)
 
 

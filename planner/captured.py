@@ -21,6 +21,7 @@ from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
 from planner.capture.canonical.norms import fuse_norms
+from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
 from planner.capture.loss.shares import LossTerms, share_loss
@@ -148,6 +149,9 @@ def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) ->
 def prepare(captured: Captured, spec: Spec) -> Prepared:
     """The canonical program of ``captured`` as ``spec`` asks for it. Raises PlanError."""
     program = captured.program()
+    if spec.tensor_parallel.infer_rules:
+        with shown_if_slow("running ops without a rule on random values"):
+            infer_rules(program)
     simplify_masks(program)
     check_fixed_lookups(program)
     if spec.dropout == "layout_invariant":

@@ -107,6 +107,7 @@ OF_BATCHES = [
 # tests/runtime/audit/
 OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
 ONE_VALUE = ["optimizer.name"]
+OF_UNKNOWN_OPS = ["tensor_parallel.infer_rules"]  # tests/planner/capture/test_inferred_rules.py
 
 
 def with_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +168,8 @@ def training(keys: str) -> str:
 
 
 def test_every_key_has_a_case():
-    cases = [*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *BELOW, *OF_BATCHES, *OF_AUDITS, *ONE_VALUE]
-    assert sorted(cases) == sorted(leaves(Spec))
+    elsewhere = [*BELOW, *OF_BATCHES, *OF_AUDITS, *ONE_VALUE, *OF_UNKNOWN_OPS]
+    assert sorted([*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *elsewhere]) == sorted(leaves(Spec))
 
 
 @pytest.mark.sampled(10)

@@ -19,25 +19,12 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.data_dependence import shape_of_data
 from planner.graph.ops.aten import arguments, aten, draws, is_mutable
+from planner.graph.ops.kinds import PERMUTES, RESHAPES, SAME, Ops
 
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
-            aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
-            aten.view_as.default, aten.ravel.default}  # fmt: skip
-PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist,
-            aten.numpy_T.default, aten.mT.default, aten.swapaxes.default, aten.swapdims.default}  # fmt: skip
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
          aten.tensor_split.sections}  # fmt: skip
-SAME = {
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.detach_.default,
-    aten.lift_fresh_copy.default,
-}
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-VIEWS = {*RESHAPES, *PERMUTES, *SAME, aten.slice.Tensor, aten.select.int, aten.expand.default, aten.detach.default}
+VIEWS = RESHAPES | PERMUTES | SAME | Ops("detach_ slice select expand")
 
 
 class UnknownWrite(Exception):
@@ -193,7 +180,8 @@ class _Rewriter:
             moved = target(torch.empty(tuple(range(2, 2 + whole.dim())), device="meta"), *args[1:], **kwargs).shape
             order = [[int(n) - 2 for n in moved].index(d) for d in range(whole.dim())]
             return self._emit(call, aten.permute.default, (part, order), {}, whole)
-        if target in SAME or (target is aten.detach.default and not whole.requires_grad):
+        stops = target is aten.detach.default and whole.requires_grad
+        if target is aten.detach_.default or (target in SAME and not stops):
             return part
         if target not in SCATTERS:  # also a write behind autograd's back, into x.detach()
             raise UnknownWrite(str(target))

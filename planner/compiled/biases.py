@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from planner.graph.ops.aten import aten
-
-_WITH_BIAS = {aten.linear.default, aten.mm.default}
+from planner.graph.ops.kinds import WITH_WEIGHT
 
 
 def joined_biases(calls: Sequence[fx.Node], is_changed: Callable[[fx.Node, fx.Node], bool]) -> set[fx.Node]:
@@ -20,7 +19,7 @@ def _is_joined(node: fx.Node, is_changed: Callable[[fx.Node, fx.Node], bool]) ->
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     product, bias = node.args
-    if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in _WITH_BIAS:
+    if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in WITH_WEIGHT:
         return False
     if len(product.users) != 1 or len(product.args) != 2 or is_changed(product, node) or is_changed(bias, node):
         return False

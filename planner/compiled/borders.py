@@ -18,15 +18,14 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of, domain_of
-from planner.graph.ops.aten import aten, is_mutable, is_random, ops_named, packet_of, tensors_of
+from planner.graph.ops.aten import aten, is_mutable, is_random, tensors_of
 from planner.graph.ops.host_stops import reads_on_host
+from planner.graph.ops.kinds import ATTENTION, CONVOLUTIONS, Ops
 from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.ops.products import PRODUCTS
 from planner.placement.rules.forms import Form
 from planner.saved.fused import loses_logits
 
-KERNELS = PRODUCTS | set(ops_named("addmm baddbmm embedding convolution conv1d conv2d conv3d bilinear"))
-_ATTENTION = aten.scaled_dot_product_attention
+KERNELS = CONVOLUTIONS | Ops("linear mm bmm matmul einsum addmm baddbmm embedding bilinear")
 _MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}
 
 PRODUCT = "a separate kernel"
@@ -51,7 +50,7 @@ class Borders:
             return "the number of rows per expert depends on the routing"
         if target is aten.cross_entropy_loss.default and loses_logits(node):
             return PRODUCT
-        if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or packet_of(target) is _ATTENTION:
+        if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or target in ATTENTION:
             return "a random draw" if is_random(node) else PRODUCT
         return self._of_op(node, target)
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.graph.ops.aten import is_view, ops_named
+from planner.graph.ops.aten import is_view
+from planner.graph.ops.kinds import RESHAPES
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
-
-_VIEWS = set(ops_named("reshape view _unsafe_view flatten.using_ints unflatten.int"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +53,4 @@ class Homes:
 
 def is_free(node: fx.Node) -> bool:
     """Whether a call makes no values of its own."""
-    return node.target in _VIEWS or is_view(node)
+    return node.target in RESHAPES or is_view(node)

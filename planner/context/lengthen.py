@@ -19,11 +19,11 @@ from torch import fx
 from planner.context.rules import MEAN, SUM, options_over_cp
 from planner.experts.building import Builder, erase_unread
 from planner.graph.ops.aten import aten, named, reduced_dims, shape_of
+from planner.graph.ops.kinds import CROSS_ENTROPIES
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, V
 
-ROW_LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 ZERO_OF_EQUALS = {aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default}
 TOTALS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
 SUM_OF: dict[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
@@ -76,8 +76,8 @@ def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement]) -> Option | No
 
 def _reduces(node: fx.Node) -> bool:
     """Whether a sum over rows can leave some out."""
-    likely = node.target in ROW_LOSSES and named(node)["target"].meta["val"].is_floating_point()
-    return node.target in TOTALS | ROW_LOSSES | ZERO_OF_EQUALS and not likely
+    likely = node.target in CROSS_ENTROPIES and named(node)["target"].meta["val"].is_floating_point()
+    return (node.target in CROSS_ENTROPIES or node.target in TOTALS | ZERO_OF_EQUALS) and not likely
 
 
 class _Longer:
@@ -131,7 +131,7 @@ class _Longer:
 
     def _reduced(self, build: Builder, node: fx.Node, given: Mapping[fx.Node, Placement]) -> fx.Node:
         args, kwargs = self._operands(build, node, given)
-        if node.target in ROW_LOSSES:
+        if node.target in CROSS_ENTROPIES:
             return build.call(node.target, *args, **kwargs)
         for i, argument in enumerate(args):
             original = node.args[i]
@@ -170,6 +170,6 @@ class _Longer:
 
 def _filling(reader: fx.Node, value: fx.Node) -> float:
     """A neutral filling: an ignored label; 1 for a divisor; else 0."""
-    if reader.target in ROW_LOSSES:
+    if reader.target in CROSS_ENTROPIES:
         return float(named(reader)["ignore_index"])
     return 1.0 if reader.target is aten.div.Tensor and value is reader.args[1] else 0.0

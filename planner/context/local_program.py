@@ -22,6 +22,7 @@ from planner.context.local_calls import local_arguments
 from planner.context.rules import MEAN, SUM, options_over_cp
 from planner.context.types import Types, gathered_from
 from planner.graph.ops.aten import aten, is_random, named, shape_of
+from planner.graph.ops.kinds import CROSS_ENTROPIES
 from planner.graph.ops.over_data import over_data
 from planner.graph.ops.sequence import causal_attention, sum_over_ranks
 from planner.placement.rules.base import Option, Site
@@ -29,7 +30,6 @@ from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, R
 
 TRIANGLES: dict[Any, Any] = {aten.tril.default: aten.le.Scalar, aten.triu.default: aten.ge.Scalar}
-COUNTED = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 
 
 class LocalProgram:
@@ -103,7 +103,7 @@ class LocalProgram:
     def _computed(self, node: fx.Node, option: Option) -> fx.Node:
         """The op on its operands in the types of ``option``."""
         wanted = dict(zip(node.all_input_nodes, option.args, strict=True))
-        if node.target in COUNTED and option.out == P and named(node)["reduction"] == MEAN:
+        if node.target in CROSS_ENTROPIES and option.out == P and named(node)["reduction"] == MEAN:
             return self._mean_over_rows(node, option, wanted)
         if option.form is Form.PICKED:
             return self._picked(node, option)

@@ -15,10 +15,10 @@ from torch import fx
 
 from planner.context.facts import Context, Exchange
 from planner.graph.ops.aten import aten, is_random, named, shape_of
+from planner.graph.ops.kinds import ATTENTION
 from planner.graph.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner.graph.program import Program
 
-FUSED = (causal_attention, aten.scaled_dot_product_attention.default)
 SEQUENCE = 2  # the dim of tokens in q, k, v [b, h, s, d]
 
 
@@ -32,7 +32,8 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
         return context
     graph = program.graph.graph
     for node in list(graph.nodes):
-        if node.target in FUSED and not is_random(node) and len(shape_of(node)) == 4:
+        is_open = node.target in ATTENTION and node.target is not gathered_attention
+        if is_open and not is_random(node) and len(shape_of(node)) == 4:
             operands = [_gathered(n) for n in node.args[1:3]]
             options = _options(node)
             mask = options.pop("mask")

@@ -38,7 +38,7 @@ def options_over_cp(site: Site) -> list[Option]:
     if site.node.target is over_data:
         return [Option((P,), R, Form.WHOLE)]
     found = dict.fromkeys(site.uniform())
-    for rule in (rule_of(site.node.target), RULES.get(site.node.target)):
+    for rule in (rule_of(site.node), RULES.get(site.node.target)):
         found |= dict.fromkeys(rule(site) if rule else ())
     forms = FORMS | {Form.PICKED} if site.node.target is aten.slice.Tensor else FORMS
     return [o for o in found if o.form in forms and _is_even(site, o) and not _cuts_weights(site, o)]
@@ -48,7 +48,7 @@ def _is_even(site: Site, option: Option) -> bool:
     """Whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums."""
     cuts = [t for t in (option.out, *option.args) if t.is_sharded]
     partial = option.form is Form.PARTIAL
-    even = all(len(set(c.segments)) == 1 and not c.padding and not c.has_whole_segment for c in cuts)
+    even = all(len(set(c.segments)) == 1 and c.is_disjoint for c in cuts)
     return even and (not partial or (site.grad(site.node) and not is_random(site.node)))
 
 

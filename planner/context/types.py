@@ -18,10 +18,11 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.context.flow import LAYOUT, begins, sequence_flow
+from planner.context.flow import begins, sequence_flow
 from planner.context.refusals import no_typing, not_divisible, reads_whole
 from planner.context.rules import options_over_cp
 from planner.graph.ops.aten import shape_of, value_bytes
+from planner.graph.ops.kinds import VIEWS
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 from planner.placement.rules.base import Option, Site
@@ -148,7 +149,7 @@ def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> f
 def gathered_from(value: fx.Node, types: Types) -> fx.Node:
     """The value to gather if a sharded value is read in full: the one before its heads were repeated."""
     node, best = value, value
-    while node.target in LAYOUT and types.of(node.all_input_nodes[0]).is_sharded:
+    while node.target in VIEWS and types.of(node.all_input_nodes[0]).is_sharded:
         node = node.all_input_nodes[0]
         if value_bytes(node) < value_bytes(best):
             best = node

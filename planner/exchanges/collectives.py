@@ -22,10 +22,11 @@ from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange
 from planner.exchanges.sequence import sequence_exchanges, sequence_rows
 from planner.experts.domain import axis_of, in_domain, is_here, share_of_rows
+from planner.graph.ops.kinds import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
-from planner.placement.rules.reduction import EXCHANGES, EXTREMES, REDUCED, SOFTMAX
+from planner.placement.rules.reduction import EXCHANGES, REDUCED
 from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
@@ -151,7 +152,7 @@ def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Pl
     mean square.
     """
     cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0]
-    dtype = node.meta["val"].dtype if node.target in SOFTMAX else x.meta["val"].dtype
+    dtype = node.meta["val"].dtype if node.target in SOFTMAXES | LOG_SOFTMAXES else x.meta["val"].dtype
     counted = node if node.target in REDUCED else x
     shape = in_domain(counted, tuple(counted.meta["val"].shape), decisions.mesh)
     width = 1 if counted is node else shape[cut.dim]

@@ -14,9 +14,9 @@ from math import prod
 from torch import Tensor, fx
 
 from planner.errors import PlanError
-from planner.experts.ids import JOINS
 from planner.experts.routing import Routing
 from planner.graph.ops.aten import aten, packet_of, reduced_dims, shape_of
+from planner.graph.ops.kinds import JOINS
 from planner.graph.walks import meetings
 
 Refusal = Callable[[fx.Node, str], PlanError]
@@ -40,7 +40,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
     meeting = next(meetings(tips, most=MOST * len(tips)), None)
     if meeting is None:
         raise refusal(tips[0], "their results are not combined into one value")
-    if packet_of(meeting.target) in JOINS and len(meeting.users) == 1:
+    if meeting.target in JOINS and len(meeting.users) == 1:
         (user,) = meeting.users
         if packet_of(user.target) is aten.gather and user.args[0] is meeting:
             _check_pick(tips, meeting, user, routing, refusal)
@@ -116,7 +116,7 @@ class _Summands:
             return [(node.all_input_nodes[0], masks)]
         if _overwrites(node):
             return [(node.args[2], [*masks, node.args[0]])]  # pyright: ignore
-        if packet is aten.sum and packet_of(node.all_input_nodes[0].target) in JOINS:
+        if packet is aten.sum and node.all_input_nodes[0].target in JOINS:
             joined = node.all_input_nodes[0]
             dim = _join_dim(joined)
             if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:

@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import fx
 
-from planner.experts.ids import JOINS, VIEWS
 from planner.experts.layers import ExpertWeight
 from planner.experts.products import ends, product_of, sides
 from planner.experts.space import Space
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
+from planner.graph.ops.kinds import JOINS, LAID_OUT, Ops
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import in_order, operands, walk
 
+PASSING = LAID_OUT | Ops("sum any slice select layer_norm rms_norm softmax")
 SUMMING = {aten.add, aten.sub, aten.where, aten.addcmul, aten.addcdiv, aten.lerp, aten.maximum, aten.minimum}
-PASSING = VIEWS | {aten.sum, aten.any, aten.slice, aten.select, aten.layer_norm, aten.rms_norm, aten.softmax}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
         dim = space.dim(node)
         if dim < 0 or node in space.scored:
             continue
-        if packet_of(node.target) in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
+        if node.target in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
             yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
         yield from _parts(node, dim)
 
@@ -190,7 +190,7 @@ def _capacity(space: Space, first: list[fx.Node]) -> int:
 def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
     """The value with ``x`` as one expert's part, and the number of rows of ``x``."""
     node = x
-    while packet_of(node.target) in VIEWS:
+    while node.target in LAID_OUT:
         node = node.all_input_nodes[0]
     parent = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
     if parent is not None and node.target is getitem:

@@ -13,11 +13,10 @@ from torch import fx
 
 from planner.experts.ties import lookup
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
+from planner.graph.ops.kinds import JOINS, LAID_OUT, Ops
 from planner.graph.walks import walk
 
-VIEWS = {aten.reshape, aten.permute, aten.expand, aten.contiguous, aten.to, aten.clone, aten.detach}
-SAME = VIEWS | {aten.slice, aten.select, aten.clamp, aten.argsort}
-JOINS = {aten.cat, aten.concat, aten.concatenate}
+PASSED = LAID_OUT | Ops("slice select clamp argsort")
 SELECTIONS = {aten.topk, aten.max, aten.sort, aten.argmax, aten.argsort}
 
 
@@ -63,7 +62,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
     found = lookup(user)
     if found is not None:
         return found[0] is node
-    return packet in SAME or packet is aten.sort or (packet is aten.gather and user.args[0] is node)
+    return packet in PASSED or packet is aten.sort or (packet is aten.gather and user.args[0] is node)
 
 
 def dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
@@ -98,4 +97,4 @@ def _from_last(x: fx.Node, user: fx.Node, dim: int) -> int:
 
 
 def _through(node: fx.Node) -> Iterable[fx.Node]:
-    return node.all_input_nodes if packet_of(node.target) in VIEWS else ()
+    return node.all_input_nodes if node.target in LAID_OUT else ()

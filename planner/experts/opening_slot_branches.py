@@ -18,12 +18,12 @@ from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
-from planner.experts.ids import JOINS, VIEWS
 from planner.experts.inside import made_of
 from planner.experts.layers import ExpertLayer
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import followed
 from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
+from planner.graph.ops.kinds import JOINS, LAID_OUT
 from planner.graph.program import Program
 from planner.graph.walks import operands, readers, walk
 
@@ -76,7 +76,7 @@ class _Opening:
     def _joined(self) -> fx.Node:
         """The call that concatenates all experts' results, in their order."""
         join = next(iter(self.tips[0].users))
-        is_all = packet_of(join.target) in JOINS and list(join.args[0]) == self.tips  # pyright: ignore
+        is_all = join.target in JOINS and list(join.args[0]) == self.tips  # pyright: ignore
         if not is_all or any(len(tip.users) != 1 for tip in self.tips):
             raise self.refusal(self.tips[0], "their results for slots are not combined with one cat or stack")
         return join
@@ -93,7 +93,7 @@ class _Opening:
             part = _part_of(node, number, self.layer.num_experts)
             if part is not None:
                 found[part] = None
-            elif packet_of(node.target) in VIEWS and node not in body:
+            elif node.target in LAID_OUT and node not in body:
                 body.add(node)
                 work += node.all_input_nodes
             else:

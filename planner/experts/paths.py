@@ -9,16 +9,16 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from planner.experts.ids import JOINS, VIEWS
 from planner.experts.layers import Dispatch
 from planner.experts.products import Product
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from planner.graph.ops.kinds import FILLED, JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.walks import ancestors, meetings, operands, readers, walk
 
-FACTORIES = {aten.zeros_like, aten.empty_like, aten.full_like, aten.new_zeros, aten.new_empty, aten.new_full}
+PLACES = PLACING | Ops("gather sum index_reduce")
 SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
 MOST = 200
 
@@ -28,7 +28,7 @@ def base(node: fx.Node, space: Space | None = None) -> fx.Node:
     while node.op == "call_function":
         found = lookup(node) if space is not None else None
         found = None if found is not None and is_weight(found[0]) else found
-        if packet_of(node.target) not in VIEWS and (found is None or found[2] in (space.ids if space else ())):
+        if node.target not in LAID_OUT and (found is None or found[2] in (space.ids if space else ())):
             break
         node = found[0] if found is not None else node.all_input_nodes[0]
     return node
@@ -58,7 +58,7 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
 
     for node in walk(first, operands, stop=lambda n: not within(n)):
         is_made = node.op == "placeholder" or bool(node.all_input_nodes)
-        if not within(node) and is_float(node) and is_made and packet_of(node.target) not in FACTORIES:
+        if not within(node) and is_float(node) and is_made and node.target not in FILLED:
             yield node
 
 
@@ -69,7 +69,7 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(operands_of(n) or lookup(n) or packet_of(n.target) in _PLACING for n in way):
+    if any(operands_of(n) or lookup(n) or n.target in PLACES for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return Dispatch.CAPACITY, first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
@@ -92,9 +92,6 @@ def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx
         return node in above and not (node in space.scored and operands_of(node))
 
     return {n for n in walk([tokens], readers, into=goes_on) if n is not tokens}
-
-
-_PLACING = {aten.scatter, aten.index_put, aten.index_copy, aten.gather, *SUMS}
 
 
 def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins: bool = False) -> fx.Node | None:
@@ -144,7 +141,7 @@ def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
     for node in sorted(space.ids & above):
         if any(user in above and user not in space.ids for user in node.users if _goes_by_id(space, user, node)):
             found[_first_ids(space, node)] = None
-    parts = {n for joined in found if packet_of(joined.target) in JOINS for n in ancestors([joined]) - {joined}}
+    parts = {n for joined in found if joined.target in JOINS for n in ancestors([joined]) - {joined}}
     found = {n: None for n in found if n not in parts}
     num_tokens = space.root.meta["val"].numel() // shape_of(space.root)[-1]
     total = sum(n.meta["val"].numel() for n in found)
@@ -162,7 +159,7 @@ def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:
     """The call that chose or combined ids, before they were rearranged, copied or sorted."""
-    while packet_of(node.target) not in JOINS:
+    while node.target not in JOINS:
         above = [n for n in node.all_input_nodes if n in space.ids or packet_of(n.target) is aten.sort]
         if not above:
             break

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.experts.ids import VIEWS
 from planner.experts.layers import ExpertWeight
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.experts.weights import is_view, is_weight, origin_of
-from planner.graph.ops.aten import packet_of, shape_of
+from planner.graph.ops.aten import shape_of
+from planner.graph.ops.kinds import LAID_OUT
 from planner.graph.walks import operands, walk
 
 
@@ -45,7 +45,7 @@ def _stacks(space: Space) -> list[fx.Node]:
 
 def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
     """The readers of a weight, through views and lookups by ids."""
-    passes = node.op == "placeholder" or packet_of(node.target) in VIEWS or lookup(node) is not None
+    passes = node.op == "placeholder" or node.target in LAID_OUT or lookup(node) is not None
     return node.users if passes else ()
 
 

@@ -20,10 +20,10 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from planner.graph.ops.flops import node_flops
+from planner.graph.ops.kinds import FILLED
 from planner.graph.walks import in_order, readers, walk
 
 TRIALS = 3
-FILLED = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 MOST = 1 << 26  # elements of a value that is worth a trial
 FLOPS = 1 << 34  # of a trial for figures only
 
@@ -181,7 +181,7 @@ def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: tor
 
 def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
     """Whether a value is to be computed: it depends on the choices, or is made of numbers alone."""
-    return node in below or not node.all_input_nodes or packet_of(node.target) in FILLED
+    return node in below or not node.all_input_nodes or node.target in FILLED
 
 
 def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:

@@ -13,15 +13,14 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from planner.experts.ids import JOINS, VIEWS
 from planner.experts.ties import lookup, operands_of
 from planner.experts.weights import is_weight, origin_of
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of, tensors_of
+from planner.graph.ops.aten import is_pointwise, named, shape_of, tensors_of
+from planner.graph.ops.kinds import JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import readers, walk
 
-PLACING = {aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_copy, aten.index_put}
-PASSED = VIEWS | JOINS | {aten.slice, aten.narrow}
+PASSED = LAID_OUT | JOINS | Ops("slice narrow")
 
 
 def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
@@ -59,14 +58,14 @@ def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
     found, given = lookup(call), named(call)
     if found is not None:
         return found[2] in numbers and not is_weight(found[0])
-    if packet_of(call.target) in PLACING | {aten.gather, aten.index}:
+    if call.target in PLACING | Ops("gather index"):
         index = given.get("index", given.get("indices"))
         return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
     return False
 
 
 def _passes(call: fx.Node) -> bool:
-    return packet_of(call.target) in PASSED or is_pointwise(call.target)
+    return call.target in PASSED or is_pointwise(call.target)
 
 
 def _is_own(node: fx.Node) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.experts.ids import VIEWS
 from planner.experts.ties import lookup, ties
 from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.kinds import LAID_OUT
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -28,4 +28,4 @@ def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
 
 def is_view(node: fx.Node) -> bool:
     packet = packet_of(node.target)
-    return node.op == "call_function" and (packet in VIEWS or packet is aten.select or lookup(node) is not None)
+    return node.op == "call_function" and (packet in LAID_OUT or packet is aten.select or lookup(node) is not None)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import aten, is_pointwise, packet_of
+from planner.graph.ops.aten import is_pointwise
+from planner.graph.ops.kinds import EXTREMES
 from planner.rules.call import operands_of
 from planner.rules.table import rule_of
 
-EXTREMES = {aten.amax, aten.amin}
 TRIALS = 4
 
 
@@ -26,7 +26,7 @@ def stays_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
     read = [n for n in node.all_input_nodes if n in zero]
     if not read:
         return False
-    if node.target is getitem or packet_of(node.target) in EXTREMES:
+    if node.target is getitem or node.target in EXTREMES:
         return node.all_input_nodes[0] in zero
     rule, operands = rule_of(node), operands_of(node)
     if any(all(operands[i] in zero for i in together) for together in (rule.linear if rule is not None else ())):

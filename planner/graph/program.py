@@ -14,6 +14,7 @@ from planner.graph.assumptions import Assumption
 # they rewrite nodes. All other code reads them.
 META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
+    "inferred": "of an op without a rule: the pattern that trials show (capture.inferred_rules)",
     "grad": "whether a gradient of the loss may flow through it",
     "stopped": "whether its gradient stops at a detach that stands below it (capture.canonical.stopped)",
     "parameter": "of a placeholder: the user's dotted name of the parameter",

@@ -65,7 +65,7 @@ def _possible(before: Placement, after: Placement, grad: bool) -> bool:
     """
     if before.is_sharded and after.is_sharded:
         cuts = (before, after)
-        return before.dim != after.dim and not any(c.padding or c.has_whole_segment for c in cuts)
+        return before.dim != after.dim and all(c.is_disjoint for c in cuts)
     cut = before if before.is_sharded else after
     only_taken = after.is_sharded and (before.kind == "R" or (before.kind == "I" and not grad))
     return only_taken or not cut.has_whole_segment

@@ -58,6 +58,11 @@ class Placement:
         return any(not s.sharded for s in self.segments)
 
     @property
+    def is_disjoint(self) -> bool:
+        """Whether the shards of all ranks hold each element once, and nothing else."""
+        return not self.padding and not self.has_whole_segment
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(s.size for s in self.segments)
 

@@ -15,12 +15,12 @@ from torch import fx
 from planner.context.facts import Context, Exchange
 from planner.decisions import Decisions
 from planner.graph.ops.aten import aten, shape_of
+from planner.graph.ops.kinds import VIEWS
 from planner.graph.ops.sequence import gather_sequence
 from planner.placement.rules.forms import Form
 from planner.sharding.shards import Shards
 
 READERS = {aten.matmul.default, aten.bmm.default}  # of equal batch dims these keep their operands as they are
-WAY = {aten.reshape.default, aten.permute.default, aten.expand.default}
 SAME_OP = {Form.WHOLE, Form.PARTS, Form.COLUMN, Form.ROW}
 
 
@@ -38,7 +38,7 @@ def _kept_apart(decisions: Decisions, exchange: Exchange, changed: set[str]) -> 
     way = [node]
     while len(way[-1].users) == 1 and way[-1].name not in changed:
         (reader,) = way[-1].users
-        if reader.target in WAY:
+        if reader.target in VIEWS:
             way.append(reader)
         elif _reads_once(decisions, reader, way[-1]):
             return replace(exchange, way=tuple(n.name for n in way), reader=reader.name)

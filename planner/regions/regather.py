@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
+from planner.graph.ops.kinds import WITH_WEIGHT
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.linear.default, aten.mm.default)
 
 
 def gather_again(shards: Shards, decisions: Decisions, regions: Sequence[Region]) -> Shards:
@@ -56,6 +56,6 @@ def _is_for_products(change: TypeChange, decisions: Decisions, home: Mapping[str
 
 def _weight_of(reader: fx.Node, value: fx.Node) -> fx.Node | None:
     """The factor of ``value`` in a product without a bias."""
-    is_product = reader.target in _PRODUCTS and len(reader.args) == 2 and not reader.kwargs
+    is_product = reader.target in WITH_WEIGHT and len(reader.args) == 2 and not reader.kwargs
     weight = reader.args[1] if is_product and reader.args[0] is value else None
     return weight if isinstance(weight, fx.Node) and weight is not value else None

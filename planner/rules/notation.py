@@ -29,6 +29,11 @@ class Pattern:
     result: tuple[str, ...]
     roles: dict[str, Role]
 
+    def __str__(self) -> str:
+        marks = {word: role.value for word, role in self.roles.items()}
+        terms = [" ".join(word + marks.get(word, "") for word in term) for term in (*self.operands, self.result)]
+        return f"{', '.join(terms[:-1])} -> {terms[-1]}"
+
     def fits(self, call: Call) -> bool:
         """Whether operands and dims are as many, and a word has one size in all its places (or 1, broadcast)."""
         shapes = (*call.shapes, call.result)

@@ -3,7 +3,7 @@ bias the summed dim is mixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from planner.rules.call import Call
 from planner.rules.notation import Pattern, parse
@@ -14,15 +14,17 @@ Builder = Callable[[Call], OpRule | None]
 
 def text(*patterns: str) -> Builder:
     """The first of the patterns that fits."""
-    parsed = [parse(pattern) for pattern in patterns]
+    return text_of(*(parse(pattern) for pattern in patterns))
 
+
+def text_of(*parsed: Pattern) -> Builder:
     def rule(call: Call) -> OpRule | None:
         return _first(parsed, call)
 
     return rule
 
 
-def _first(patterns: list[Pattern], call: Call) -> OpRule | None:
+def _first(patterns: Sequence[Pattern], call: Call) -> OpRule | None:
     return next((pattern.rule(call) for pattern in patterns if pattern.fits(call)), None)
 
 

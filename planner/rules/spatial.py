@@ -53,12 +53,26 @@ def pool(dims: int) -> Callable[[Call], OpRule]:
 
 
 def batch_norm(call: Call) -> OpRule:
-    """batch_norm, instance_norm: the first result alone."""
-    factors = Factors(call)
-    factors.add(EACH, (0, 1), (RESULT, 1), *((o, 0) for o in range(1, len(call.shapes))))
+    """The first result alone."""
+    factors = _of_channels(call)
     for dim in (d for d in range(len(call.result)) if d != 1):
         factors.add(MIX, (0, dim), (RESULT, dim))
     return factors.done()
+
+
+def instance_norm(call: Call) -> OpRule:
+    """Running statistics are averages over n."""
+    factors = _of_channels(call)
+    factors.add(MIX if call.position("running_mean") is not None else EACH, (0, 0), (RESULT, 0))
+    for dim in range(2, len(call.result)):
+        factors.add(MIX, (0, dim), (RESULT, dim))
+    return factors.done()
+
+
+def _of_channels(call: Call) -> Factors:
+    factors = Factors(call)
+    factors.add(EACH, (0, 1), (RESULT, 1), *((o, 0) for o in range(1, len(call.shapes))))
+    return factors
 
 
 def group_norm(call: Call) -> OpRule:

@@ -32,7 +32,8 @@ def builder_of(target: Any) -> Builder | None:
 
 def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
-    builder = builder_of(node.target)
+    pattern = node.meta.get("inferred")
+    builder = products.text_of(pattern) if pattern is not None else builder_of(node.target)
     call = call_of(node) if builder is not None else None
     rule = builder(call) if builder is not None and call is not None else None
     if call is None or rule is None:
@@ -106,7 +107,8 @@ RULES: dict[Any, Builder] = (
     | packets("one_hot", indexing.one_hot)
     # images
     | packets("grid_sampler", text("n c h^ w^, n p q t^ -> n c p q", "n c d^ h^ w^, n o p q t^ -> n c o p q"))
-    | packets("batch_norm instance_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)
+    | packets("batch_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)
+    | packets("instance_norm", spatial.instance_norm)
     | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", spatial.batch_norm)
     | packets("group_norm", spatial.group_norm)
     | packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", spatial.pool(1))

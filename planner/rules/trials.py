@@ -7,6 +7,7 @@ SUM     the parts' results, added up, are the result                  gradients 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ def tried_linear(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
 
 
 def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int) -> None:
+    for what, found, expected in by_parts(node, factor, values, parts):
+        _same(found, expected, f"{node.target} {node.args}: {factor} in {parts} parts: {what}")
+
+
+def by_parts(
+    node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What the parts of a factor make together beside what the full operands make: the result, and each gradient."""
     operands = [values[n.name] for n in operands_of(node)]
     expected, gradients = _run(node, operands, None)
     runs = []
@@ -73,10 +82,9 @@ def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: in
         made = factor.at(RESULT)
         pulled = _part(_cotangent(expected), factor, made, parts, part) if _inexact(expected) else None
         runs.append(_run(node, cut, pulled, (factor, parts)))
-    where = f"{node.target} {node.args}: {factor} in {parts} parts"
-    _same(_joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected, f"{where}: result")
+    yield "result", _joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected
     for i, full in gradients.items():
-        _same(_joined([g[i] for _, g in runs], factor, factor.at(i), parts), full, f"{where}: gradient of {i}")
+        yield f"gradient of {i}", _joined([g[i] for _, g in runs], factor, factor.at(i), parts), full
 
 
 def _same(found: Tensor, expected: Tensor, what: str) -> None:

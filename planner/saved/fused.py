@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
+from planner.graph.ops.kinds import RESHAPES
 from planner.placement.rules.forms import Form
 from planner.sharding.type_changes import TypeChange
 
@@ -21,7 +22,6 @@ aten = torch.ops.aten
 
 PRODUCTS = {aten.linear.default, aten.mm.default}
 OVERWRITTEN = {*PRODUCTS, aten.bmm.default}
-VIEWS = {aten.reshape.default, aten.view.default}
 MAKERS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}  # of new memory, which their backward does not read
 
 
@@ -83,7 +83,7 @@ def loses_logits(node: fx.Node) -> bool:
     value = logits.meta["val"]
     if value.dim() != 2 or target.meta["val"].dim() != 1 or value.dtype not in (torch.float32, torch.float64):
         return False
-    while logits.target in VIEWS and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
+    while logits.target in RESHAPES and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
         logits = logits.args[0]
     is_own = logits.target in MAKERS or (logits.target is aten.to.dtype and _dtypes(logits) == 2)
     return is_own and len(logits.users) == 1

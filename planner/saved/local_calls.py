@@ -12,6 +12,7 @@ from planner.context.local_calls import local_arguments
 from planner.experts import exchange
 from planner.experts.domain import domain_of
 from planner.graph.ops.aten import arguments, is_random, named
+from planner.graph.ops.kinds import WITH_SIZES
 from planner.graph.ops.over_data import over_data
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
@@ -21,7 +22,6 @@ from planner.saved.of_sequence import OF_SEQUENCE
 
 aten = torch.ops.aten
 
-WITH_SIZES = {aten.reshape.default, aten.expand.default}
 SPELLED_ANEW = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED}
 # Values of experts: the exchanged counts are known once rows are routed, so these have the size of the even case
 OF_EXPERTS = {

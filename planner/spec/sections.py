@@ -123,6 +123,9 @@ class TensorParallelSpec(Section):
         "that names a parameter decides; a bias follows the matrix of its module",
     )
     vocabulary_multiple: Size = key(128, "the vocabulary is padded to a multiple of this · tp")
+    infer_rules: Flag = key(
+        True, "an op that the planner does not know is sharded along the dims that trials on random values show"
+    )
 
 
 class EvenSplit(Section):

@@ -20,6 +20,7 @@ from planner.errors import Where
 from planner.exchanges.collectives import scalars_of_loss
 from planner.graph.ops.aten import is_random, named, packet_of
 from planner.graph.ops.flops import node_cost, node_flops
+from planner.graph.ops.kinds import CONVOLUTIONS
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import holds_weight
 from planner.graph.places import Places, glob_of
@@ -35,7 +36,6 @@ from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_word
 from planner.tables.rows import Diagnostic, Summary
 
 aten = torch.ops.aten
-_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default}
 
 
 def diagnostic_rows(
@@ -52,6 +52,7 @@ def diagnostic_rows(
         *_inexact(decisions),
         *_untrained(decisions.program),
         *_skipped(decisions),
+        *_inferred(decisions),
         *_own_backwards(decisions, places),
         *_kernels(decisions, places),
         *_spelled_norms(decisions, places),
@@ -138,6 +139,13 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
             "microbatch",
             str(where),
             "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
+        )
+    for what, where in decisions.terms.unknown:
+        yield Diagnostic(
+            "warning",
+            f"{what} has no rule: if it mixes the sequences of a batch, each microbatch sees only its own",
+            str(where),
+            _rule_of_own(what),
         )
     for what, where in decisions.terms.mixed:
         yield Diagnostic(
@@ -263,7 +271,7 @@ def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
     found: dict[tuple[str, str, int], list[fx.Node]] = {}
     wheres: dict[tuple[str, str, int], Where] = {}
     for node in nodes:
-        if node.meta.get("grad") and rule_of(node.target) is None and not isinstance(node.target, OwnBackward):
+        if node.meta.get("grad") and rule_of(node) is None and not isinstance(node.target, OwnBackward):
             where = where_of(node)
             key = (str(node.target), where.file, where.line)
             found.setdefault(key, []).append(node)
@@ -283,6 +291,33 @@ def _without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
             f"{row.op} has no rule{times} and is replicated on every rank, {row.work_fraction:.1%} of the "
             "estimated work",
             str(row.where),
+            _rule_of_own(row.op),
+        )
+
+
+def _rule_of_own(op: str) -> str:
+    return f'if it is an op of your own, give it a rule: planner.rule("{own_name(op)}", "… -> …")'
+
+
+def own_name(op: str) -> str:
+    """``mylib.scan.default`` as torch.library has registered it."""
+    namespace, _, rest = op.partition(".")
+    return f"{namespace}::{rest.removesuffix('.default')}"
+
+
+def _inferred(decisions: Decisions) -> Iterator[Diagnostic]:
+    """Rules that trials have shown, once for each op and pattern."""
+    found: dict[tuple[str, str], fx.Node] = {}
+    for node in decisions.program.graph.graph.nodes:
+        if "inferred" in node.meta:
+            found.setdefault((str(node.target), str(node.meta["inferred"])), node)
+    for (op, pattern), node in found.items():
+        yield Diagnostic(
+            "info",
+            f'{op} has no rule; by trials on random values it has "{pattern}"',
+            str(where_of(node)),
+            f'to say it yourself: planner.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
+            "tensor_parallel.infer_rules: false",
         )
 
 
@@ -310,7 +345,7 @@ def _layers(
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
-    if is_linear(node) or node.target in _CONVOLUTIONS or node.target is aten.embedding.default:
+    if is_linear(node) or node.target in CONVOLUTIONS or node.target is aten.embedding.default:
         return [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
     return []
 

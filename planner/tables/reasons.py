@@ -10,7 +10,7 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.products import SEE_THROUGH, equation, holds_weight
+from planner.graph.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
 from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
 from planner.placement.rules.forms import Form
@@ -18,7 +18,6 @@ from planner.placement.rules.table import Option, rule_of
 from planner.placement.types import Placement
 
 aten = torch.ops.aten
-_LINEAR = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.einsum.default}
 _MAX_WALK = 300
 OF_VOCABULARY = {Form.VOCABULARY, Form.CLASSES}
 
@@ -130,7 +129,7 @@ class Reasons:
         )
 
     def _obstacles(self, node: fx.Node, reader: fx.Node) -> Iterator[str]:
-        if rule_of(reader.target) is None:
+        if rule_of(reader) is None:
             yield f"{op_name(reader)} has no rule"
         for site in self._sites_near(reader):
             if site.is_cut and node.name in self._feeders:
@@ -139,13 +138,13 @@ class Reasons:
                 yield (
                     site.why_whole(self.tp) if site.heads else f"its attention is replicated: {site.why_whole(self.tp)}"
                 )
-        if reader.target in _LINEAR or reader.target is aten.embedding.default:
+        if reader.target in PRODUCTS or reader.target is aten.embedding.default:
             yield from self._uneven_dims(node)
         blocked = next(
             (
                 n
                 for n in self._walk(reader, cut=False)
-                if n.op == "call_function" and n.meta.get("grad") and rule_of(n.target) is None
+                if n.op == "call_function" and n.meta.get("grad") and rule_of(n) is None
             ),
             None,
         )
@@ -244,7 +243,7 @@ def is_loss(node: fx.Node) -> bool:
 
 def is_linear(node: fx.Node) -> bool:
     """A product of an activation and a weight."""
-    if node.target not in _LINEAR:
+    if node.target not in PRODUCTS:
         return False
     found = equation(node)
     return found is not None and any(holds_weight(n) for n in found[0]) and not all(holds_weight(n) for n in found[0])

@@ -1,4 +1,5 @@
-"""A model of custom ops with rules of their own trains over tp and pp as in one process, and its ops are sharded."""
+"""A model of custom ops, with rules of their own or by trial, trains over tp and pp as in one process, and its ops are
+sharded."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from planner import plan
+from planner.rules.own import OWN
 from planner.spec.spec import Spec
 from runtime import Engine
 from runtime.verify.reference import OneProcess
@@ -31,7 +33,9 @@ def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
         return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
 
 
-def on(host: Any, mesh: dict[str, int]) -> tuple[list[str], tuple[list[float], dict[str, Tensor]]]:
+def on(host: Any, mesh: dict[str, int], has_rules: bool) -> tuple[list[str], tuple[list[float], dict[str, Tensor]]]:
+    if not has_rules:
+        OWN.clear()  # of this process, a fork for this call
     decided = plan(build(), spec_of(**mesh))
     sharded = sorted(row.name for row in decided.parameters if "V" in str(row.placement))
     ranks = mesh.get("tp", 1) * mesh.get("pp", 1)
@@ -39,9 +43,10 @@ def on(host: Any, mesh: dict[str, int]) -> tuple[list[str], tuple[list[float], d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_rules", [True, False], ids=["rules", "by trial"])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
-def test_own_ops_are_sharded_and_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
-    sharded, (losses, found) = lab.call(on, mesh)
+def test_own_ops_are_sharded_and_equal_one_process(lab: Lab, mesh: dict[str, int], has_rules: bool) -> None:
+    sharded, (losses, found) = lab.call(on, mesh, has_rules)
     assert {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias", "decay", "down.weight")} <= set(sharded)
     alone = OneProcess(build(), Spec.load(spec_of()))
     assert losses == pytest.approx([alone.train_step(batch) for batch in batches()], rel=1e-12)

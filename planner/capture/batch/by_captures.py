@@ -52,7 +52,6 @@ from planner.capture.loss.loss_ops import (
     NONE,
     OF_ROWS,
     OVER_ROWS,
-    PRODUCTS,
     SCALED,
     contracts,
     counts_inputs,
@@ -64,6 +63,7 @@ from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
 from planner.graph.ops.aten import arguments, reduced_dims
+from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
 
 

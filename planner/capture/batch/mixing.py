@@ -4,28 +4,32 @@
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
     a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
-Whether a dim holds the batch is known from two captures (capture.batch.two_captures). The second costs as much as the
-first, so it is made only if an op could do one of these; a sum over the features, as of a norm, could not.
+The rule of an op (planner.rules) says which dims it mixes; of an op without one that is not known. Whether a dim holds
+the batch is known from two captures (capture.batch.two_captures). The second costs as much as the first, so it is made
+only if an op could do one of these; a sum over the features, as of a norm, could not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import getitem
+from typing import Any
 
 from torch import fx
 
-from planner.capture.loss.counts import input_only, reduces_batch
-from planner.graph.ops.aten import named, reduced_dims
+from planner.capture.loss.counts import input_only
+from planner.graph.ops.aten import packet_of, packets, tensors_of
 from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.ops.spatial import dims_of_image, is_spatial
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
+from planner.rules.call import operands_of
+from planner.rules.rule import Factor, OpRule, Role
+from planner.rules.table import rule_of
 
-ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
-         "topk", "flip", "roll", "slice", "split_with_sizes", "narrow", "cummax", "cummin", "diff", "_safe_softmax",
-         "kthvalue", "mode", "quantile", "nanquantile", "nanmedian", "msort", "renorm", "index_select",
-         "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft"}  # fmt: skip
-PRODUCTS = {"mm", "matmul", "bmm", "einsum", "linear"}
+# They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
+LOOKUPS = packets("index index_put index_add index_copy gather scatter scatter_add scatter_reduce embedding", None)
+JOINS = packets("cat concat concatenate stack pad constant_pad_nd", None)
+CUTS = packets("slice split_with_sizes narrow", None)
 
 BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, if known
 
@@ -45,27 +49,6 @@ def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collec
     return [n for n in inner if n in with_gradient or (n in of_inputs and n.op == "call_function")]
 
 
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "_opname", "")
-
-
-def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
-    """Decided by the op alone: cheap, and true of few ops of a Transformer."""
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, OwnBackward):
-        return not _works_by_sequence(node.target, [{0} if n in on_batch else set() for n in node.args])
-    if _runs_along_dims(node):
-        return 0 in dims_along(node)
-    if _name(node) in PRODUCTS:
-        return all(n in on_batch for n in node.all_input_nodes) and not _is_batched(node)
-    return reduces_batch(node) and 0 in reduced_dims(node)
-
-
-def _runs_along_dims(node: fx.Node) -> bool:
-    return _name(node) in ALONG or is_spatial(node)
-
-
 def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
     """Whether a user's own backward makes a term of the loss, which is reported as one."""
     value = node.meta["val"]
@@ -75,61 +58,86 @@ def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
     return is_number and any(user.op == "output" or user in others for user in node.users)
 
 
-def _works_by_sequence(call: OwnBackward, batch_dims: Sequence[Collection[int]]) -> bool:
-    """Whether it was shown to work part by part along the dims that hold the batch."""
-    return any(
-        all(dim in dims if dims else dim is None for dim, dims in zip(cut.inputs, batch_dims, strict=True))
-        for cut in call.facts.cuts
-    )
+# ---- whether an op mixes the sequences
 
 
-def _is_batched(node: fx.Node) -> bool:
-    """A product of operands of three or more dims that keeps the first as a batch dim."""
-    if _name(node) == "einsum":
-        words, _, result = str(node.args[0]).partition("->")
-        return all(word[:1] == result[:1] for word in words.split(","))
-    return all(n.meta["val"].dim() > 2 for n in node.all_input_nodes)
+def is_unknown(node: fx.Node) -> bool:
+    """An op without a rule may do anything."""
+    makes_tensor = node.op == "call_function" and any(True for _ in tensors_of(node))
+    return makes_tensor and not _puts_elsewhere(node) and not _has_own_backward(node) and rule_of(node) is None
 
 
-def dims_along(node: fx.Node) -> frozenset[int]:
-    """The dims that an op runs along."""
-    if is_spatial(node):
-        return dims_of_image(node)
-    given = named(node)
-    dims = given.get("dim", given.get("dims", 0))
-    ndim = max(1, node.all_input_nodes[0].meta["val"].dim())
-    if dims is None:
-        return frozenset(range(ndim))
-    return frozenset(int(d) % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
+    """Decided by the op alone, as if dim 0 of each value held the batch: cheap, and true of few ops."""
+    if node.op != "call_function":
+        return False
+    held = [frozenset({0} if n in on_batch else ()) for n in operands_of(node)]
+    if _has_own_backward(node):
+        return not _works_by_sequence(node, held)
+    return _mixes(node, held, pairs=_is_product(node))
 
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    is_cut = _name(node) in ("slice", "split_with_sizes", "narrow")
-    return node.op == "call_function" and not is_cut and (_runs_along_dims(node) or reduces_batch(node))
+    is_cut = packet_of(node.target) in CUTS
+    rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
+    return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
 
 
 def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
-    """Of an op that may mix: whether a dim that it runs along may hold the batch (planner.capture.batch.flow)."""
-    held = [flow.get(n) for n in node.all_input_nodes]
-    if isinstance(node.target, OwnBackward) or _name(node) in PRODUCTS or any(dims is None for dims in held):
-        return True
-    along = dims_along(node) if _runs_along_dims(node) else reduced_dims(node)
-    return any(not along.isdisjoint(dims) for dims in held if dims)
+    """Of an op that may mix: whether a dim that it mixes may hold the batch (planner.capture.batch.flow)."""
+    held = [flow.get(n) for n in operands_of(node)]
+    return (
+        _has_own_backward(node) or any(dims is None for dims in held) or _mixes(node, [d or frozenset() for d in held])
+    )
 
 
 def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
-    """Whether an op that may mix does: it runs along the batch. False if that is unknown."""
-    inputs = [dims_of(n) for n in node.all_input_nodes]
-    if any(dims is None for dims in inputs):
+    """Whether an op does mix. False if it is not known which dims hold the batch."""
+    held = [dims_of(n) for n in operands_of(node)]
+    if any(dims is None for dims in held):
         return False
-    if isinstance(node.target, OwnBackward):
-        return not _works_by_sequence(node.target, [dims_of(n) or set() for n in node.args])  # pyright: ignore
-    held = [dims for dims in inputs if dims]
-    if _name(node) in PRODUCTS:
-        made = dims_of(node)
-        return made is not None and len(made) != 1 and bool(held)
-    if not _runs_along_dims(node) and not reduces_batch(node):
+    known = [dims or frozenset[int]() for dims in held]
+    return not _works_by_sequence(node, known) if _has_own_backward(node) else _mixes(node, known)
+
+
+def _has_own_backward(node: fx.Node) -> bool:
+    return isinstance(node.target, OwnBackward)
+
+
+def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
+    """Whether it was shown to work part by part along the dims that hold the batch."""
+    cuts: Any = node.target.facts.cuts  # pyright: ignore
+    return any(
+        all(dim in dims if dims else dim is None for dim, dims in zip(cut.inputs, held, strict=True)) for cut in cuts
+    )
+
+
+def _puts_elsewhere(node: fx.Node) -> bool:
+    packet = packet_of(node.target)
+    return packet in LOOKUPS or packet in JOINS or packet is getitem
+
+
+def _is_product(node: fx.Node) -> bool:
+    rule = rule_of(node)
+    return rule is not None and any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
+
+
+def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, pairs: bool = True) -> bool:
+    """``held``: the dims of each operand that hold the batch. ``pairs``: sequences of two operands count too."""
+    rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
+    if rule is None:
         return False
-    along = dims_along(node) if _runs_along_dims(node) else reduced_dims(node)
-    return bool(held) and not along.isdisjoint(held[0])
+    found = [(i, f) for i, dims in enumerate(held) for dim in dims for f in rule.along(i, dim)]
+    if any(f.role is not Role.EACH for _, f in found):
+        return True
+    return pairs and any(_pairs(rule, f, held) for _, f in found)
+
+
+def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:
+    """Whether each sequence is combined with all those of another operand."""
+    for i, dims in enumerate(held):
+        place = factor.at(i)
+        if dims and i not in rule.unread and (place is None or place.dim not in dims):
+            return True
+    return False

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from planner.graph.ops.kinds import COPIES
 
-COPIES = {aten.contiguous.default, aten.clone.default}  # made or not, as the memory happens to lie
+aten = torch.ops.aten
 
 
 def wider(inputs: Mapping[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:

@@ -119,12 +119,12 @@ def _cat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> 
 
 
 def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Each element ``times`` in a row: a new dim, expanded, merged again."""
+    """Each element ``times`` in a row: a new dim, expanded, merged again. Of all dims together if none is named."""
     x, times = args[0], int(args[1])
-    if len(args) < 3 and kwargs.get("dim") is None:
-        return emit(node.target, args, kwargs, node.meta["val"])
-    dim = dim_of(args, kwargs, 2)
-    wide = x.meta["val"].unsqueeze(dim + 1)
+    is_flat = len(args) < 3 and kwargs.get("dim") is None
+    flat = x.meta["val"].flatten() if is_flat else x.meta["val"]
+    dim = 0 if is_flat else dim_of(args, kwargs, 2)
+    wide = flat.unsqueeze(dim + 1)
     sizes = [times if d == dim + 1 else int(n) for d, n in enumerate(wide.shape)]
     expanded = emit(aten.expand.default, (reshaped(emit, x, wide), sizes), {}, wide.expand(sizes))
     return reshaped(emit, expanded, node.meta["val"])

@@ -19,6 +19,7 @@ from torch import fx
 
 from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 from planner.graph.ops.aten import aten, named, shape_of
+from planner.graph.ops.kinds import LOG_SOFTMAXES
 
 UNREDUCED = 0
 
@@ -141,7 +142,7 @@ def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
     found = node
     while found.target is aten.reshape.default and shape_of(found)[-1] == shape_of(found.all_input_nodes[0])[-1]:
         found = found.all_input_nodes[0]
-    if found.target not in LOG_SOFTMAX:
+    if found.target not in LOG_SOFTMAXES:
         return None
     x, along = found.all_input_nodes[0], int(found.args[1]) % len(shape_of(found))  # pyright: ignore[reportArgumentType]
     last = len(shape_of(found)) - 1
@@ -153,7 +154,6 @@ def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
 
 
 NOTHING_IGNORED = -(1 << 40)  # no class id: this loss skips nothing
-LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
 
 
 def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from planner.capture.own_backward.applications import COARSE, SAMPLES, Application, Sample, applied, draw, on_the_side
+from planner.capture.own_backward.applications import (
+    COARSE,
+    SAMPLES,
+    Application,
+    LowestPrecision,
+    Sample,
+    applied,
+    draw,
+    on_the_side,
+)
 
 NOTHING = 1e-2  # a gradient that is smaller than this much of the arriving one, times the tolerance, is rounding
 NEXT_TO_ZERO = Sample(1e-9, 0.0, 1.0, 1e-6)
@@ -66,7 +75,7 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
     """Whether both gradients are equal on one draw of values, None if nothing finite is left to compare; and the
     coarsest dtype of the ops inside.
     """
-    with on_the_side() as seen:
+    with on_the_side(), LowestPrecision() as seen:
         own = _gradients(use, use.function.apply, sample)
         derived = _gradients(use, lambda *args: _forward(use.function, args), sample)
     tolerance = sample.tolerance if seen.dtype == torch.float64 else COARSE.get(seen.dtype, 0.5)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import reduced_dims
 from planner.graph.program import Program
 from planner.graph.walks import ancestors
 
@@ -22,42 +21,21 @@ aten = torch.ops.aten
 SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
 AVERAGES = {aten.mean.default, aten.mean.dim}
 MOST_SUMS = 64  # elements of a count that is no scalar
-REDUCTIONS = {
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "logsumexp",
-    "norm",
-    "linalg_vector_norm",
-    "prod",
-    "any",
-    "all",
-    "count_nonzero",
-    "argmax",
-    "argmin",
-    "median",
-}
 
 
 @dataclass
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
     batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and their places. ``mixed``: ops
-    before the loss that mix the sequences of a batch. ``doubts``: ops of the loss with a number or a constant that may
-    depend on the batch size, left unchanged."""
+    before the loss that mix the sequences of a batch; ``unknown``: those that may. ``doubts``: ops of the loss with a
+    number or a constant that may depend on the batch size, left unchanged."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     inexact: list[tuple[str, Any]] = field(default_factory=list)
     mixed: list[tuple[str, Any]] = field(default_factory=list)
+    unknown: list[tuple[str, Any]] = field(default_factory=list)
     doubts: list[tuple[str, Any]] = field(default_factory=list)
 
 
@@ -129,15 +107,6 @@ class Counts:
         graph.output(tuple(env[n] for n in self.counted))
         self.terms.counts = fx.GraphModule(torch.nn.Module(), graph)
         self.terms.count_inputs = tuple(n.name for n in self.graph.nodes if n in needed and n.op == "placeholder")
-
-
-def reduces_batch(node: fx.Node) -> bool:
-    """Whether a reduction may run over the batch: over anything but the last of several dims."""
-    if getattr(node.target, "_opname", "") not in REDUCTIONS or not node.all_input_nodes:
-        return False
-    value = node.all_input_nodes[0].meta["val"]
-    ndim = value.dim() if isinstance(value, torch.Tensor) else 0
-    return ndim > 0 and (ndim == 1 or reduced_dims(node) != frozenset({ndim - 1}))
 
 
 def input_only(program: Program) -> dict[str, bool]:

@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from planner.capture.batch.flow import batch_flow
-from planner.capture.batch.mixing import ALONG, computed_along, may_mix, may_run_along, mixes_along_a_dim
-from planner.capture.batch.mixing import PRODUCTS as MIXING_PRODUCTS
+from planner.capture.batch.mixing import LOOKUPS, computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.order import may_repeat_batch
-from planner.capture.loss.counts import AVERAGES, REDUCTIONS, SUMS, input_only, reduces_batch
+from planner.capture.loss.counts import AVERAGES, SUMS, input_only
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
 from planner.capture.loss.loss_ops import (
     ADDED,
@@ -31,13 +30,13 @@ from planner.capture.loss.loss_ops import (
     share,
 )
 from planner.capture.loss.scaling import numeric_places
+from planner.graph.ops.aten import packet_of, tensors_of
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, OpRule, Role
+from planner.rules.table import rule_of
 
-ROW_BY_ROW = {"reshape", "permute", "expand", "detach", "cat", "pad", "constant_pad_nd", "gather", "one_hot",
-              "embedding", "dropout", "layer_norm", "rms_norm", "getitem", "cross_entropy_loss", "nll_loss_nd",
-              "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
-              "binary_cross_entropy_with_logits", "scaled_dot_product_attention"}  # fmt: skip
 # Their numbers are class ids, fillings and exponents.
 LABELLING = {aten.pow.Tensor_Scalar, aten.ne.Scalar, aten.eq.Scalar, aten.constant_pad_nd.default, aten.pad.default,
              aten.masked_fill.Scalar}  # fmt: skip
@@ -97,10 +96,17 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 def _keeps_rows(node: fx.Node) -> bool:
     """Decided by the op; may_mix checks whether an op along a dim runs along the batch."""
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS:
-        return True
-    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-    return (name in ROW_BY_ROW or name in REDUCTIONS | ALONG | MIXING_PRODUCTS) and not reduces_batch(node)
+    packet = packet_of(node.target)
+    if packet in LOOKUPS and packet not in (aten.gather, aten.embedding):
+        return False
+    rule = rule_of(node)
+    return rule is not None and not _reduces_rows(rule, next(tensors_of(operands_of(node)[0])).dim())
+
+
+def _reduces_rows(rule: OpRule, ndim: int) -> bool:
+    """Over anything but the last of several dims."""
+    gone = [f.at(0) for f in rule.factors if f.role is not Role.EACH and f.at(RESULT) is None]
+    return any(place is not None and (ndim == 1 or place.dim != ndim - 1) for place in gone)
 
 
 def is_certain(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.loss.counts import AVERAGES, SUMS
 from planner.capture.loss.kinds import SHARE, Kind
-from planner.graph.ops.aten import arguments, reduced_dims
+from planner.graph.ops.aten import arguments, shape_of
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, Factor, Role
+from planner.rules.table import rule_of
 
 aten = torch.ops.aten
 
@@ -44,9 +45,7 @@ LAYOUT = CASTS | {
     aten.slice.Tensor,
     aten.split_with_sizes.default,
 }
-PRODUCTS = {aten.matmul.default, aten.mm.default, aten.bmm.default, aten.linear.default, aten.einsum.default}
 CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar}
-ALONG_LAST = {aten.gather.default, aten.softmax.int, aten.log_softmax.int}
 
 
 def reduction_of(node: fx.Node) -> int:
@@ -72,33 +71,21 @@ def selects(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
 
 def contracts(node: fx.Node, operand: fx.Node, dim: int) -> bool:
     """Whether a product sums over ``dim`` of ``operand``."""
-    if node.target is aten.einsum.default:
-        words, _, result = str(node.args[0]).partition("->")
-        operands: Any = node.args[1]
-        return words.split(",")[operands.index(operand)][dim] not in result
-    ndim = operand.meta["val"].dim()
-    if operand is node.args[0] or node.target is aten.linear.default:
-        return dim == ndim - 1
-    return dim == max(0, ndim - 2)
+    factor = _factor(node, operand, dim)
+    return factor is not None and factor.role is not Role.EACH and factor.at(RESULT) is None
 
 
 def one_dim_kept(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The place of ``dim`` of ``source`` in the result, by the op; None if that is not known."""
-    before, after = source.meta["val"].shape, node.meta["val"].shape
-    if node.target is aten.reshape.default:
-        outer = math.prod(before[:dim])
-        places = [j for j in range(len(after)) if math.prod(after[:j]) == outer and after[j] % before[dim] == 0]
-        return places[-1] if places else None
-    if node.target is aten.permute.default:
-        return list(node.args[1]).index(dim)  # pyright: ignore
-    if node.target in CROSS_ENTROPIES | ALONG_LAST:
-        return dim if dim < max(1, len(before) - 1) else None
-    if node.target in SUMS | AVERAGES | {aten.logsumexp.default, aten.amax.default}:
-        gone = sum(d < dim for d in reduced_dims(node)) if len(after) < len(before) else 0
-        return None if dim in reduced_dims(node) else dim - gone
-    if node.target is aten.linear.default:
-        return dim if dim < len(before) - 1 else None
-    moved = dim + len(after) - len(before)
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS:
-        return moved if after[moved] == before[dim] else None
-    return None
+    """The place of ``dim`` of ``source`` in the result, of a merged dim the outer part; None if that is not known."""
+    if node.target in CROSS_ENTROPIES:
+        return dim if dim < max(1, source.meta["val"].dim() - 1) else None
+    factor = _factor(node, source, dim)
+    place = factor.at(RESULT) if factor is not None and factor.role is Role.EACH else None
+    is_outer = place is not None and factor is not None and place.inner * factor.size == shape_of(node)[place.dim]
+    return place.dim if place is not None and is_outer else None
+
+
+def _factor(node: fx.Node, operand: fx.Node, dim: int) -> Factor | None:
+    """The one that is all of a dim of an operand."""
+    rule = rule_of(node)
+    return None if rule is None else rule.sole(operands_of(node).index(operand), dim)

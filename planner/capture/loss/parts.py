@@ -16,9 +16,9 @@ from torch import fx
 
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
 from planner.capture.loss.kinds import Part, tile
+from planner.graph.ops.kinds import WITH_SIZES
 
 UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
-SIZED = {aten.reshape.default, aten.expand.default}  # ops with sizes that do not change their meaning
 
 
 class Parts:
@@ -122,7 +122,7 @@ class Likeness:
         elif node in part_of:
             key = "part", self._of[part_of[node]]
         else:
-            args = node.args[:1] if node.target in SIZED else node.args
+            args = node.args[:1] if node.target in WITH_SIZES else node.args
             key = str(node.target), token(args), token(sorted(node.kwargs.items())), _ndim(node)
         self._of[node] = self._numbers.setdefault(key, len(self._numbers) + 1)
         return self._of[node]

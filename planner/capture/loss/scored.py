@@ -19,12 +19,11 @@ from torch import fx
 from planner.capture.loss.loss_ops import CROSS_ENTROPIES, aten
 from planner.errors import PlanError
 from planner.graph.ops.aten import named, reduced_dims, shape_of
+from planner.graph.ops.kinds import CASTS, COPIES, LOG_SOFTMAXES
 from planner.graph.ops.places import PlaceWriter
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
-CASTS = {aten.to.dtype, aten.contiguous.default, aten.clone.default}
-LOG_SOFTMAX = {aten.log_softmax.int, aten._log_softmax.default}
 SUBTRACTIONS = {aten.sub.Tensor, aten.subtract.Tensor}
 
 
@@ -115,7 +114,7 @@ def _class_dim(logits: fx.Node) -> int:
 
 
 def _before_casts(node: fx.Node) -> fx.Node:
-    while node.target in CASTS:
+    while node.target in CASTS | COPIES:
         node = node.all_input_nodes[0]
     return node
 
@@ -123,7 +122,7 @@ def _before_casts(node: fx.Node) -> fx.Node:
 def _is_normalised(x: fx.Node, dim: int) -> bool:
     """Whether the exponentials of ``x`` along ``dim`` add up to one."""
     x = _before_casts(x)
-    if x.target in LOG_SOFTMAX:
+    if x.target in LOG_SOFTMAXES:
         return reduced_dims(x) == {dim}
     if x.target not in SUBTRACTIONS or len(x.all_input_nodes) != 2 or x.kwargs:
         return False
@@ -134,7 +133,7 @@ def _is_normalised(x: fx.Node, dim: int) -> bool:
 def _is_read_by_logsumexp(x: fx.Node, dim: int) -> bool:
     """Whether the targets' logits are normalised by the logsumexp of the same values."""
     z = _before_casts(x)
-    readers: list[Any] = [z, *(user for user in z.users if user.target in CASTS)]
+    readers: list[Any] = [z, *(user for user in z.users if user.target in CASTS | COPIES)]
     return any(_is_logsumexp(user, z, dim) for node in readers for user in node.users)
 
 

@@ -36,6 +36,7 @@ from planner.capture.batch.mixing import (
     computed_along,
     has_gradient,
     is_own_loss,
+    is_unknown,
     may_mix,
     mixes,
     mixes_along_a_dim,
@@ -53,7 +54,6 @@ from planner.capture.loss.loss_ops import (
     LAYOUT,
     MEAN,
     OVER_ROWS,
-    PRODUCTS,
     SCALED,
     SUM,
     aten,
@@ -68,6 +68,7 @@ from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
 from planner.graph.ops.aten import arguments, reduced_dims
 from planner.graph.ops.own_backward import adds_up
+from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, walk
@@ -95,6 +96,7 @@ def share_loss(
     if num_microbatches > 1:
         rewriter.find_kinds(recapture)
         rewriter.warn_of_statistics()
+        rewriter.warn_of_unknown_ops()
         rewriter.warn_of_weights_alone()
     share = rewriter.whole_loss()
     program.graph.graph.output_node().args = ((share,),)
@@ -148,7 +150,7 @@ class _Rewriter:
         """
         size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
         loops = size == 1 or any(
-            (cut_of(n) or splits(n)) and may_mix(n, ()) for n in self.graph.nodes if n in self.on_batch
+            (cut_of(n) or splits(n)) and may_mix(n, self.on_batch) for n in self.graph.nodes if n in self.on_batch
         )
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
 
@@ -227,6 +229,12 @@ class _Rewriter:
             is_norm = "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch
             if is_norm and arguments(node).get("training", True):
                 self._tell(self.terms.inexact, node)
+
+    def warn_of_unknown_ops(self) -> None:
+        """An op without a rule may mix the sequences of a batch."""
+        for node in computed_along(self.program, self.on_batch, self._tail()):
+            if is_unknown(node):
+                self._tell(self.terms.unknown, node)
 
     def warn_of_weights_alone(self) -> None:
         """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""

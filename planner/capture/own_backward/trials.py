@@ -51,7 +51,7 @@ def facts_of(use: Application) -> Facts:
     unknown = Facts(tuple(shape.requires_grad for shape in use.shapes), tried=False)
     for attempt in use.attempts(MANY_ELEMENTS):
         try:
-            with on_the_side() as seen:
+            with on_the_side(), LowestPrecision() as seen:
                 return _Trial(attempt, seen).facts()
         except RandomBackward:
             raise
@@ -68,7 +68,7 @@ class _Trial:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE if self.seen.dtype == torch.float64 else COARSE.get(self.seen.dtype, 0.5)
+        return tolerance_of(self.seen.dtype)
 
     def facts(self) -> Facts:
         reached, draws = self._reached()
@@ -119,19 +119,9 @@ class _Trial:
         )
 
     def _equal(self, a: Tensor | None, b: Tensor | None) -> bool:
-        """Equal up to the rounding of the largest element; values that are not finite must be alike on both sides."""
         if a is None or b is None:
             return a is b
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not has_gradient(a.dtype):
-            return torch.equal(a, b)
-        finite = torch.isfinite(a)
-        if not torch.equal(finite, torch.isfinite(b)):
-            return False
-        a, b = a[finite], b[finite]
-        size = max(a.norm().item(), b.norm().item())
-        return (a - b).norm().item() <= self.tolerance * size
+        return equal_up_to_rounding(a, b, self.tolerance)
 
     # ---- cuts
 
@@ -166,6 +156,24 @@ class _Trial:
             if not self._equal(found, expected):
                 return False
         return True
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Of norms, for ops that compute in ``dtype``."""
+    return TOLERANCE if dtype == torch.float64 else COARSE.get(dtype, 0.5)
+
+
+def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Equal up to the rounding of the norm; values that are not finite must be alike on both sides."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not has_gradient(a.dtype):
+        return torch.equal(a, b)
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return False
+    a, b = a[finite], b[finite]
+    return (a - b).norm().item() <= tolerance * max(a.norm().item(), b.norm().item())
 
 
 def _pairs_of_sizes() -> Iterator[tuple[float, float]]:

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
 from planner.capture.known_values import node_of
-from planner.capture.selection.space import SAME
-from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.aten import aten
 from planner.graph.ops.ctc import ctc_losses
+from planner.graph.ops.kinds import SAME
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 FIX = (
@@ -85,6 +85,6 @@ def _counts(lengths: Tensor, mask: Tensor) -> bool:
 
 def _made_by(node: Any) -> fx.Node | None:
     """The call behind casts and copies."""
-    while isinstance(node, fx.Node) and packet_of(node.target) in SAME:
+    while isinstance(node, fx.Node) and node.target in SAME:
         node = node.all_input_nodes[0]
     return node if isinstance(node, fx.Node) else None

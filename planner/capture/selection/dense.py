@@ -24,13 +24,14 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from planner.capture.selection.finite import endangered
-from planner.capture.selection.places import WRITES, Slots, Writer, added, adds_to, only_selected, read, replaced
+from planner.capture.selection.places import Slots, Writer, added, adds_to, only_selected, read, replaced
 from planner.capture.selection.refusal import name_of, refused
 from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
 from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mask, root_of
 from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
 from planner.errors import Where
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
+from planner.graph.ops.kinds import LAID_OUT, PLACING
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors
 
@@ -44,9 +45,6 @@ CHECKS = {
 SELECTIONS = {aten.nonzero, aten.nonzero_numpy, aten.argwhere}
 SIZED = {aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unflatten, aten.zeros, aten.ones, aten.full,
          aten.empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}  # fmt: skip
-LAID_OUT = {aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.flatten, aten.expand, aten.expand_as, aten.t,
-            aten.transpose, aten.permute, aten.contiguous, aten.clone, aten.detach, aten.alias, aten.to, aten.numpy_T,
-            aten.repeat}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ class _Rewriter:
 
     def _put(self, node: fx.Node) -> fx.Node | None:
         packet, given = packet_of(node.target), named(node)
-        if packet not in WRITES:
+        if packet not in PLACING:
             return None
         out = self.env[given["self"]]
         source: Any = given.get("source", given.get("src", given.get("values")))
@@ -269,7 +267,7 @@ class _Rewriter:
         made = self.env[node.all_input_nodes[0]]
         packet, value = packet_of(node.target), node.meta["val"]
         if isinstance(made, Positions) and node.all_input_nodes[0] is node.args[0]:
-            if len(made.dims) == 1 and packet in LAID_OUT and row_dim(value) is not None:
+            if len(made.dims) == 1 and (packet in LAID_OUT or packet is aten.repeat) and row_dim(value) is not None:
                 return made
             column = column_of(node.all_input_nodes[0].meta["val"])
             if column is not None:

@@ -13,16 +13,16 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.kinds import DIVISIONS, LAID_OUT, Ops
 
-DIVISIONS = {aten.div, aten.divide, aten.true_divide, aten.reciprocal}
+ROOTS, TOTALS = Ops("sqrt rsqrt"), Ops("mean sum amax amin")
 GROWING = {aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh}
-SAME = {aten.to, aten._to_copy, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand, aten.contiguous}
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:
     """The operands of a singular op that at some values make its value or derivative non-finite."""
     packet = packet_of(call.target)
-    if packet in DIVISIONS:
+    if packet in DIVISIONS or packet is aten.reciprocal:
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
         return [divisor] if isinstance(divisor, fx.Node) and not _is_positive(divisor) else []
     if packet is aten.pow:
@@ -38,7 +38,7 @@ def _is_power(call: fx.Node) -> bool:
 
 def _is_positive(node: Any) -> bool:
     """Whether a value is never zero or below: a sum of a non-negative value and a positive number."""
-    while isinstance(node, fx.Node) and packet_of(node.target) in SAME | {aten.sqrt, aten.rsqrt}:
+    while isinstance(node, fx.Node) and node.target in LAID_OUT | ROOTS:
         node = node.args[0]
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float)) and node > 0
@@ -52,7 +52,7 @@ def _is_positive(node: Any) -> bool:
 
 
 def _not_negative(node: Any) -> bool:
-    while isinstance(node, fx.Node) and packet_of(node.target) in SAME | {aten.mean, aten.sum, aten.amax, aten.amin}:
+    while isinstance(node, fx.Node) and node.target in LAID_OUT | TOTALS:
         node = node.args[0]
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float)) and node >= 0

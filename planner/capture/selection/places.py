@@ -19,8 +19,6 @@ from torch import fx
 from planner.capture.selection.space import Space
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
 
-WRITES = {aten.index_add, aten.index_put, aten.index_copy, aten.scatter_add, aten.scatter, aten.scatter_reduce}
-
 
 class Writer:
     """Owns the graph under construction; each call has the meta of ``origin``, the call that it replaces."""

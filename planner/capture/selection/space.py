@@ -12,14 +12,15 @@ from math import prod
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
 from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
+from planner.graph.ops.kinds import LAID_OUT, PERMUTES, RESHAPES, SAME, Ops
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
-SAME = {aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy}
-RESHAPES = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.unflatten}
-PERMUTES = {aten.permute, aten.transpose, aten.t, aten.movedim, aten.numpy_T, aten.mT, aten.swapaxes}
+MOVING = SAME | RESHAPES | PERMUTES | Ops("select slice")
+COUNTING = MOVING | Ops("sum")
 ABOVE_ZERO: dict[Any, int] = {aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.ge.Scalar: 1}
 
 
@@ -92,7 +93,7 @@ def root_of(mask: fx.Node) -> fx.Node:
         above_zero = mask.target in ABOVE_ZERO and mask.args[1] == ABOVE_ZERO[mask.target] and is_count(mask.args[0])
         counts = packet in (aten.sum, aten.count_nonzero) and is_count(mask.args[0])
         casts = packet in (aten.to, aten._to_copy) and not is_count(mask.args[0])
-        if casts or not (above_zero or counts or packet in SAME | RESHAPES | PERMUTES | {aten.any}):
+        if casts or not (above_zero or counts or packet in LAID_OUT or packet is aten.any):
             break
         mask = mask.args[0]
     return mask
@@ -103,7 +104,7 @@ def key_of_mask(keys: Keys, root: fx.Node) -> str:
     if root.target is not aten.eq.Scalar:
         return keys(root)
     compared: Any = root.args[0]
-    while packet_of(compared.target) in (RESHAPES | PERMUTES) and compared.args:
+    while compared.target in RESHAPES | PERMUTES and compared.args:
         compared = compared.args[0]
     return f"{root.target} {keys(compared)} {root.args[1]}"
 
@@ -131,7 +132,7 @@ def is_count(node: Any) -> bool:
         dtype = node.meta["val"].dtype
         if str(dtype) == "torch.bool" or packet_of(node.target) is aten.one_hot:
             return True
-        if packet_of(node.target) not in SAME | RESHAPES | PERMUTES | {aten.sum, aten.select, aten.slice}:
+        if node.target not in COUNTING:
             return False
         node = node.args[0]
     return isinstance(node, fx.Node) and str(node.meta["val"].dtype) == "torch.bool"
@@ -161,7 +162,7 @@ def _single(node: fx.Node, depth: int) -> frozenset[int]:
         return frozenset().union(*(_single(n, depth + 1) for n in same))
     if node.target in ABOVE_ZERO and node.args[1] == ABOVE_ZERO[node.target]:
         return _single(x, depth + 1)
-    return _moved(node, _single(x, depth + 1)) if packet in _MOVING else frozenset()
+    return _moved(node, _single(x, depth + 1)) if packet in MOVING else frozenset()
 
 
 def _single_of_equals(eq: fx.Node) -> frozenset[int]:
@@ -188,33 +189,15 @@ def _distinct(ids: fx.Node, depth: int) -> frozenset[int]:
         )
     if packet_of(ids.target) is aten.argsort:
         return frozenset({int(named(ids).get("dim", -1)) % len(shape_of(ids))})
-    return _moved(ids, _distinct(x, depth + 1)) if packet_of(ids.target) in _MOVING else frozenset()
-
-
-_MOVING = SAME | RESHAPES | PERMUTES | {aten.select, aten.slice}
+    return _moved(ids, _distinct(x, depth + 1)) if ids.target in MOVING else frozenset()
 
 
 def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
     """The dims of a view's base in the view; dims that are merged or split are lost."""
-    x = call.all_input_nodes[0]
-    before, after, packet = shape_of(x), shape_of(call), packet_of(call.target)
-    if packet in SAME or packet is aten.slice:
+    rule = rule_of(call)
+    if rule is None:
+        return frozenset()
+    if packet_of(call.target) is aten.slice:
         return dims
-    if packet is aten.select:
-        at = int(named(call)["dim"]) % len(before)
-        return frozenset(d - (d > at) for d in dims if d != at)
-    if packet in PERMUTES:
-        order = permutation(call)
-        return frozenset(order.index(d) for d in dims)
-    ends = {prod(after[d + 1 :]): d for d in reversed(range(len(after))) if after[d] > 1}
-    found = {ends.get(prod(before[d + 1 :])): before[d] for d in dims if before[d] > 1}
-    return frozenset(d for d, size in found.items() if d is not None and after[d] == size)
-
-
-def permutation(call: fx.Node) -> list[int]:
-    """The source dim at each place of a permutation."""
-    x: Any = call.args[0]
-    sizes = tuple(range(2, 2 + len(x.meta["val"].shape)))
-    target: Any = call.target
-    moved = target(torch.empty(sizes, device="meta"), *call.args[1:], **call.kwargs).shape
-    return [int(n) - 2 for n in moved]
+    found = [(f, f.at(RESULT)) for d in dims if (f := rule.sole(0, d)) is not None]
+    return frozenset(place.dim for f, place in found if place is not None and rule.sole(RESULT, place.dim) is f)

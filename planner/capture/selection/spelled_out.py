@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from planner.capture.known_values import node_of
 from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
-from planner.capture.selection.space import PERMUTES, RESHAPES, SAME
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
+from planner.graph.ops.kinds import PERMUTES, RESHAPES, SAME
 
 MOST_ITEMS = 256
 
@@ -75,7 +75,7 @@ def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: i
 
 def _is_index(node: fx.Node, size: int) -> bool:
     """Whether no value is ``size`` or more: places along a dim of at most that size."""
-    while packet_of(node.target) in SAME | RESHAPES | PERMUTES:
+    while node.target in SAME | RESHAPES | PERMUTES:
         node = node.all_input_nodes[0]
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     if source is None:

@@ -20,12 +20,12 @@ from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, packet_of
 from planner.graph.ops.flops import node_flops
+from planner.graph.ops.kinds import ATTENTION, CONVOLUTIONS, WITH_WEIGHT, Ops
 from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recomputes the scores
-ATTENTION = (aten.scaled_dot_product_attention, causal_attention, gathered_attention)
 
 
 class Size(NamedTuple):
@@ -120,7 +120,7 @@ def factors_of(call: Call, node: fx.Node) -> list[int]:
 
 def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:
     """Whether a call multiplies a value that has a gradient with a trained parameter, as the linear op does."""
-    if call.changed is not None or packet_of(node.target) not in WITH_WEIGHT:
+    if call.changed is not None or node.target not in WITH_WEIGHT:
         return False
     factors = [trace.values[number] for number in factors_of(call, node)]
     if len(factors) != 2 or not all(value.like.requires_grad for value in factors):
@@ -193,8 +193,7 @@ class OpsOf:
         node = self.node_of(call.name)
         if call.changed is not None:
             return self._change(call)
-        packet = packet_of(node.target)
-        if packet in ATTENTION or node.target in ATTENTION:
+        if node.target in ATTENTION:
             return self._attention(call, node)
         product = self._product(call, node)
         if product is not None:
@@ -306,7 +305,7 @@ class OpsOf:
 
     def _local_flops(self, node: fx.Node, likes: Sequence[Like], out: Like) -> float:
         """Of one rank. Each dim of an einsum or a convolution is in two of its three tensors, as a rule."""
-        if packet_of(node.target) not in OF_LETTERS and likes[0].shape:
+        if node.target not in CONVOLUTIONS | Ops("einsum") and likes[0].shape:
             return 2.0 * prod(out.shape) * likes[0].shape[-1]
         whole, local = 1.0, 1.0
         nodes = [n for n in node.all_input_nodes if hasattr(n.meta.get("val"), "shape")][: len(likes)]
@@ -350,11 +349,6 @@ class OpsOf:
 
 
 PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}
-OF_LETTERS = {
-    aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d,
-    aten.conv_transpose3d,
-}  # fmt: skip
-WITH_WEIGHT = {aten.linear, aten.mm, aten.addmm}  # with a weight as an operand, lowering makes a linear op of these
 PLAIN = {aten.linear, aten.mm, aten.bmm, aten.matmul, aten.addmm, aten.baddbmm}
 
 

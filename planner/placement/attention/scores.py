@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from planner.graph.ops.flops import node_flops
+from planner.graph.ops.kinds import ATTENTION
 from planner.graph.ops.products import is_made_of_weights
-from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.graph.walks import Step, operands, readers, walk
 
 aten = torch.ops.aten
@@ -26,7 +26,6 @@ SOFTMAXES = {
     getattr(aten, "_safe_softmax", aten._softmax).default,
     aten.exp.default,
 }  # exp: a softmax written by hand
-FUSED = {aten.scaled_dot_product_attention.default, causal_attention, gathered_attention}
 _MAX_WALK = 400
 
 
@@ -58,7 +57,7 @@ def has_scores(product: fx.Node) -> bool:
 
 def mixes_values(node: fx.Node) -> bool:
     """Whether a call gives the mixture of values that scores ask for: sdpa, or the product after the softmax."""
-    if node.target in FUSED:
+    if node.target in ATTENTION:
         return True
     if not _multiplies_activations(node):
         return False

@@ -17,12 +17,13 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
+from planner.graph.ops.kinds import ATTENTION
 from planner.graph.ops.products import PRODUCTS, equation, holds_weight
 from planner.graph.places import glob_of
 from planner.graph.program import Program
 from planner.graph.source_lines import module_of, where_of
 from planner.graph.walks import operands, walk
-from planner.placement.attention.scores import FUSED, has_scores, is_product_of_activations
+from planner.placement.attention.scores import has_scores, is_product_of_activations
 from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words
 
@@ -96,21 +97,21 @@ def is_attention(node: fx.Node) -> bool:
     """The fused op, or one of the two products on both sides of a softmax over scores."""
     if node.op != "call_function" or not node.meta.get("grad"):
         return False
-    if node.target in FUSED:
+    if node.target in ATTENTION:
         return True
     return is_product_of_activations(node) and has_scores(node)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The queries, keys and values of sdpa; both sides of a product."""
-    if node.target in FUSED:
+    if node.target in ATTENTION:
         return [n for n in node.args[:3] if isinstance(n, fx.Node)]
     return node.all_input_nodes
 
 
 def head_counts(node: fx.Node) -> tuple[int, int]:
     """(query heads, key heads) of an attention product; 0 if the operands have no such dim."""
-    if node.target in FUSED:
+    if node.target in ATTENTION:
         return _heads_of_shape(_operands(node)[0]), _heads_of_shape(_operands(node)[1])
     if node.target is aten.einsum.default:
         found = equation(node)

@@ -17,6 +17,7 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.graph.ops.flops import node_flops
+from planner.graph.ops.kinds import CROSS_ENTROPIES
 from planner.graph.program import Program
 from planner.graph.walks import readers, walk
 from planner.placement.candidates import Candidates
@@ -29,7 +30,6 @@ from planner.placement.types import Placement
 
 aten = torch.ops.aten
 OF_FORM = {Form.ROW: "row", Form.VOCABULARY: "vocab", Form.CLASSES: "vocab"}
-LOSSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
 _MAX_WALK = 100
 
 
@@ -142,7 +142,7 @@ class Overrides:
 
 def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placement) -> bool:
     """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
-    is_product = rule_of(product.target) is contraction
+    is_product = rule_of(product) is contraction
     return is_product and option.form is Form.COLUMN and cut.dim == 0 and weight.meta["val"].dim() > 2
 
 
@@ -154,4 +154,4 @@ def _is_alone(option: Option, position: int) -> bool:
 def _meets_a_loss(product: fx.Node) -> bool:
     """Whether the result of ``product`` are the logits of a loss: read by it before any other product."""
     after = walk([product], readers, stop=lambda n: n is not product and bool(node_flops(n)), most=_MAX_WALK)
-    return any(n.target in LOSSES for n in after)
+    return any(n.target in CROSS_ENTROPIES for n in after)

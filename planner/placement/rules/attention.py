@@ -35,7 +35,7 @@ def attention(site: Site) -> Iterator[Option]:
 
 def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
     """The plain cut of the heads, and those in several runs that are under discussion (heads paired across halves)."""
-    asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and not (c.has_whole_segment or c.padding)}
+    asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and c.is_disjoint}
     plain = {V(1, heads)} if site.divides(heads) else set()
     return sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)})
 

@@ -25,7 +25,7 @@ def contraction(site: Site) -> Iterator[Option]:
             yield site.option(dims.of_result(cut), given_of(dims, cut), Form.COLUMN, attends=attends)
     for dims in dims_of_factors(site, Role.SUM):
         for cut in _cuts(site, dims):
-            if not cut.padding and not cut.has_whole_segment:
+            if cut.is_disjoint:
                 yield site.option(P, given_of(dims, cut), Form.ROW, attends=attends)
 
 

@@ -17,10 +17,10 @@ from torch import fx
 
 from planner.graph.ops.aten import named
 from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors, dims_of_factors, given_of
+from planner.placement.rules.by_factors import by_factors
+from planner.placement.rules.contraction import contraction
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement, Segment
-from planner.rules.rule import Role
+from planner.placement.types import Placement, Segment
 
 aten = torch.ops.aten
 
@@ -35,29 +35,9 @@ def convolution(site: Site) -> Iterator[Option]:
         return
     channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 without a batch dim
     if given["groups"] == 1:
-        yield from _columns(site, weight)
-        yield from _rows(site, weight)
+        yield from contraction(site)
     else:
         yield from _groups(site, x, weight, channel, given["groups"])
-
-
-def _columns(site: Site, weight: fx.Node) -> Iterator[Option]:
-    for dims in dims_of_factors(site, Role.EACH):
-        if weight in dims.inputs:
-            for cut in sorted({*dims.candidates(site), *_even(site, weight, 0)}):
-                yield site.option(dims.of_result(cut), given_of(dims, cut), Form.COLUMN)
-
-
-def _rows(site: Site, weight: fx.Node) -> Iterator[Option]:
-    for dims in dims_of_factors(site, Role.SUM):
-        for cut in sorted({*dims.candidates(site), *_even(site, weight, 1)}):
-            if not cut.padding and not cut.has_whole_segment:
-                yield site.option(P, given_of(dims, cut), Form.ROW)
-
-
-def _even(site: Site, weight: fx.Node, dim: int) -> set[Placement]:
-    size = site.shape(weight)[dim]
-    return {Placement("V", 0, (Segment(size),))} if site.divides(size) else set()
 
 
 def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) -> Iterator[Option]:
@@ -66,7 +46,8 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
     if site.shape(x)[channel] != size:
         return
     cuts = {c.moved(0) for n in (x, site.node) for c in site.candidates(n) if c.dim == channel}
-    cuts |= {c for c in site.candidates(weight) if c.dim == 0} | _even(site, weight, 0)
+    cuts |= {c for c in site.candidates(weight) if c.dim == 0}
+    cuts |= {Placement("V", 0, (Segment(size),))} if site.divides(size) else set()
     for cut in sorted(cuts):
         plain = len(cut.segments) == 1 and not cut.has_whole_segment and site.divides(groups)
         if not cut.padding and (groups == size or plain):
@@ -94,7 +75,7 @@ def batch_norm(site: Site) -> Iterator[Option]:
     if any(user.target is operator.getitem and user.args[1] for user in site.node.users):
         return
     for option in by_factors(site):
-        if not option.out.padding and not option.out.has_whole_segment:
+        if option.out.is_disjoint:
             yield option
 
 

@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from planner.graph.ops.aten import aten, named, reduced_dims
+from planner.graph.ops.kinds import EXTREMES, Ops
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement
 
-SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
-EXTREMES = {aten.amax.default, aten.amin.default}
-REDUCED = {*EXTREMES, aten.linalg_vector_norm.default}
+REDUCED = EXTREMES | Ops("linalg_vector_norm")
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),
     aten.softmax.int: (2, 1),
@@ -100,7 +99,7 @@ def _along(site: Site, more: list[Placement] | None = None) -> list[Placement]:
 def _whole(site: Site, dims: set[int] | frozenset[int], more: list[Placement]) -> list[Placement]:
     """Every element is on one rank, and is data."""
     cuts = {*site.candidates(site.inputs[0]), *more}
-    return sorted(c for c in cuts if c.dim in dims and not c.padding and not c.has_whole_segment)
+    return sorted(c for c in cuts if c.dim in dims and c.is_disjoint)
 
 
 # ---- the covered ops, and the forms that rules may give beside whole and partial

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from planner.graph.ops.aten import aten, draws, packet_of, packets
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import is_grouped
@@ -52,8 +54,13 @@ def forms_of(rule: Rule) -> frozenset[Form]:
     return ANY_OP | GIVES.get(rule, frozenset({Form.PARTS}))
 
 
-def rule_of(target: Any) -> Rule | None:
-    """The rule of an op; None if there is none (it is then computed in full on every rank, and reported)."""
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a call; None if there is none (it is then computed in full on every rank, and reported)."""
+    return contraction.contraction if "inferred" in node.meta else rule_of_op(node.target)
+
+
+def rule_of_op(target: Any) -> Rule | None:
+    """The rule that an op has, however it is called."""
     if target in RULES:
         return RULES[target]
     if isinstance(target, OwnBackward):
@@ -65,12 +72,12 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def has_rule(target: Any) -> bool:
-    return rule_of(target) is not None
+    return rule_of_op(target) is not None
 
 
 def options_of(site: Site) -> list[Option]:
     """Every admissible typing of a node, the replicated ones first; in a fixed order, none twice."""
-    rule = rule_of(site.node.target)
+    rule = rule_of(site.node)
     if rule is not None and site.node.target in experts.BORDERS:
         return list(rule(site))  # of one type on either side, whatever the others
     options = dict.fromkeys(site.uniform())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ class Mixed(Small):
         return self.loss(self.head(self.mix(self.embed(ids))), labels, self.head.weight)
 
 
+class Less(torch.autograd.Function):
+    """Less its mean along a dim; the gradient is doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return x - x.mean(dim, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (g,) = gradients
+        return 2 * (g - g.mean(ctx.dim, keepdim=True)), None
+
+
 MIXES = {
     "mean": lambda x: x - x.mean(0),
     "detached": lambda x: x / x.std(0).detach(),
@@ -130,6 +145,8 @@ MIXES = {
     "halves": lambda x: x + torch.cat(x.chunk(2)[::-1]),
     "each other": lambda x: x * (x.flatten(1) @ x.flatten(1).T).mean(-1)[:, None, None],
     "flipped": lambda x: x + x.flip(0),
+    "rows in another order": lambda x: x + x.index_select(0, torch.arange(x.shape[0]).flip(0)),
+    "a custom backward": lambda x: Less.apply(x, 0),
 }
 APART = {
     "norm": lambda x: x / x.pow(2).mean(-1, keepdim=True),
@@ -137,6 +154,8 @@ APART = {
     "attention": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "merged": lambda x: x.flatten(0, 1).softmax(-1).view_as(x),
     "length first": lambda x: (x.transpose(0, 1) - x.transpose(0, 1).mean(0)).transpose(0, 1),
+    "by an index in a sequence": lambda x: x + x[:, torch.tensor([2, 1, 0])].mean(1, keepdim=True),
+    "a custom backward": lambda x: Less.apply(x, 1),
     "largest": lambda x: x.topk(2, sorted=False)[0].sum(-1, keepdim=True) * x,
 }
 

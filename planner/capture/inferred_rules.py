@@ -1,0 +1,174 @@
+"""Rules by trial, for ops that have none: which dims of a call are computed by themselves, or summed over.
+
+The call runs on random values of its shapes (large leading dims cut down), then on the parts of each dim that could be
+a factor. A factor is claimed if result and gradients agree on values around zero, on positive ones and on large ones,
+also where one half is far larger than the other. Every other dim is mixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.capture.own_backward.applications import (
+    SAMPLES,
+    Application,
+    LowestPrecision,
+    Sample,
+    Shape,
+    draw,
+    has_gradient,
+    on_the_side,
+)
+from planner.capture.own_backward.trials import LARGER, MANY_ELEMENTS, equal_up_to_rounding, tolerance_of
+from planner.graph.ops.aten import draws, is_mutable
+from planner.graph.program import Program
+from planner.graph.source_lines import where_of
+from planner.rules.call import operands_of
+from planner.rules.factors import EACH, MIX, SUM
+from planner.rules.notation import Pattern
+from planner.rules.rule import RESULT, Factor, Place
+from planner.rules.table import rule_of
+from planner.rules.trials import by_parts, called
+
+TOO_MANY_ELEMENTS = 10**7
+MOST_TRIED = 64  # places of one factor
+MOST_PARTS = 8
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def infer_rules(program: Program) -> None:
+    """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run."""
+    known: dict[Any, Pattern | None] = {}
+    for node in program.graph.graph.nodes:
+        if _is_unknown(node):
+            key = _signature(node)
+            if key not in known:
+                known[key] = inferred(node)
+            if (pattern := known[key]) is not None:
+                node.meta["inferred"] = pattern
+
+
+def inferred(node: fx.Node) -> Pattern | None:
+    """None if the call fails in every trial, or no dim of it is a factor."""
+    shapes = [Shape(tuple(map(int, n.meta["val"].shape)), n.meta["val"].dtype, True) for n in operands_of(node)]
+    use = Application(node.target, tuple(shapes), where_of(node))  # pyright: ignore[reportArgumentType]
+    for attempt in use.attempts(MANY_ELEMENTS):
+        if attempt.num_elements > TOO_MANY_ELEMENTS:
+            continue
+        try:
+            with on_the_side():
+                trial = _trial(node, attempt)
+                factors = trial.factors()
+        except Exception:  # whatever an op raises on tensors that it was not written for
+            continue
+        if factors:
+            return _pattern(trial.shapes, trial.result, factors)
+    return None
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    operands = operands_of(node)
+    values = [n.meta.get("val") for n in (node, *operands)]
+    is_plain = all(isinstance(v, Tensor) for v in values) and not draws(node.target) and not is_mutable(node.target)
+    of_numbers = is_plain and any(has_gradient(n.meta["val"].dtype) for n in operands)
+    return of_numbers and len(set(operands)) == len(operands) and rule_of(node) is None
+
+
+def _signature(node: fx.Node) -> tuple[Any, ...]:
+    """Equal for calls that need only one trial."""
+    given = fx.map_arg(
+        (node.args, dict(node.kwargs)),  # pyright: ignore[reportArgumentType]
+        lambda n: f"{list(n.meta['val'].shape)} {n.meta['val'].dtype}",
+    )
+    return (node.target, str(given))
+
+
+def _trial(node: fx.Node, use: Application) -> _Trial:
+    waiting = draw(use, SAMPLES[0])
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: waiting.pop(0))  # pyright: ignore
+    with LowestPrecision() as seen:
+        result = called(node.target, *args, **kwargs)[0].meta["val"]
+    return _Trial(node, use, tuple(result.shape), tolerance_of(seen.dtype))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A call at one size and precision. ``result``: the shape of its result."""
+
+    node: fx.Node
+    use: Application
+    result: tuple[int, ...]
+    tolerance: float
+
+    @property
+    def shapes(self) -> Shapes:
+        return tuple(shape.sizes for shape in self.use.shapes)
+
+    def factors(self) -> list[Factor]:
+        """Those of dims of the result, and then those that are summed over."""
+        found: list[Factor] = []
+        for dim, size in enumerate(self.result):
+            found += self._first(_possible(self.shapes, size, found, Factor(EACH, size, (Place(RESULT, dim),))))
+        for size in sorted({n for shape in self.shapes for n in shape}):
+            found += self._first(_possible(self.shapes, size, found, Factor(SUM, size, ())))
+        return found
+
+    def _first(self, possible: Iterator[Factor]) -> list[Factor]:
+        return next(([f] for f in itertools.islice(possible, MOST_TRIED) if self._holds(f)), [])
+
+    def _holds(self, factor: Factor) -> bool:
+        least = next(n for n in range(2, factor.size + 1) if factor.size % n == 0)
+        numbers = {least, factor.size} if factor.size <= MOST_PARTS else {least}
+        trials = itertools.product(SAMPLES, (False, True), numbers)
+        return all(self._agrees(factor, self._values(factor, s, uneven), parts) for s, uneven, parts in trials)
+
+    def _values(self, factor: Factor, sample: Sample, is_uneven: bool) -> list[Tensor]:
+        values = draw(self.use, sample)
+        for place in factor.places if is_uneven else ():
+            if place.operand != RESULT and has_gradient(values[place.operand].dtype):
+                values[place.operand].narrow(place.dim, 0, factor.size // 2).mul_(LARGER)
+        return values
+
+    def _agrees(self, factor: Factor, values: list[Tensor], parts: int) -> bool:
+        named = {n.name: value for n, value in zip(operands_of(self.node), values, strict=True)}
+        try:
+            return all(
+                equal_up_to_rounding(a, b, self.tolerance) for _, a, b in by_parts(self.node, factor, named, parts)
+            )
+        except Exception:  # an op may refuse a part
+            return False
+
+
+def _possible(shapes: Shapes, size: int, found: list[Factor], factor: Factor) -> Iterator[Factor]:
+    """``factor`` with a place at one free dim of its size in each operand, or none there; in most operands first."""
+    taken = {(p.operand, p.dim) for f in found for p in f.places}
+    free = [[Place(i, d) for d, n in enumerate(s) if n == size and (i, d) not in taken] for i, s in enumerate(shapes)]
+    chosen = itertools.product(*([*places, None] for places in free)) if size > 1 else ()
+    for places in sorted(chosen, key=lambda places: places.count(None)):
+        held = tuple(place for place in places if place is not None)
+        if held:
+            yield Factor(factor.role, size, (*held, *factor.places))
+
+
+def _pattern(shapes: Shapes, result: tuple[int, ...], factors: list[Factor]) -> Pattern:
+    """A letter for each factor, and one for each dim that has none."""
+    letters = (chr(ord("a") + i % 26) + str(i // 26 or "") for i in itertools.count())
+    words = {(p.operand, p.dim): word for f, word in zip(factors, letters, strict=False) for p in f.places}
+    roles = {words[f.places[0].operand, f.places[0].dim]: f.role for f in factors}
+    terms: list[tuple[str, ...]] = []
+    for operand, shape in (*enumerate(shapes), (RESULT, result)):
+        for dim in range(len(shape)):
+            if (operand, dim) not in words:
+                words[operand, dim] = next(letters)
+                roles[words[operand, dim]] = MIX
+        terms.append(tuple(words[operand, dim] for dim in range(len(shape))))
+    return Pattern(tuple(terms[:-1]), terms[-1], roles)
