@@ -151,7 +151,7 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     program = captured.program()
     if spec.tensor_parallel.infer_rules:
         with shown_if_slow("running ops without a rule on random values"):
-            infer_rules(program)
+            infer_rules(program, has_rule)
     simplify_masks(program)
     check_fixed_lookups(program)
     if spec.dropout == "layout_invariant":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from planner.capture.canonical.decompose import HasRule
 from planner.capture.own_backward.applications import (
     SAMPLES,
     Application,
@@ -43,11 +44,14 @@ MOST_PARTS = 8
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def infer_rules(program: Program) -> None:
-    """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run."""
+def infer_rules(program: Program, has_rule: HasRule) -> None:
+    """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run.
+
+    ``has_rule``: whether an op has a rule of its own for its types over tp.
+    """
     known: dict[Any, Pattern | None] = {}
     for node in program.graph.graph.nodes:
-        if _is_unknown(node):
+        if _is_unknown(node) and not has_rule(node.target):
             key = _signature(node)
             if key not in known:
                 known[key] = inferred(node)

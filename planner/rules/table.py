@@ -11,7 +11,7 @@ from torch import fx
 from planner.graph.ops.aten import aten, is_pointwise, packet_of, packets
 from planner.graph.ops.products import is_grouped
 from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from planner.rules import along, attention, indexing, products, spatial, views
+from planner.rules import along, attention, indexing, losses, products, spatial, views
 from planner.rules.call import Call, call_of
 from planner.rules.factors import EACH, Factors
 from planner.rules.linear import linear_in
@@ -117,5 +117,7 @@ RULES: dict[Any, Builder] = (
     | packets("_adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d", spatial.pool(2))
     | packets("upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa", spatial.pool(2))
     | packets("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", spatial.pool(3))
+    # losses
+    | packets("cross_entropy_loss nll_loss_nd", losses.of_rows)
     | {getitem: item}
 )

@@ -16,6 +16,7 @@ from planner import Plan, plan
 from planner.capture.inferred_rules import infer_rules, inferred
 from planner.graph.ops.aten import draws, packet_of
 from planner.graph.ops.flops import OF_OWN_OPS
+from planner.placement.rules.table import has_rule
 from planner.rules.call import call_of, operands_of
 from planner.rules.own import OWN
 from planner.rules.rule import Factor, OpRule, Role
@@ -169,7 +170,7 @@ def test_large_calls_are_tried_small() -> None:
 def test_a_captured_program_notes_the_patterns_of_ops_without_rules_and_of_no_other() -> None:
     ids = torch.zeros(2, own_ops.LENGTH, dtype=torch.int64)
     program = program_again(own_ops.build(), {"ids": ids, "labels": ids})
-    infer_rules(program)
+    infer_rules(program, has_rule)
     found = {str(n.target): str(n.meta["inferred"]) for n in program.graph.graph.nodes if "inferred" in n.meta}
     assert found == {
         "meshwright_tests.gelu_linear.default": "a b d^, c e^, c -> a b c",
@@ -182,6 +183,19 @@ def test_a_captured_program_notes_the_patterns_of_ops_without_rules_and_of_no_ot
         (Role.EACH, 4 * own_ops.CHANNELS),
     ]
     assert len(operands_of(call)) == 3
+
+
+def test_a_loss_with_a_rule_of_its_own_keeps_that() -> None:
+    class Unreduced(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return (F.cross_entropy(super().forward(x), labels, reduction="none") * labels).sum()
+
+    shapes = {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}
+    program = program_again(Unreduced(6, 6), shapes)
+    infer_rules(program, has_rule)
+    (loss,) = [n for n in program.graph.graph.nodes if "cross_entropy" in str(n.target)]
+    assert "inferred" not in loss.meta
+    assert inferred(loss) is not None  # a trial alone would find that each row is by itself
 
 
 # ---- in a plan

@@ -30,6 +30,14 @@ EACH_OF_ONE = {
     "whole": [(real(4, 6),)],
 }
 EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
+    aten.cross_entropy_loss.default: [
+        (real(6, 4), ids(6), None, 0),
+        (real(6, 4), ids(6), None, 1),
+        (real(6, 4, 2), ids(6, 2), None, 2),
+        (real(6, 4), real(6, 4).softmax(-1), None, 0),
+        (real(4), ids(), None, 2),
+    ],
+    aten.nll_loss_nd.default: [(real(6, 4, 2), ids(6, 2), None, 0), (real(6, 4), ids(6), None, 2)],
     aten.linear.default: [(real(2, 6, 4), real(6, 4)), (real(2, 4), real(6, 4), real(6)), (real(2, 4), real(4))],
     aten.mm.default: [(real(4, 6), real(6, 2))],
     aten.bmm.default: [(real(4, 6, 2), real(4, 2, 6))],
