@@ -26,6 +26,16 @@ def gelu_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) 
     return inner @ weight, rows.T @ x.flatten(0, -2), rows.sum(0)
 
 
+@torch.library.custom_op("meshwright_tests::half_linear", mutates_args=())
+def half_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight) / 2
+
+
+@torch.library.custom_op("meshwright_tests::half_linear_backward", mutates_args=())
+def half_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ weight / 2, grad.flatten(0, -2).T @ x.flatten(0, -2) / 2
+
+
 @torch.library.custom_op("meshwright_tests::decayed", mutates_args=())
 def decayed(x: Tensor, decay: Tensor) -> Tensor:
     """y[:, t] = decay · y[:, t - 1] + x[:, t], as the scan of a recurrent model."""
@@ -54,6 +64,12 @@ gelu_linear.register_autograd(
     lambda ctx, grad: gelu_linear_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+half_linear.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+half_linear_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
+half_linear.register_autograd(
+    lambda ctx, grad: half_linear_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 decayed.register_fake(lambda x, decay: torch.empty_like(x))
 decayed_backward.register_fake(lambda grad, y, decay: (torch.empty_like(grad), torch.empty_like(decay)))
 decayed.register_autograd(
@@ -64,6 +80,7 @@ decayed.register_autograd(
 planner.rule(
     "meshwright_tests::gelu_linear", "... i^, o i^, o -> ... o", flops=lambda n: 2 * n["..."] * n["i"] * n["o"]
 )
+planner.rule("meshwright_tests::half_linear", "... i+, o i+ -> ... o")
 planner.rule("meshwright_tests::decayed", "b s^ c, c -> b s^ c")
 
 
@@ -74,10 +91,10 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(4 * CHANNELS, CHANNELS) / 4)
         self.bias = nn.Parameter(torch.randn(4 * CHANNELS) / 4)
         self.decay = nn.Parameter(torch.rand(4 * CHANNELS))
-        self.down = nn.Linear(4 * CHANNELS, CHANNELS)
+        self.down = nn.Parameter(torch.randn(CHANNELS, 4 * CHANNELS) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(decayed(gelu_linear(self.norm(x), self.weight, self.bias), self.decay))
+        return x + half_linear(decayed(gelu_linear(self.norm(x), self.weight, self.bias), self.decay), self.down)
 
 
 class OfOwnOps(nn.Module):

@@ -175,6 +175,7 @@ def test_a_captured_program_notes_the_patterns_of_ops_without_rules_and_of_no_ot
     assert found == {
         "meshwright_tests.gelu_linear.default": "a b d^, c e^, c -> a b c",
         "meshwright_tests.decayed.default": "a c^ b, b -> a d^ b",
+        "meshwright_tests.half_linear.default": "a b d+, c d+ -> a b c",
     }
     (call, _) = [n for n in program.graph.graph.nodes if "gelu" in str(n.target)]
     assert [(f.role, f.size) for f in rule_of(call).factors if len(f.places) > 1] == [
