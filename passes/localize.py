@@ -35,7 +35,7 @@ from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from planner.context.local_calls import local_arguments
 from planner.experts.domain import domain_of, in_domain
 from planner.graph.ops.aten import arguments, named, position_of
-from planner.graph.ops.kinds import WITH_SIZES
+from planner.graph.ops.groups import WITH_SIZES
 from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.data_dependence import shape_of_data
 from planner.graph.ops.aten import arguments, aten, draws, is_mutable
-from planner.graph.ops.kinds import PERMUTES, RESHAPES, SAME, Ops
+from planner.graph.ops.groups import PERMUTES, RESHAPES, SAME, Ops
 
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
          aten.tensor_split.sections}  # fmt: skip

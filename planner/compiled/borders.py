@@ -19,8 +19,8 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of, domain_of
 from planner.graph.ops.aten import aten, is_mutable, is_random, tensors_of
+from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, Ops
 from planner.graph.ops.host_stops import reads_on_host
-from planner.graph.ops.kinds import ATTENTION, CONVOLUTIONS, Ops
 from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.rules.forms import Form
 from planner.saved.fused import loses_logits

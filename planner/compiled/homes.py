@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from planner.graph.ops.aten import is_view
-from planner.graph.ops.kinds import RESHAPES
+from planner.graph.ops.groups import RESHAPES
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 

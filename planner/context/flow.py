@@ -13,7 +13,7 @@ from torch import fx
 
 from planner.context.rules import options_over_cp
 from planner.graph.ops.aten import is_pointwise, is_random, shape_of, tensors_of
-from planner.graph.ops.kinds import VIEWS, Ops
+from planner.graph.ops.groups import VIEWS, Ops
 from planner.graph.program import Program
 from planner.placement.rules.base import Site
 from planner.placement.types import Placement, V

@@ -19,7 +19,7 @@ from torch import fx
 from planner.context.rules import MEAN, SUM, options_over_cp
 from planner.experts.building import Builder, erase_unread
 from planner.graph.ops.aten import aten, named, reduced_dims, shape_of
-from planner.graph.ops.kinds import CROSS_ENTROPIES
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, V

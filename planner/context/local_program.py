@@ -22,7 +22,7 @@ from planner.context.local_calls import local_arguments
 from planner.context.rules import MEAN, SUM, options_over_cp
 from planner.context.types import Types, gathered_from
 from planner.graph.ops.aten import aten, is_random, named, shape_of
-from planner.graph.ops.kinds import CROSS_ENTROPIES
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.ops.over_data import over_data
 from planner.graph.ops.sequence import causal_attention, sum_over_ranks
 from planner.placement.rules.base import Option, Site

@@ -15,7 +15,7 @@ from torch import fx
 
 from planner.context.facts import Context, Exchange
 from planner.graph.ops.aten import aten, is_random, named, shape_of
-from planner.graph.ops.kinds import ATTENTION
+from planner.graph.ops.groups import ATTENTION
 from planner.graph.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner.graph.program import Program
 

@@ -22,7 +22,7 @@ from planner.context.flow import begins, sequence_flow
 from planner.context.refusals import no_typing, not_divisible, reads_whole
 from planner.context.rules import options_over_cp
 from planner.graph.ops.aten import shape_of, value_bytes
-from planner.graph.ops.kinds import VIEWS
+from planner.graph.ops.groups import VIEWS
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 from planner.placement.rules.base import Option, Site

@@ -22,7 +22,7 @@ from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange
 from planner.exchanges.sequence import sequence_exchanges, sequence_rows
 from planner.experts.domain import axis_of, in_domain, is_here, share_of_rows
-from planner.graph.ops.kinds import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
+from planner.graph.ops.groups import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form

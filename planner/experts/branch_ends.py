@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from planner.errors import PlanError
 from planner.experts.routing import Routing
 from planner.graph.ops.aten import aten, packet_of, reduced_dims, shape_of
-from planner.graph.ops.kinds import JOINS
+from planner.graph.ops.groups import JOINS
 from planner.graph.walks import meetings
 
 Refusal = Callable[[fx.Node, str], PlanError]

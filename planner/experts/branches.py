@@ -19,7 +19,7 @@ from planner.experts.products import ends, product_of, sides
 from planner.experts.space import Space
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
-from planner.graph.ops.kinds import JOINS, LAID_OUT, Ops
+from planner.graph.ops.groups import JOINS, LAID_OUT, Ops
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import in_order, operands, walk
 

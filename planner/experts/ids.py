@@ -13,7 +13,7 @@ from torch import fx
 
 from planner.experts.ties import lookup
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.kinds import JOINS, LAID_OUT, Ops
+from planner.graph.ops.groups import JOINS, LAID_OUT, Ops
 from planner.graph.walks import walk
 
 PASSED = LAID_OUT | Ops("slice select clamp argsort")

@@ -23,7 +23,7 @@ from planner.experts.layers import ExpertLayer
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import followed
 from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
-from planner.graph.ops.kinds import JOINS, LAID_OUT
+from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.program import Program
 from planner.graph.walks import operands, readers, walk
 

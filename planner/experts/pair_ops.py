@@ -23,7 +23,7 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layouts import Axis, Counts, Layout, Part, aligned
 from planner.graph.ops.aten import aten, is_pointwise, named, ops_named, packet_of, reduced_dims, shape_of
-from planner.graph.ops.kinds import JOINS
+from planner.graph.ops.groups import JOINS
 from planner.graph.ops.products import PRODUCTS, equation
 
 ROWS, STACK = Domain(rows=0), Domain(experts=0)

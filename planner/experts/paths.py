@@ -15,7 +15,7 @@ from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.ops.kinds import FILLED, JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.groups import FILLED, JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.walks import ancestors, meetings, operands, readers, walk
 
 PLACES = PLACING | Ops("gather sum index_reduce")

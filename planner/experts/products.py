@@ -16,7 +16,7 @@ from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.experts.weights import is_view, is_weight, origin_of
 from planner.graph.ops.aten import shape_of
-from planner.graph.ops.kinds import LAID_OUT
+from planner.graph.ops.groups import LAID_OUT
 from planner.graph.walks import operands, walk
 
 

@@ -20,7 +20,7 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.kinds import FILLED
+from planner.graph.ops.groups import FILLED
 from planner.graph.walks import in_order, readers, walk
 
 TRIALS = 3

@@ -16,7 +16,7 @@ from torch import fx
 from planner.experts.ties import lookup, operands_of
 from planner.experts.weights import is_weight, origin_of
 from planner.graph.ops.aten import is_pointwise, named, shape_of, tensors_of
-from planner.graph.ops.kinds import JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import readers, walk
 

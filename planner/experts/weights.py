@@ -6,7 +6,7 @@ from torch import fx
 
 from planner.experts.ties import lookup, ties
 from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.kinds import LAID_OUT
+from planner.graph.ops.groups import LAID_OUT
 
 
 def is_weight(node: fx.Node) -> bool:

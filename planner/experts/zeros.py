@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from planner.graph.ops.aten import is_pointwise
-from planner.graph.ops.kinds import EXTREMES
+from planner.graph.ops.groups import EXTREMES
 from planner.rules.call import operands_of
 from planner.rules.table import rule_of
 

@@ -15,7 +15,7 @@ from torch import fx
 from planner.context.facts import Context, Exchange
 from planner.decisions import Decisions
 from planner.graph.ops.aten import aten, shape_of
-from planner.graph.ops.kinds import VIEWS
+from planner.graph.ops.groups import VIEWS
 from planner.graph.ops.sequence import gather_sequence
 from planner.placement.rules.forms import Form
 from planner.sharding.shards import Shards

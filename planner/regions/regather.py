@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.ops.kinds import WITH_WEIGHT
+from planner.graph.ops.groups import WITH_WEIGHT
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange

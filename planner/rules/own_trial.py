@@ -14,6 +14,7 @@ from planner.rules.rule import OpRule
 from planner.rules.trials import called, tried
 
 SIZES = (4, 6, 8, 10, 12, 14, 16, 18)  # of the words: even, and no two are equal
+SCALES = (1.0, 30.0)  # of random values
 FREE_SIZES = (2, 3)  # of the dims that "..." stands for
 
 
@@ -61,12 +62,15 @@ def _check(rule: Callable[[Call], OpRule | None], node: fx.Node, values: dict[st
 
 
 def _tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> None:
-    """By values alone for an op without a backward."""
-    try:
-        tried(node, rule, values)
-    except RuntimeError:
-        with torch.no_grad():
-            tried(node, rule, values)
+    """By values alone for an op without a backward; in float64 on large values too."""
+    scales = SCALES if all(x.dtype == torch.float64 for x in values.values() if x.is_floating_point()) else SCALES[:1]
+    for scale in scales:
+        scaled = {name: x * scale if x.is_floating_point() else x for name, x in values.items()}
+        try:
+            tried(node, rule, scaled)
+        except RuntimeError:
+            with torch.no_grad():
+                tried(node, rule, scaled)
 
 
 def _first_line(error: BaseException) -> str:

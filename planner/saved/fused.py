@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.ops.kinds import RESHAPES
+from planner.graph.ops.groups import RESHAPES
 from planner.placement.rules.forms import Form
 from planner.sharding.type_changes import TypeChange
 

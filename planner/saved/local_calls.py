@@ -12,7 +12,7 @@ from planner.context.local_calls import local_arguments
 from planner.experts import exchange
 from planner.experts.domain import domain_of
 from planner.graph.ops.aten import arguments, is_random, named
-from planner.graph.ops.kinds import WITH_SIZES
+from planner.graph.ops.groups import WITH_SIZES
 from planner.graph.ops.over_data import over_data
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option

@@ -20,7 +20,7 @@ from planner.errors import Where
 from planner.exchanges.collectives import scalars_of_loss
 from planner.graph.ops.aten import is_random, named, packet_of
 from planner.graph.ops.flops import node_cost, node_flops
-from planner.graph.ops.kinds import CONVOLUTIONS
+from planner.graph.ops.groups import CONVOLUTIONS
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.ops.products import holds_weight
 from planner.graph.places import Places, glob_of

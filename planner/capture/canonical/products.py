@@ -19,7 +19,7 @@ from torch import fx
 
 from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 from planner.graph.ops.aten import aten, named, shape_of
-from planner.graph.ops.kinds import LOG_SOFTMAXES
+from planner.graph.ops.groups import LOG_SOFTMAXES
 
 UNREDUCED = 0
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
 from planner.capture.loss.kinds import Part, tile
-from planner.graph.ops.kinds import WITH_SIZES
+from planner.graph.ops.groups import WITH_SIZES
 
 UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
 

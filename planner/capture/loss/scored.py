@@ -19,7 +19,7 @@ from torch import fx
 from planner.capture.loss.loss_ops import CROSS_ENTROPIES, aten
 from planner.errors import PlanError
 from planner.graph.ops.aten import named, reduced_dims, shape_of
-from planner.graph.ops.kinds import CASTS, COPIES, LOG_SOFTMAXES
+from planner.graph.ops.groups import CASTS, COPIES, LOG_SOFTMAXES
 from planner.graph.ops.places import PlaceWriter
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of

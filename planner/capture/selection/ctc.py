@@ -17,7 +17,7 @@ from torch.fx.experimental import proxy_tensor
 from planner.capture.known_values import node_of
 from planner.graph.ops.aten import aten
 from planner.graph.ops.ctc import ctc_losses
-from planner.graph.ops.kinds import SAME
+from planner.graph.ops.groups import SAME
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 FIX = (

@@ -31,7 +31,7 @@ from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mas
 from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
 from planner.errors import Where
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.kinds import LAID_OUT, PLACING
+from planner.graph.ops.groups import LAID_OUT, PLACING
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.kinds import DIVISIONS, LAID_OUT, Ops
+from planner.graph.ops.groups import DIVISIONS, LAID_OUT, Ops
 
 ROOTS, TOTALS = Ops("sqrt rsqrt"), Ops("mean sum amax amin")
 GROWING = {aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh}

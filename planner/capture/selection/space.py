@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
-from planner.graph.ops.kinds import LAID_OUT, PERMUTES, RESHAPES, SAME, Ops
+from planner.graph.ops.groups import LAID_OUT, PERMUTES, RESHAPES, SAME, Ops
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of
 

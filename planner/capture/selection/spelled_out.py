@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from planner.capture.known_values import node_of
 from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.kinds import PERMUTES, RESHAPES, SAME
+from planner.graph.ops.groups import PERMUTES, RESHAPES, SAME
 
 MOST_ITEMS = 256
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, packet_of
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.kinds import ATTENTION, CONVOLUTIONS, WITH_WEIGHT, Ops
+from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, WITH_WEIGHT, Ops
 from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.kinds import ATTENTION
+from planner.graph.ops.groups import ATTENTION
 from planner.graph.ops.products import is_made_of_weights
 from planner.graph.walks import Step, operands, readers, walk
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
-from planner.graph.ops.kinds import ATTENTION
+from planner.graph.ops.groups import ATTENTION
 from planner.graph.ops.products import PRODUCTS, equation, holds_weight
 from planner.graph.places import glob_of
 from planner.graph.program import Program

@@ -17,7 +17,7 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.kinds import CROSS_ENTROPIES
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.program import Program
 from planner.graph.walks import readers, walk
 from planner.placement.candidates import Candidates

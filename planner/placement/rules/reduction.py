@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.graph.ops.aten import aten, named, reduced_dims
-from planner.graph.ops.kinds import EXTREMES, Ops
+from planner.graph.ops.groups import EXTREMES, Ops
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form

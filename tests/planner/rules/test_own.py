@@ -32,6 +32,13 @@ def half_backward(x: Tensor) -> Tensor:
     return x * 1.0
 
 
+@torch.library.custom_op("meshwright_tests::sine_of_small", mutates_args=())
+def sine_of_small(x: Tensor) -> Tensor:
+    """By elements while all values are small."""
+    return x.sin() if x.abs().max() < 30 else x - x.sum()
+
+
+sine_of_small.register_fake(torch.empty_like)
 rotated.register_fake(lambda x, weight, turns: x.new_empty(x.shape[0], weight.shape[1]))
 half_backward.register_fake(torch.empty_like)
 half_backward.register_autograd(lambda ctx, grad: grad * torch.arange(grad.shape[0], dtype=grad.dtype).unsqueeze(1))
@@ -70,6 +77,7 @@ def test_a_captured_call_has_the_factors_and_the_flops_of_its_rule() -> None:
         (ROTATED, "a^ b+, b+ c -> a^ c", {}, "could not be tried: the op fails on an example"),
         (ROTATED, "a^ b+, b+ c -> a^ c d", {"example": (X, W, 1)}, "does not fit the example [4, 6], [6, 8] -> [4, 8]"),
         (ROTATED, "a b+, b+ c -> a c", {"example": (X, W, 1)}, "is not true of an example"),
+        ("meshwright_tests::sine_of_small", "a b -> a b", {}, "is not true of an example"),
         (ROTATED, "a^ b+, b+ c^ -> a^ c^", {"example": (X, W, "one")}, "the op fails on an example"),
         ("meshwright_tests::half_backward", "a b -> a b", {}, "gradient of 0"),
     ],
