@@ -78,7 +78,10 @@ def inferred(node: fx.Node) -> Pattern | None:
 
 
 def _is_unknown(node: fx.Node) -> bool:
+    """PyTorch's own ops without a rule count something, as a rule: they matter only if gradients pass."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace == "aten" and not any(n.meta.get("grad") for n in node.all_input_nodes):
         return False
     operands = operands_of(node)
     values = [n.meta.get("val") for n in (node, *operands)]
