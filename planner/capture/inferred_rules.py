@@ -51,7 +51,7 @@ def infer_rules(program: Program, has_rule: HasRule) -> None:
     """
     known: dict[Any, Pattern | None] = {}
     for node in program.graph.graph.nodes:
-        if _is_unknown(node) and not has_rule(node.target):
+        if not has_rule(node.target) and _is_unknown(node):
             key = _signature(node)
             if key not in known:
                 known[key] = inferred(node)

@@ -18,7 +18,8 @@ from typing import Any
 from torch import fx
 
 from planner.capture.loss.counts import input_only
-from planner.graph.ops.aten import packet_of, packets, tensors_of
+from planner.graph.ops.aten import is_pointwise, packet_of, packets, tensors_of
+from planner.graph.ops.groups import LAID_OUT
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
@@ -63,13 +64,13 @@ def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 def is_unknown(node: fx.Node) -> bool:
     """An op without a rule may do anything."""
-    makes_tensor = node.op == "call_function" and any(True for _ in tensors_of(node))
+    makes_tensor = node.op == "call_function" and not _is_plain(node) and any(True for _ in tensors_of(node))
     return makes_tensor and not _puts_elsewhere(node) and not _has_own_backward(node) and rule_of(node) is None
 
 
 def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     """Decided by the op alone, as if dim 0 of each value held the batch: cheap, and true of few ops."""
-    if node.op != "call_function":
+    if node.op != "call_function" or _is_plain(node):
         return False
     held = [frozenset({0} if n in on_batch else ()) for n in operands_of(node)]
     if _has_own_backward(node):
@@ -79,7 +80,7 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    is_cut = packet_of(node.target) in CUTS
+    is_cut = packet_of(node.target) in CUTS or _is_plain(node)
     rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
     return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
 
@@ -99,6 +100,11 @@ def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
         return False
     known = [dims or frozenset[int]() for dims in held]
     return not _works_by_sequence(node, known) if _has_own_backward(node) else _mixes(node, known)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """By elements, or a view: known without its rule, and most calls are."""
+    return is_pointwise(node.target) or node.target in LAID_OUT
 
 
 def _has_own_backward(node: fx.Node) -> bool:
