@@ -18,8 +18,8 @@ from typing import Any
 from torch import fx
 
 from planner.capture.loss.counts import input_only
-from planner.graph.ops.aten import is_pointwise, packet_of, packets, tensors_of
-from planner.graph.ops.groups import LAID_OUT
+from planner.graph.ops.aten import is_pointwise, tensors_of
+from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
@@ -28,9 +28,9 @@ from planner.rules.rule import Factor, OpRule, Role
 from planner.rules.table import rule_of
 
 # They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
-LOOKUPS = packets("index index_put index_add index_copy gather scatter scatter_add scatter_reduce embedding", None)
-JOINS = packets("cat concat concatenate stack pad constant_pad_nd", None)
-CUTS = packets("slice split_with_sizes narrow", None)
+LOOKUPS = PLACING | Ops("index gather embedding")
+PIECED = JOINS | Ops("stack pad constant_pad_nd")
+CUTS = Ops("slice split_with_sizes narrow")
 
 BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, if known
 
@@ -75,12 +75,12 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     held = [frozenset({0} if n in on_batch else ()) for n in operands_of(node)]
     if _has_own_backward(node):
         return not _works_by_sequence(node, held)
-    return _mixes(node, held, pairs=_is_product(node))
+    return _mixes(node, held, of_products_alone=True)
 
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    is_cut = packet_of(node.target) in CUTS or _is_plain(node)
+    is_cut = node.target in CUTS or _is_plain(node)
     rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
     return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
 
@@ -120,24 +120,23 @@ def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
 
 
 def _puts_elsewhere(node: fx.Node) -> bool:
-    packet = packet_of(node.target)
-    return packet in LOOKUPS or packet in JOINS or packet is getitem
+    return node.target in LOOKUPS or node.target in PIECED or node.target is getitem
 
 
-def _is_product(node: fx.Node) -> bool:
-    rule = rule_of(node)
-    return rule is not None and any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
+def _is_product(rule: OpRule) -> bool:
+    return any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
 
 
-def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, pairs: bool = True) -> bool:
-    """``held``: the dims of each operand that hold the batch. ``pairs``: sequences of two operands count too."""
+def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone: bool = False) -> bool:
+    """``held``: the dims of each operand that hold the batch. Sequences of two operands may be combined in pairs;
+    ``of_products_alone``: only products are asked for that."""
     rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
     if rule is None:
         return False
     found = [(i, f) for i, dims in enumerate(held) for dim in dims for f in rule.along(i, dim)]
     if any(f.role is not Role.EACH for _, f in found):
         return True
-    return pairs and any(_pairs(rule, f, held) for _, f in found)
+    return (not of_products_alone or _is_product(rule)) and any(_pairs(rule, f, held) for _, f in found)
 
 
 def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:

@@ -96,8 +96,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 def _keeps_rows(node: fx.Node) -> bool:
     """Decided by the op; may_mix checks whether an op along a dim runs along the batch."""
-    packet = packet_of(node.target)
-    if packet in LOOKUPS and packet not in (aten.gather, aten.embedding):
+    if node.target in LOOKUPS and packet_of(node.target) not in (aten.gather, aten.embedding):
         return False
     rule = rule_of(node)
     return rule is not None and not _reduces_rows(rule, next(tensors_of(operands_of(node)[0])).dim())
