@@ -13,6 +13,7 @@ from planner.graph.ops.products import is_grouped
 from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules import along, attention, indexing, losses, products, spatial, views
 from planner.rules.call import Call, call_of
+from planner.rules.equal_calls import key_of
 from planner.rules.factors import EACH, Factors
 from planner.rules.linear import linear_in
 from planner.rules.own import own_rule
@@ -32,6 +33,23 @@ def builder_of(target: Any) -> Builder | None:
 
 def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
+    pattern, own = node.meta.get("inferred"), own_rule(node.target)
+    key = key_of(node) if node.target is not getitem else None  # the rule of an item follows from its source
+    if key is None:
+        return _made(node)
+    key = (key, str(pattern), own and own.text)
+    if key not in _MADE:
+        if len(_MADE) >= MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = _made(node)
+    return _MADE[key]
+
+
+_MADE: dict[Any, OpRule | None] = {}
+MOST_MADE = 20_000
+
+
+def _made(node: fx.Node) -> OpRule | None:
     pattern = node.meta.get("inferred")
     builder = products.text_of(pattern) if pattern is not None else builder_of(node.target)
     call = call_of(node) if builder is not None else None
