@@ -22,7 +22,7 @@ from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
 from planner.experts.inside import made_of
 from planner.experts.layers import ExpertLayer
-from planner.experts.layouts import Counts, Layout, Part
+from planner.experts.layouts import Counts, Layout, Part, followed
 from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, is_number, stack_of
 from planner.experts.routing import Routing
 from planner.experts.rows import Rows
@@ -34,6 +34,8 @@ from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import in_order, operands, readers, walk
+from planner.rules.call import Call
+from planner.rules.views import reshape
 
 MOST = 400  # calls of one layer
 
@@ -191,7 +193,9 @@ class _Opening:
     def _by_choice(self, shape: tuple[int, ...], features: list[int]) -> Layout | None:
         """Of a value [tokens.., choices, features..], or with both in one dim."""
         whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(features)])
-        return whole.reshaped([*shape, *features])
+        flat = (self.num_tokens, self.top_k, prod(features))
+        rule = reshape(Call(self.combined, (self.combined,), (flat,), (*shape, *features)))
+        return followed(rule, {0: whole}, len(shape) + len(features)) if rule is not None else None
 
     def _rows_of(self, node: fx.Node) -> None:
         """Bring or make again all that ``node`` is made of, and it."""
@@ -267,7 +271,7 @@ class _Opening:
             self._rows_of(source)
             layout = self.ops.held[source].layout
             dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
-            if layout.dim_of(Counts.EXPERTS) != dim or not layout.permuted(_others(layout, dim)).is_by_token():
+            if layout.dim_of(Counts.EXPERTS) != dim or not layout.without(dim).is_by_token():
                 raise self._refusal(end, "the indexed results are not in the order of the tokens")
             return self.ops.held[source].node
         for n in end.all_input_nodes:
@@ -284,7 +288,7 @@ class _Opening:
         same = end.meta["val"].dtype == source.meta["val"].dtype
         if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
             raise self._refusal(end, "the results of experts are not summed directly")
-        if not layout.permuted(_others(layout, dim)).is_by_token():
+        if not layout.without(dim).is_by_token():
             raise self._refusal(end, "the results of experts are not in the order of the tokens")
         return self.ops.held[source].node
 
@@ -310,7 +314,3 @@ class _Opening:
         if prod(shape) != rows.meta["val"].numel():
             raise self._refusal(end, "the results of experts do not have one value per token")
         return build.call(aten.reshape.default, rows, shape)
-
-
-def _others(layout: Layout, dim: int) -> list[int]:
-    return [d for d in range(len(layout.axes)) if d != dim]
