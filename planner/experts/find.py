@@ -26,7 +26,8 @@ from planner.experts.paths import (
 from planner.experts.products import Product, ends, products_of, weights_of
 from planner.experts.space import Space, spaces, takings
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.ops.aten import shape_of
+from planner.graph.ops.groups import SORTS
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
@@ -123,9 +124,7 @@ def _made(
     way, carried = between(products, combined)
     before = carrying(space, tokens, products)
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
-    orders = [
-        n for n in sorted(space.below) if packet_of(n.target) in (aten.sort, aten.argsort) and n.args[0] in space.ids
-    ]
+    orders = [n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids]
     router = [n for n in space.places if is_weight(n) and n in space.scored and sum(d > 1 for d in shape_of(n)) > 1]
     return ExpertLayer(
         space.size,

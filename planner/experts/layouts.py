@@ -110,7 +110,7 @@ def followed(
     """The layout of a result of ``ndim`` dims, by the rule of its call and the layouts of operands, by position.
 
     ``repeated``: the things counted by new elements, so many, that no operand has. None if the call does not compute
-    each token, expert and choice by itself, or if operands that meet count different things.
+    each token, expert and choice by itself, or if aligned dims of operands count different things.
     """
     kept: dict[int, list[Part]] = {operand: [] for operand in given}
     axes: list[list[Part]] = [[] for _ in range(ndim)]

@@ -15,11 +15,9 @@ from planner.experts.space import Space
 from planner.experts.ties import is_grouped, lookup, operands_of
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.ops.groups import FILLED, JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
 from planner.graph.walks import ancestors, meetings, operands, readers, walk
 
-PLACES = PLACING | Ops("gather sum index_reduce")
-SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
 MOST = 200
 
 
@@ -69,10 +67,14 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(operands_of(n) or lookup(n) or n.target in PLACES for n in way):
+    if any(operands_of(n) or lookup(n) or _places(n) for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return Dispatch.CAPACITY, first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
+
+
+def _places(node: fx.Node) -> bool:
+    return node.target in PLACING or packet_of(node.target) in (aten.gather, aten.sum)
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:
@@ -107,7 +109,7 @@ def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -
     packet = packet_of(node.target)
     found = operands_of(node)
     contracts = found is not None and set("".join(found[1])) > set(found[2])
-    if not (contracts or packet in SUMS or (joins and packet is aten.add)):
+    if not (contracts or node.target in ADDING or packet is aten.sum or (joins and packet is aten.add)):
         return False
     return node.meta["val"].numel() == tokens.meta["val"].numel() and not space.places.get(node)
 
@@ -152,7 +154,7 @@ def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
     packet, given = packet_of(user.target), named(user)
     by_index = given.get("index") is ids and packet in (aten.gather, aten.scatter, aten.scatter_add)
     by_table = (found := lookup(user)) is not None and found[2] is ids
-    counts = packet in (aten.one_hot, aten.histc, aten.bincount, aten.sort, aten.argsort)
+    counts = user.target in BINS | SORTS
     is_asked = packet is aten.eq and all(n is ids or n not in space.ids for n in user.all_input_nodes)
     return by_index or by_table or counts or is_asked
 

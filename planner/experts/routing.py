@@ -20,7 +20,7 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.groups import FILLED
+from planner.graph.ops.groups import BEST, FILLED
 from planner.graph.walks import in_order, readers, walk
 
 TRIALS = 3
@@ -114,7 +114,7 @@ class Routing:
             return False
         node = self.chosen[0]
         source = node.all_input_nodes[0] if node.target is getitem else node
-        if packet_of(source.target) not in (aten.topk, aten.max, aten.argmax):
+        if source.target not in BEST:
             return False
         shape = shape_of(source.all_input_nodes[0])
         return shape[-1] == self.size and int(named(source).get("dim", -1)) % len(shape) == len(shape) - 1

@@ -15,12 +15,10 @@ from torch import fx
 
 from planner.experts.ties import lookup, operands_of
 from planner.experts.weights import is_weight, origin_of
-from planner.graph.ops.aten import is_pointwise, named, shape_of, tensors_of
-from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of, tensors_of
+from planner.graph.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import readers, walk
-
-PASSED = LAID_OUT | JOINS | Ops("slice narrow")
 
 
 def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
@@ -58,14 +56,14 @@ def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
     found, given = lookup(call), named(call)
     if found is not None:
         return found[2] in numbers and not is_weight(found[0])
-    if call.target in PLACING | Ops("gather index"):
+    if call.target in PLACING or packet_of(call.target) in (aten.gather, aten.index):
         index = given.get("index", given.get("indices"))
         return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
     return False
 
 
 def _passes(call: fx.Node) -> bool:
-    return call.target in PASSED or is_pointwise(call.target)
+    return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
 
 
 def _is_own(node: fx.Node) -> bool:
