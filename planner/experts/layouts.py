@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.rules.rule import RESULT, OpRule, Place, Role
+from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 
 class Counts(StrEnum):
@@ -66,6 +66,11 @@ class Layout:
         """Whether a dim disappears when pairs become rows."""
         return any(part.counts is not Counts.FEATURES for part in self.axes[dim])
 
+    @property
+    def feature_dims(self) -> list[int]:
+        """Those of more than one feature."""
+        return [d for d, axis in enumerate(self.axes) if axis and not self.is_row(d)]
+
     def row_dim(self, dim: int) -> int:
         """The place of a dim of features in [n, features..]."""
         return 1 + sum(not self.is_row(d) for d in range(dim))
@@ -105,29 +110,33 @@ class Layout:
 
 
 def followed(
-    rule: OpRule, given: Mapping[int, Layout], ndim: int, repeated: Callable[[int], Counts] = lambda _: Counts.FEATURES
+    rule: OpRule,
+    given: Mapping[int, Layout],
+    ndim: int,
+    repeated: Callable[[int], Counts] = lambda _: Counts.FEATURES,
+    summed: Counts = Counts.FEATURES,
 ) -> Layout | None:
     """The layout of a result of ``ndim`` dims, by the rule of its call and the layouts of operands, by position.
 
-    ``repeated``: the things counted by new elements, so many, that no operand has. None if the call does not compute
-    each token, expert and choice by itself, or if aligned dims of operands count different things.
+    ``repeated``: the things counted by new elements, so many, that no operand has. ``summed``: things that it may add
+    up. None if it mixes others than features, or if aligned dims of operands count different things.
     """
+    meaning: dict[Factor, Axis] = {}
     kept: dict[int, list[Part]] = {operand: [] for operand in given}
-    axes: list[list[Part]] = [[] for _ in range(ndim)]
-    for dim in range(ndim):
-        for factor in reversed(rule.along(RESULT, dim)):
-            is_each = factor.role is Role.EACH
-            found = {o: given[o].at(p, factor.size) for o in given if is_each and (p := factor.at(o)) is not None}
-            new = (Part(repeated(factor.size) if is_each else Counts.FEATURES, factor.size),) if factor.size > 1 else ()
-            first, *others = {*found.values()} or {new}
-            if others or first is None:
-                return None
-            axes[dim] += first
-            for operand in found:
-                kept[operand] += first
+    for factor in rule.factors:
+        found = {o: given[o].at(place, factor.size) for o in given if (place := factor.at(o)) is not None}
+        new = _axis(Part(repeated(factor.size) if factor.role is Role.EACH else Counts.FEATURES, factor.size))
+        axis, *others = {*found.values()} or {new}
+        if others or axis is None:
+            return None
+        is_each = factor.role is Role.EACH and factor.at(RESULT) is not None
+        meaning[factor] = axis if is_each else new
+        for operand in found if is_each or (factor.role is Role.SUM and {p.counts for p in axis} == {summed}) else ():
+            kept[operand] += axis
     if any(sizes_of(kept[o]) != sizes_of(p for axis in layout.axes for p in axis) for o, layout in given.items()):
         return None
-    return Layout(tuple(tuple(_merged(axis)) for axis in axes))
+    along = [[p for f in reversed(rule.along(RESULT, d)) for p in meaning[f]] for d in range(ndim)]
+    return Layout(tuple(tuple(_merged(parts)) for parts in along))
 
 
 def sizes_of(parts: Iterable[Part]) -> dict[Counts, int]:

@@ -35,6 +35,8 @@ from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import in_order, operands, readers, walk
 from planner.rules.call import Call
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 from planner.rules.views import reshape
 
 MOST = 400  # calls of one layer
@@ -293,13 +295,14 @@ class _Opening:
         return self.ops.held[source].node
 
     def _summed_product(self, end: fx.Node) -> fx.Node:
-        operands, words, out, axes = self.ops.labelled(end)
-        gone = [c for c in dict.fromkeys("".join(words)) if c not in out and axes[c]]
-        of_experts = [c for c in gone if [p.counts for p in axes[c]] == [Counts.EXPERTS]]
-        layout = Layout(tuple(axes[c] for c in out))
-        if any(h.is_stack for h in operands) or gone != of_experts or len(gone) != 1 or not layout.is_by_token():
+        rule, factors = rule_of(end), self.ops.factors_of(end)
+        given = {i: held.layout for i, held in enumerate(factors)}
+        summed = [f for f in rule.factors if f.size > 1 and f.at(RESULT) is None] if rule is not None else []
+        layout = followed(rule, given, len(shape_of(end)), summed=Counts.EXPERTS) if rule is not None else None
+        is_direct = len(summed) == 1 and layout is not None and layout.is_by_token()
+        if rule is None or layout is None or not is_direct or any(h.is_stack for h in factors):
             raise self._refusal(end, "the results of experts are not weighted and summed directly")
-        return self.ops.multiplied(end, operands, words, out, axes)
+        return self.ops.multiplied(end, rule, layout)
 
     def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
         """Rows in the order of the pairs: as they are, or summed over a token's choices."""

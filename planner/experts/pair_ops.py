@@ -21,12 +21,12 @@ from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
-from planner.experts.layouts import Axis, Counts, Layout, Part, followed, sizes_of
+from planner.experts.layouts import Counts, Layout, Part, followed, sizes_of
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from planner.graph.ops.groups import VIEWS
-from planner.graph.ops.products import PRODUCTS, equation
+from planner.graph.ops.products import PRODUCTS
 from planner.rules.call import operands_of
-from planner.rules.rule import OpRule, Role
+from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of
 
 ROWS, STACK = Domain(rows=0), Domain(experts=0)
@@ -175,52 +175,36 @@ class PairOps:
     # ---- products
 
     def _product(self, node: fx.Node) -> Held:
-        found = self.labelled(node)
-        operands, words, out, axes = found
-        gone = [c for c in dict.fromkeys("".join(words)) if c not in out]
-        if any(p.counts is not Counts.FEATURES for c in gone for p in axes[c]):
-            raise self.refusal(node, "it sums over tokens or experts")
-        layout = self.sound(node, Layout(tuple(axes[c] for c in out)))
-        stacks = [i for i, held in enumerate(operands) if held.is_stack]
+        rule, layout = self._followed(node)
+        stacks = [i for i, held in enumerate(self.factors_of(node)) if held.is_stack]
         if not stacks:
-            return Held(self.multiplied(node, operands, words, out, axes), layout)
+            return Held(self.multiplied(node, rule, layout), layout)
         if len(stacks) > 1:
             raise self.refusal(node, "two stacks of experts are multiplied with each other")
-        x, w = operands[1 - stacks[0]], operands[stacks[0]]
-        made = self._grouped(node, x, w, words[1 - stacks[0]], words[stacks[0]], out, axes)
+        made = self._grouped(node, rule, stacks[0])
         return Held(self.shaped(made, self.row_shape(layout, shape_of(node))), layout)
 
-    def labelled(self, node: fx.Node) -> tuple[list[Held], list[str], str, dict[str, Axis]]:
-        """Its operands, their labels, those of the result, and the meaning of each label."""
-        found = equation(node)
-        if found is None or len(found[0]) != 2 or any(n not in self.held for n in found[0]):
+    def factors_of(self, node: fx.Node) -> list[Held]:
+        """The operands of a product."""
+        found = operands_of(node)
+        if len(found) != 2 or any(n not in self.held for n in found):
             raise self.refusal(node, "a matrix product is not of an input of experts and their weights")
-        operands, axes = [self.held[n] for n in found[0]], dict[str, Axis]()
-        for held, word in zip(operands, found[1], strict=True):
-            for label, axis in zip(word, held.layout.axes, strict=True):
-                if axes.setdefault(label, axis) != axis:
-                    raise self.refusal(node, "contracted dims of a product count different things")
-        return operands, found[1], found[2], axes
+        return [self.held[n] for n in found]
 
-    def _grouped(
-        self, node: fx.Node, x: Held, w: Held, word_x: str, word_w: str, out: str, axes: Mapping[str, Axis]
-    ) -> fx.Node:
-        """One product for the rows of each expert, with its own matrix."""
-
-        def of_features(word: str) -> list[str]:
-            return [c for c in word if axes[c] and axes[c][0].counts is Counts.FEATURES]
-
-        features = of_features(word_w)
-        summed = [c for c in features if c in word_x and c not in out]
-        made = [c for c in features if c not in word_x and c in out]
-        if not (len(features) == 2 and len(summed) == len(made) == 1 and of_features(word_x) == summed):
+    def _grouped(self, node: fx.Node, rule: OpRule, at: int) -> fx.Node:
+        """One product for the rows of each expert, with its own matrix: the operand ``at``."""
+        x, w = (self.factors_of(node)[i] for i in (1 - at, at))
+        of_x, of_w = ([rule.sole(i, d) for d in h.layout.feature_dims] for i, h in ((1 - at, x), (at, w)))
+        features = [f for f in of_w if f is not None]
+        summed = [f for f in features if f.at(1 - at) is not None and f.at(RESULT) is None]
+        made = [f for f in features if f.at(1 - at) is None and f.at(RESULT) is not None]
+        if not (len(of_w) == 2 and len(summed) == len(made) == 1 and of_x == summed):
             raise self.refusal(node, "a product with experts' matrices has more than one dim of features on a side")
-        sizes = {c: p.size for c in features for p in axes[c]}
-        rows = self.shaped(x.node, [self.num_rows, sizes[summed[0]]])
-        stack = self._stack_of(w, [sizes[c] for c in features])
+        rows = self.shaped(x.node, [self.num_rows, summed[0].size])
+        stack = self._stack_of(w, [f.size for f in features])
         if features[0] == made[0]:
             stack = self.build.call(aten.permute.default, stack, [0, 2, 1], domain=STACK)
-        val = torch.empty((self.num_rows, sizes[made[0]]), dtype=node.meta["val"].dtype, device="meta")
+        val = torch.empty((self.num_rows, made[0].size), dtype=node.meta["val"].dtype, device="meta")
         return self.build.call(exchange.grouped_mm, rows, stack, self.here, val=val, domain=ROWS)
 
     def _stack_of(self, w: Held, features: list[int]) -> fx.Node:
@@ -230,17 +214,15 @@ class PairOps:
             return w.node
         return self.build.call(aten.reshape.default, w.node, sizes, domain=STACK)
 
-    def multiplied(
-        self, node: fx.Node, operands: list[Held], words: list[str], out: str, axes: Mapping[str, Axis]
-    ) -> fx.Node:
+    def multiplied(self, node: fx.Node, rule: OpRule, layout: Layout) -> fx.Node:
         """A product of two values of pairs that sums over no feature: element by element."""
-        kept = [c for c in out if not (axes[c] and axes[c][0].counts is not Counts.FEATURES)]
-        rows = []
-        for held, word in zip(operands, words, strict=True):
-            own = [c for c in word if axes[c] and axes[c][0].counts is Counts.FEATURES]
-            if own != [c for c in kept if c in own]:
+        kept, rows = [d for d in range(len(layout.axes)) if not layout.is_row(d)], []
+        for i, held in enumerate(self.factors_of(node)):
+            found = [rule.sole(i, d) for d in held.layout.feature_dims]
+            own = [place.dim if f is not None and (place := f.at(RESULT)) is not None else -1 for f in found]
+            if own != [d for d in kept if d in own]:
                 raise self.refusal(node, "a product sums over features of the experts' results, or transposes them")
-            sizes = [axes[c][0].size if c in own else 1 for c in kept]
+            sizes = [n if d in own else 1 for d, n in enumerate(shape_of(node)) if d in kept]
             rows.append(self.shaped(self.of_pairs(held), [self.num_rows, *sizes]))
         return self.build.call(aten.mul.Tensor, *rows, domain=ROWS)
 
