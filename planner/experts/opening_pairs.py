@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from operator import getitem
 
 from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
-from planner.experts.inside import made_of
+from planner.experts.inside import is_number, made_of
 from planner.experts.layers import ExpertLayer
 from planner.experts.layouts import Counts, Layout, Part, followed
-from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, is_number, stack_of
+from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, stack_of
+from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
 from planner.experts.rows import Rows
 from planner.experts.ties import lookup
@@ -32,7 +31,6 @@ from planner.experts.zeros import stays_zero
 from planner.graph.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.graph.walks import in_order, operands, readers, walk
 from planner.rules.call import Call
 from planner.rules.rule import RESULT
@@ -40,6 +38,7 @@ from planner.rules.table import rule_of
 from planner.rules.views import reshape
 
 MOST = 400  # calls of one layer
+FIX = "compute each token with only its experts, weighted by its router weights"
 
 
 def open_pairs(program: Program, layer: ExpertLayer) -> ExpertLayer:
@@ -53,6 +52,7 @@ class _Opening:
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer = program.graph.graph, layer
+        self._refusal = refusal_of(layer, FIX)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
         self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
@@ -108,9 +108,7 @@ class _Opening:
             dim = self.layer.num_experts
             if shape_of(stack)[self.stacks[stack]] != dim:
                 raise self._refusal(stack, "a stack does not have one slice per expert")
-        for node in self.way:
-            if is_random(node):
-                raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
+        check_draws(self.way, "rows", self._refusal)
 
     def _reads_chosen(self, node: fx.Node) -> bool:
         found = lookup(node)
@@ -143,19 +141,11 @@ class _Opening:
         lead = prod(shape_of(index)[: dim % len(shape_of(index))])
         return lead == self.num_tokens and self.routing.are_choices(index)
 
-    def _refusal(self, node: fx.Node, why: str) -> PlanError:
-        return PlanError(
-            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
-            where=where_of(node),
-            fix="compute each token with only its experts, weighted by its router weights, or set mesh.ep: 1",
-        )
-
     # ---- values
 
     def _order(self, build: Builder) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The pairs of token and choice by expert, and the token and the expert of each."""
-        flat = build.call(aten.reshape.default, self.routing.chosen[0], [self.routing.num_rows])
-        order = build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1)
+        order, flat = self.routing.sorted(build)
         token = build.call(aten.floor_divide.default, order, self.top_k)
         return order, token, build.call(aten.index.Tensor, flat, [order])
 
@@ -307,8 +297,7 @@ class _Opening:
     def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
         """Rows in the order of the pairs: as they are, or summed over a token's choices."""
         build, shape = self.build, list(shape_of(end))
-        inverse = build.call(getitem, build.call(aten.sort.stable, self.order, stable=True), 1)
-        rows = build.call(aten.index.Tensor, back, [inverse])
+        rows = self.routing.unsorted(build, back, self.order)
         if not self.looked_up and packet_of(end.target) is not aten.gather:
             pairs = build.call(aten.reshape.default, rows, [self.num_tokens, self.top_k, *shape_of(rows)[1:]])
             rows = build.call(aten.sum.dim_IntList, pairs, [1])

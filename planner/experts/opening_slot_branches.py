@@ -20,9 +20,10 @@ from planner.experts.domain import Domain
 from planner.experts.inside import made_of
 from planner.experts.layers import ExpertLayer
 from planner.experts.picks import Pick, pick_of
+from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import followed
-from planner.graph.ops.aten import aten, is_random, named, shape_of
+from planner.graph.ops.aten import aten, named, shape_of
 from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.program import Program
 from planner.graph.walks import operands, readers, walk
@@ -91,9 +92,7 @@ class _Opening:
         if len(found) != 1:
             raise self.refusal(tip, "a branch reads more than its slice of all slots")
         self.parts += found
-        for node in sorted(body):
-            if is_random(node):
-                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
+        check_draws(body, "slots", self.refusal)
         return sorted(body)
 
     def _whole(self) -> tuple[fx.Node, int]:

@@ -17,13 +17,14 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.experts.domain import Domain
-from planner.experts.inside import border_of, inside_of, made_of
+from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer
+from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import MIXED, followed
 from planner.experts.ties import operands_of
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import is_random, shape_of
+from planner.graph.ops.aten import shape_of
 from planner.graph.program import Program
 
 
@@ -45,7 +46,7 @@ class _Opening:
         self.inside = inside_of(self.of_stacks)
         self.entries: dict[fx.Node, fx.Node] = {}  # values read from outside, and the first call that reads each
         for node in sorted(self.inside):
-            for value in self._outer(node):
+            for value in outer_of(node, self.inside | self.of_stacks):
                 self.entries.setdefault(value, node)
 
     def run(self) -> ExpertLayer:
@@ -63,21 +64,9 @@ class _Opening:
 
     # ---- checks
 
-    def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values that a call inside reads from outside, except numbers that are the same for all slots."""
-        for value in node.all_input_nodes:
-            val = value.meta["val"]
-            is_number = isinstance(val, torch.Tensor) and val.numel() == 1 and not value.meta["grad"]
-            if value not in self.inside and value not in self.of_stacks and not is_number:
-                yield value
-
     def _check(self) -> None:
-        for stack in self.stacks:
-            if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
-                raise self.refusal(stack, "a stack of experts is read outside the expert layer")
-        for node in sorted(self.inside):
-            if is_random(node):
-                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
+        check_read(self.stacks, self.inside | self.of_stacks, self.refusal)
+        check_draws(self.inside, "slots", self.refusal)
         for value, node in self.entries.items():
             if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
                 raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")

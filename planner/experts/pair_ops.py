@@ -9,19 +9,19 @@ A pair is a token and an expert that it chose; of pairs that no token chose noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layouts import Counts, Layout, Part, followed, sizes_of
+from planner.experts.refusals import Refusal
 from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from planner.graph.ops.groups import VIEWS
 from planner.graph.ops.products import PRODUCTS
@@ -52,7 +52,7 @@ class PairOps:
         here: fx.Node,
         num_rows: int,
         sizes: Mapping[Counts, int],
-        refusal: Callable[[fx.Node, str], PlanError],
+        refusal: Refusal,
     ) -> None:
         self.build, self.here, self.num_rows, self.sizes, self.refusal = build, here, num_rows, sizes, refusal
         self.held: dict[fx.Node, Held] = {}
@@ -65,7 +65,8 @@ class PairOps:
         if is_pointwise(node.target) or packet_of(node.target) is aten.expand:
             return self._aligned(node, layout)
         given = [self.held[n] for n in node.all_input_nodes if n in self.held]
-        if len({(h.is_stack, *map(h.layout.is_row, range(len(h.layout.axes)))) for h in given}) > 1:
+        is_all = len(given) == len(node.all_input_nodes)
+        if not is_all or len({(h.is_stack, *map(h.layout.is_row, range(len(h.layout.axes)))) for h in given}) > 1:
             raise self.refusal(node, "it combines values of different tokens")
         made = self._on_rows(node, rule, given[0], layout)
         return Held(made, layout, given[0].is_stack)
@@ -235,9 +236,3 @@ def stack_of(build: Builder, node: fx.Node, dim: int) -> Held:
         order = [dim, *(d for d in range(len(shape)) if d != dim)]
         node = build.call(aten.permute.default, node, order, domain=STACK)
     return Held(node, Layout(tuple(parts)), is_stack=True)
-
-
-def is_number(node: fx.Node) -> bool:
-    """Whether a value is one number, the same for all."""
-    val = node.meta["val"]
-    return isinstance(val, Tensor) and val.numel() == 1 and not node.meta["grad"]

@@ -151,12 +151,10 @@ def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
-    packet, given = packet_of(user.target), named(user)
-    by_index = given.get("index") is ids and packet in (aten.gather, aten.scatter, aten.scatter_add)
     by_table = (found := lookup(user)) is not None and found[2] is ids
-    counts = user.target in BINS | SORTS
-    is_asked = packet is aten.eq and all(n is ids or n not in space.ids for n in user.all_input_nodes)
-    return by_index or by_table or counts or is_asked
+    others = [n for n in user.all_input_nodes if n is not ids and n in space.ids]
+    is_asked = packet_of(user.target) is aten.eq and not others
+    return named(user).get("index") is ids or by_table or is_asked or user.target in BINS | SORTS
 
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:

@@ -7,22 +7,20 @@ The tokens' dims are the shortest run of leading dims that has as many elements 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from planner.errors import PlanError
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
+from planner.experts.refusals import Refusal
 from planner.graph.ops.aten import aten, draws, is_pointwise, packet_of, shape_of
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Role
 from planner.rules.table import rule_of
-
-Refusal = Callable[[fx.Node, str], PlanError]
 
 
 class TokenRows:
