@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from planner.experts.refusals import Refusal
 from planner.experts.routing import Routing
 from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
-from planner.graph.ops.groups import JOINS
+from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.walks import meetings
 
 MOST = 4096  # calls between the first tip and the end, and as many for each
@@ -171,4 +171,4 @@ def is_zero(value: object) -> bool:
     if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
         number = value.args[0 if packet is aten.scalar_tensor else 1]
         return isinstance(number, int | float) and number == 0
-    return packet in (aten.reshape, aten.expand, aten.to) and is_zero(value.all_input_nodes[0])
+    return value.target in LAID_OUT and is_zero(value.all_input_nodes[0])

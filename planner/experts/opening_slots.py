@@ -22,10 +22,13 @@ from planner.experts.layers import ExpertLayer
 from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import MIXED, followed
-from planner.experts.ties import operands_of
+from planner.experts.ties import is_product
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import shape_of
 from planner.graph.program import Program
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
 
 def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:
@@ -73,26 +76,28 @@ class _Opening:
 
     def _slots(self, experts: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """The dim of every value that counts slots. If all calls keep several, the last."""
-        first, word, kept = next(self._products())
+        first, kept = next(self._products())
         self._check_known(experts, "has no dim of experts")
         refused: PlanError | None = None
-        for label in reversed(kept):
+        for dim in reversed(kept):
             try:
-                found = followed({first: word.index(label)}, self.inside, self.refusal)
+                found = followed({first: dim}, self.inside, self.refusal)
                 self._check_known(found, "has no slots, or only some of them")
                 return found
             except PlanError as error:
                 refused = refused or error
         raise refused or self.refusal(first, "its experts have no slots")
 
-    def _products(self) -> Iterator[tuple[fx.Node, str, str]]:
-        """(operand, its labels, kept labels that the stack has not) of products with stacks."""
+    def _products(self) -> Iterator[tuple[fx.Node, list[int]]]:
+        """(operand, dims that are kept and the stack has not) of products with stacks."""
         for node in sorted(self.inside):
-            read, words, out = operands_of(node) or ([], [], "")
-            stacks = "".join(w for n, w in zip(read, words, strict=True) if n in self.of_stacks)
-            for x, word in zip(read, words, strict=True):
-                if stacks and x not in self.of_stacks:
-                    yield x, word, "".join(c for c in word if c in out and c not in stacks)
+            rule, read = rule_of(node) if is_product(node) else None, operands_of(node)
+            stacks = [i for i, n in enumerate(read) if n in self.of_stacks]
+            for i, x in enumerate(read):
+                if rule is not None and stacks and i not in stacks:
+                    along = [rule.sole(i, d) for d in range(len(shape_of(x)))]
+                    kept = [f is not None and f.at(RESULT) is not None and not any(map(f.at, stacks)) for f in along]
+                    yield x, [d for d, is_kept in enumerate(kept) if is_kept]
 
     def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
         for value in (*sorted(self.inside), *self.entries):

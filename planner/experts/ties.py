@@ -16,8 +16,8 @@ from torch import fx
 
 from planner.graph.ops import products
 from planner.graph.ops.aten import aten, named, packet_of
-from planner.graph.ops.products import PRODUCTS, equation
-from planner.rules.call import operands_of as read_by
+from planner.graph.ops.products import PRODUCTS
+from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule
 from planner.rules.table import rule_of
 
@@ -30,11 +30,8 @@ def is_grouped(node: fx.Node) -> bool:
     return products.is_grouped(node.target) and len(node.all_input_nodes) == 3
 
 
-def operands_of(product: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
-    """Operands of a product, their labels, the labels of the result; None for other ops."""
-    if is_grouped(product):
-        return product.all_input_nodes, ["TZ", "EZY", "E"], "TY"
-    return equation(product) if product.target in PRODUCTS else None
+def is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS or is_grouped(node)
 
 
 class Ties:
@@ -62,7 +59,7 @@ class Ties:
 
 
 def _values(call: fx.Node) -> dict[int, fx.Node]:
-    return dict(enumerate(read_by(call))) | {RESULT: call}
+    return dict(enumerate(operands_of(call))) | {RESULT: call}
 
 
 def ties(node: fx.Node) -> list[Tie]:
