@@ -32,7 +32,7 @@ from planner.graph.ops.aten import aten, is_random, packet_of, reduced_dims, sha
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
 from planner.graph.walks import in_order, operands, readers, walk
-from planner.rules.call import Call
+from planner.rules.call import Call, operands_of
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of
 from planner.rules.views import reshape
@@ -166,10 +166,9 @@ class _Opening:
             table, dim, ids = found
             if dim != rows.known[table] or prod(shape_of(ids)) != self.routing.num_rows:
                 raise self._refusal(node, "ids look up something other than experts")
-            features = [n for d, n in enumerate(shape_of(table)) if d != dim]
-            if dim:
-                raise self._refusal(node, "ids look up experts that are not the first dim of their stack")
-            layout = self._by_choice(shape_of(ids), features)
+            rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
+            given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
+            layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
             if layout is None:
                 raise self._refusal(node, "ids look up experts in an unsupported order")
             self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
@@ -182,12 +181,12 @@ class _Opening:
             return stack
         return self.build.call(aten.reshape.default, stack, sizes, domain=STACK)
 
-    def _by_choice(self, shape: tuple[int, ...], features: list[int]) -> Layout | None:
-        """Of a value [tokens.., choices, features..], or with both in one dim."""
-        whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(features)])
-        flat = (self.num_tokens, self.top_k, prod(features))
-        rule = reshape(Call(self.combined, (self.combined,), (flat,), (*shape, *features)))
-        return followed(rule, {0: whole}, len(shape) + len(features)) if rule is not None else None
+    def _by_choice(self, shape: tuple[int, ...]) -> Layout | None:
+        """Of a value [tokens.., choices], or with both in one dim, or features behind them."""
+        whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(shape) // self.routing.num_rows])
+        flat = (self.num_tokens, self.top_k, prod(shape) // self.routing.num_rows)
+        rule = reshape(Call(self.combined, (self.combined,), (flat,), shape))
+        return followed(rule, {0: whole}, len(shape)) if rule is not None else None
 
     def _rows_of(self, node: fx.Node) -> None:
         """Bring or make again all that ``node`` is made of, and it."""
@@ -239,7 +238,7 @@ class _Opening:
             self.zero |= {node} if is_gate else set()
         elif by is Counts.CHOICES:
             rest = shape[lead:] if prod(shape[:lead]) == self.routing.num_rows else shape[lead + 1 :]
-            found = self._by_choice(shape[: len(shape) - len(rest)], list(rest))
+            found = self._by_choice(shape)
             if found is None:
                 return False
             layout, flat, index = found, [self.routing.num_rows, *rest], [self.order]
