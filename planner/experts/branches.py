@@ -165,18 +165,17 @@ def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], ea
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:
     """The number of rows of each expert's part of one value, if all read such parts."""
-    found = {(parent, size) for x in first for parent, size in [_parent(space, x)]}
-    return found.pop()[1] if len(found) == 1 and None not in {parent for parent, _ in found} else 0
+    wholes = {_whole_of(space, x) for x in first}
+    sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}
+    return sizes.pop() if len(wholes) == len(sizes) == 1 and None not in wholes else 0
 
 
-def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
-    """The value with ``x`` as one expert's part, and the number of rows of ``x``."""
-    node = x
-    while node.target in LAID_OUT:
-        node = node.all_input_nodes[0]
-    pick = pick_of(node)
-    is_part = pick is not None and pick.dim == space.dim(pick.whole)
-    return (pick.whole, x.meta["val"].numel() // shape_of(x)[-1]) if pick is not None and is_part else (None, 0)
+def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
+    """The value with ``x`` as one expert's part."""
+    while x.target in LAID_OUT:
+        x = x.all_input_nodes[0]
+    pick = pick_of(x)
+    return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

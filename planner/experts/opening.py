@@ -21,7 +21,7 @@ from planner.experts.inside import border_of, check_read, inside_of, made_of, ou
 from planner.experts.layers import ExpertLayer
 from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
-from planner.experts.rows import Rows, keeps_rows
+from planner.experts.rows import Rows, dims_of_stacks, keeps_rows
 from planner.experts.ties import is_grouped, lookup
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import shape_of
@@ -102,7 +102,8 @@ class _Opening:
 
     def _domains(self) -> dict[fx.Node, Domain]:
         """Which dims of each value count experts and rows. Raises PlanError if rows are mixed."""
-        found = {n: Domain(experts=dim) for n, dim in self._expert_dims().items()}
+        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        found = {n: Domain(experts=dim) for n, dim in dims.items()}
         rows = Rows(self.routing.num_rows)
         for node in sorted(self.inside):
             for value in self._outer(node):
@@ -113,14 +114,6 @@ class _Opening:
                 raise self._refusal(node, "the result of one row depends on other rows")
             found[node] = Domain(rows=dim)
         return found
-
-    def _expert_dims(self) -> dict[fx.Node, int]:
-        rows = Rows(self.layer.num_experts)
-        rows.known.update(self.stacks)
-        for node in sorted(self.of_stacks - set(self.stacks)):
-            if rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts changes its layout")
-        return rows.known
 
     # ---- the rewrite
 

@@ -24,7 +24,7 @@ from planner.experts.layouts import Counts, Layout, Part, followed
 from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, stack_of
 from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
-from planner.experts.rows import Rows
+from planner.experts.rows import dims_of_stacks
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight
 from planner.experts.zeros import stays_zero
@@ -151,20 +151,16 @@ class _Opening:
 
     def _hold_stacks(self) -> None:
         """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        rows = Rows(self.layer.num_experts)
-        rows.known.update(self.stacks)
-        for node in sorted(self.of_stacks):
-            if node not in self.stacks and rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts changes its layout")
-            node.meta["domain"] = Domain(experts=rows.known[node])
-        for node, dim in rows.known.items():
+        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        for node, dim in dims.items():
+            node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
                 self.ops.held[node] = stack_of(self.build, node, dim)
         for node in sorted(self.looked_up):
             found = lookup(node)
             assert found is not None
             table, dim, ids = found
-            if dim != rows.known[table] or prod(shape_of(ids)) != self.routing.num_rows:
+            if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
                 raise self._refusal(node, "ids look up something other than experts")
             rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
             given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
