@@ -73,7 +73,7 @@ def _made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node, int
     found = lookup(user)
     if found is not None and found[2] is ids:
         yield found[0], found[1]
-    elif given.get("index") is ids:
+    elif given.get("index") is ids and "dim" in given:
         table = given["self"]
         yield table, int(given["dim"]) % len(shape_of(table))
     elif user.target in BINS and shape[-1] == size:
