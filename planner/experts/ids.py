@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from planner.experts.ties import lookup
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import BEST, BINS, JOINS, LAID_OUT, PARTS, SORTS
+from planner.graph.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, SORTS, SPLITS
 from planner.graph.walks import walk
 
 
@@ -57,7 +57,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
     if found is not None:
         return found[0] is node
     is_taken = packet in (aten.sort, aten.clamp) or (packet is aten.gather and user.args[0] is node)
-    return is_taken or user.target in LAID_OUT | PARTS
+    return is_taken or user.target in LAID_OUT | CUTS | SPLITS
 
 
 def dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:

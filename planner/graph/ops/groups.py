@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import getitem
 from typing import Any
 
 from planner.graph.ops.aten import aten, packet_of
@@ -39,7 +38,6 @@ WITH_SIZES = Ops("reshape expand")  # of these, the ones that take sizes as argu
 JOINS = Ops("cat concat concatenate")
 CUTS = Ops("slice narrow select")
 SPLITS = Ops("split split_with_sizes chunk unbind")
-PARTS = CUTS | SPLITS | Ops("", {getitem})  # with the items of a split
 ADDING = Ops("scatter_add scatter_reduce index_add")  # to what is there
 PLACING = ADDING | Ops("scatter index_copy index_put")
 FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
