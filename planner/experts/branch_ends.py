@@ -6,20 +6,19 @@ end = cat([tip_0, tip_1, …]).gather(ids)        for each token the results of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 from torch import Tensor, fx
 
-from planner.errors import PlanError
+from planner.experts.refusals import Refusal
 from planner.experts.routing import Routing
-from planner.graph.ops.aten import aten, packet_of, reduced_dims, shape_of
-from planner.graph.ops.groups import JOINS
+from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.walks import meetings
 
-Refusal = Callable[[fx.Node, str], PlanError]
 MOST = 4096  # calls between the first tip and the end, and as many for each
 
 
@@ -65,8 +64,7 @@ def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Ro
 
 
 def _join_dim(joined: fx.Node) -> int:
-    dim = joined.args[1] if len(joined.args) > 1 else joined.kwargs.get("dim", 0)
-    return int(dim) % len(shape_of(joined))  # pyright: ignore
+    return int(named(joined)["dim"]) % len(shape_of(joined))
 
 
 class _Summands:
@@ -173,4 +171,4 @@ def is_zero(value: object) -> bool:
     if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
         number = value.args[0 if packet is aten.scalar_tensor else 1]
         return isinstance(number, int | float) and number == 0
-    return packet in (aten.reshape, aten.expand, aten.to) and is_zero(value.all_input_nodes[0])
+    return value.target in LAID_OUT and is_zero(value.all_input_nodes[0])

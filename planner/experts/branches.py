@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 from torch import fx
 
 from planner.experts.layers import ExpertWeight
+from planner.experts.picks import pick_of, picks
 from planner.experts.products import ends, product_of, sides
 from planner.experts.space import Space
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, shape_of
-from planner.graph.ops.groups import JOINS, LAID_OUT, Ops
-from planner.graph.ops.products import PRODUCTS
+from planner.experts.zeros import stays_zero
+from planner.graph.ops.aten import aten, shape_of
+from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.walks import in_order, operands, walk
-
-PASSING = LAID_OUT | Ops("sum any slice select layer_norm rms_norm softmax")
-SUMMING = {aten.add, aten.sub, aten.where, aten.addcmul, aten.addcdiv, aten.lerp, aten.maximum, aten.minimum}
+from planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +92,17 @@ def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
             continue
         if node.target in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
             yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
-        yield from _parts(node, dim)
-
-
-def _part(user: fx.Node, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
-    """One expert's part of a value that counts them on ``dim``."""
-    packet = packet_of(user.target)
-    if packet in (aten.slice, aten.select) and int(named(user)["dim"]) % len(shape_of(node)) == dim:
-        is_one = packet is aten.select or shape_of(user)[dim] == 1
-        start = named(user)["index" if packet is aten.select else "start"] or 0
-        if is_one:
-            yield user, int(start) % shape_of(node)[dim]
-    elif packet in (aten.split_with_sizes, aten.split, aten.unbind) and shape_of(node)[dim] == len(user.meta["val"]):
-        yield from ((part, int(part.args[1])) for part in user.users if part.target is getitem)  # pyright: ignore[reportArgumentType]
+        yield from ((pick.node, pick.number) for pick in picks(node, dim))
 
 
 def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
-    """Whether a call's result is of that number alone: it multiplies, views or maps, and sums with weights only."""
-    packet = packet_of(user.target)
+    """Whether a call's result is of that number alone: made of its values and weights, or zero where these are."""
     if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
         return False
-    if user.target is aten.where.ScalarOther and user.args[0] in known and user.args[2] == 0:
-        return True  # a mask multiplies
-    if packet in SUMMING:
-        if user.args[1:2] == (0,):
-            return False  # sum() begins with 0
-        return all(n in known or is_weight(n) for n in user.all_input_nodes)
-    return packet in PASSING or user.target in PRODUCTS or is_pointwise(user.target)
+    if user.target is aten.add.Tensor and user.args[1] == 0:
+        return False  # sum() begins with 0
+    is_own = all(n in known or is_weight(n) for n in user.all_input_nodes)
+    return (is_own and rule_of(user) is not None) or stays_zero(user, known)
 
 
 # ---- values of one branch alone
@@ -183,25 +165,17 @@ def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], ea
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:
     """The number of rows of each expert's part of one value, if all read such parts."""
-    found = {(parent, size) for x in first for parent, size in [_parent(space, x)]}
-    return found.pop()[1] if len(found) == 1 and None not in {parent for parent, _ in found} else 0
+    wholes = {_whole_of(space, x) for x in first}
+    sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}
+    return sizes.pop() if len(wholes) == len(sizes) == 1 and None not in wholes else 0
 
 
-def _parent(space: Space, x: fx.Node) -> tuple[fx.Node | None, int]:
-    """The value with ``x`` as one expert's part, and the number of rows of ``x``."""
-    node = x
-    while node.target in LAID_OUT:
-        node = node.all_input_nodes[0]
-    parent = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
-    if parent is not None and node.target is getitem:
-        parent = parent.all_input_nodes[0]
-    is_part = parent is not None and (dim := space.dim(parent)) >= 0 and any(n is node for n, _ in _parts(parent, dim))
-    return (parent, x.meta["val"].numel() // shape_of(x)[-1]) if is_part else (None, 0)
-
-
-def _parts(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
-    for user in node.users:
-        yield from _part(user, node, dim)
+def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
+    """The value with ``x`` as one expert's part."""
+    while x.target in LAID_OUT:
+        x = x.all_input_nodes[0]
+    pick = pick_of(x)
+    return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from planner.experts.paths import (
 from planner.experts.products import Product, ends, products_of, weights_of
 from planner.experts.space import Space, spaces, takings
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.ops.aten import shape_of
+from planner.graph.ops.groups import SORTS
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
@@ -44,7 +45,7 @@ def find_experts(program: Program) -> Experts:
     known = {name for layer in layers for name in layer.products}
     for space in takings(program.graph.graph):
         found = _of_takers(space)
-        if isinstance(found, ExpertLayer) and known.isdisjoint(found.products):
+        if found is not None and known.isdisjoint(found.products):
             layers.append(found)
             known |= set(found.products)
     return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(doubts))
@@ -58,37 +59,29 @@ def _layer(space: Space) -> ExpertLayer | str:
     return _of_branches(space)
 
 
-def _of_stacks(space: Space, products: list[Product]) -> ExpertLayer | str:
+def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> ExpertLayer | str:
+    """``takes``: experts take tokens."""
     first, last = ends(products, space.above)
     tokens = tokens_of(space, [p.x for p in first])
     if len(tokens) != 1:
         return f"its {space.size} experts read {len(tokens)} values, not only the tokens"
+    nodes = [p.node for p in products]
     combined = combined_of(space, [p.node for p in last], tokens[0])
     if combined is None:
         return f"the results of its {space.size} experts are not summed to one value per token"
     dispatch, capacity = dispatch_of(space, first, tokens[0])
-    weights = weights_of(space, products, first, last)
-    nodes = [p.node for p in products]
-    return _made(space, nodes, tokens[0], combined, dispatch, capacity, weights)
+    if takes and dispatch is Dispatch.CAPACITY:
+        dispatch = Dispatch.TAKEN
+    return _made(space, nodes, tokens[0], combined, dispatch, capacity, weights_of(space, products, first, last))
 
 
-def _of_takers(space: Space) -> ExpertLayer | str | None:
+def _of_takers(space: Space) -> ExpertLayer | None:
     """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
     products = products_of(space)
-    if not products:
+    if not products or not all(is_taken(p.x, space) for p in ends(products, space.above)[0]):
         return None
-    first, last = ends(products, space.above)
-    if not all(is_taken(p.x, space) for p in first):
-        return None
-    tokens = tokens_of(space, [p.x for p in first])
-    combined = combined_of(space, [p.node for p in last], tokens[0]) if len(tokens) == 1 else None
-    if combined is None:
-        return None
-    dispatch, capacity = dispatch_of(space, first, tokens[0])
-    if dispatch is not Dispatch.CAPACITY:
-        return None
-    weights, nodes = weights_of(space, products, first, last), [p.node for p in products]
-    return _made(space, nodes, tokens[0], combined, Dispatch.TAKEN, capacity, weights, takes=True)
+    found = _of_stacks(space, products, takes=True)
+    return found if isinstance(found, ExpertLayer) and found.dispatch is Dispatch.TAKEN else None
 
 
 def _of_branches(space: Space) -> ExpertLayer | str:
@@ -115,17 +108,15 @@ def _made(
     capacity: int,
     weights: list[ExpertWeight],
     tips: Sequence[fx.Node] = (),
-    takes: bool = False,
 ) -> ExpertLayer | str:
+    takes = dispatch is Dispatch.TAKEN
     chosen, top_k = (space.chosen, 0) if takes else choices_of(space, combined)
     if not takes and not 0 < top_k <= space.size:
         return f"the number of its {space.size} experts per token is unknown"
     way, carried = between(products, combined)
     before = carrying(space, tokens, products)
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
-    orders = [
-        n for n in sorted(space.below) if packet_of(n.target) in (aten.sort, aten.argsort) and n.args[0] in space.ids
-    ]
+    orders = [n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids]
     router = [n for n in space.places if is_weight(n) and n in space.scored and sum(d > 1 for d in shape_of(n)) > 1]
     return ExpertLayer(
         space.size,

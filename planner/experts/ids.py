@@ -9,28 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from operator import getitem
 
-from torch import fx
+from torch import Tensor, fx
 
 from planner.experts.ties import lookup
 from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import JOINS, LAID_OUT, Ops
+from planner.graph.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, SORTS, SPLITS
 from planner.graph.walks import walk
-
-PASSED = LAID_OUT | Ops("slice select clamp argsort")
-SELECTIONS = {aten.topk, aten.max, aten.sort, aten.argmax, aten.argsort}
 
 
 def selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
     """(call, dim, nodes of its indices) of calls that choose along a dim, with a choice that is read."""
     for node in graph.nodes:
-        packet = packet_of(node.target) if node.op == "call_function" else None
-        if packet not in SELECTIONS or (dim := named(node).get("dim", None if packet is aten.max else -1)) is None:
+        given = named(node) if node.target in BEST | SORTS else {}
+        if given.get("dim") is None or len(node.all_input_nodes) != 1:
             continue
         shape = shape_of(node.all_input_nodes[0])
-        is_alone = packet in (aten.argmax, aten.argsort)
+        is_alone = isinstance(node.meta["val"], Tensor)
         found = [node] if is_alone else [n for n in node.users if n.target is getitem and n.args[1] == 1]
-        if found and shape and len(node.all_input_nodes) == 1 and _chooses(node, shape[int(dim) % len(shape)]):
-            yield node, int(dim) % len(shape), found
+        if found and shape and _chooses(node, shape[int(given["dim"]) % len(shape)]):
+            yield node, int(given["dim"]) % len(shape), found
 
 
 def _chooses(node: fx.Node, size: int) -> bool:
@@ -52,17 +49,15 @@ def spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
-    packet = packet_of(user.target)
-    if packet in JOINS:
+    packet, found = packet_of(user.target), lookup(user)
+    if user.target in JOINS:
         return all(n in known for n in user.all_input_nodes)
     if user.target is getitem:
-        return packet_of(node.target) is aten.sort and user.args[1] in (0,)
-    if packet is aten.argsort:
-        return False
-    found = lookup(user)
+        return packet_of(node.target) is not aten.sort or user.args[1] in (0,)
     if found is not None:
         return found[0] is node
-    return packet in PASSED or packet is aten.sort or (packet is aten.gather and user.args[0] is node)
+    is_taken = packet in (aten.sort, aten.clamp) or (packet is aten.gather and user.args[0] is node)
+    return is_taken or user.target in LAID_OUT | CUTS | SPLITS
 
 
 def dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
@@ -78,10 +73,10 @@ def _made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node, int
     found = lookup(user)
     if found is not None and found[2] is ids:
         yield found[0], found[1]
-    elif packet in (aten.scatter, aten.scatter_add, aten.gather) and given.get("index") is ids:
+    elif given.get("index") is ids and "dim" in given:
         table = given["self"]
         yield table, int(given["dim"]) % len(shape_of(table))
-    elif packet in (aten.one_hot, aten.histc, aten.bincount) and shape[-1] == size:
+    elif user.target in BINS and shape[-1] == size:
         yield user, len(shape) - 1
     elif packet is aten.eq and isinstance(other := user.args[1 - user.args.index(ids)], fx.Node):
         base = next((n for n in walk([other], _through) if not n.all_input_nodes), None)

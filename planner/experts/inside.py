@@ -4,10 +4,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from torch import fx
+from torch import Tensor, fx
 
+from planner.experts.refusals import Refusal
 from planner.graph.walks import operands, readers, walk
 
 
@@ -36,6 +37,23 @@ def inside_of(of_stacks: set[fx.Node]) -> set[fx.Node]:
             break
         inside |= joined
     return inside
+
+
+def outer_of(node: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
+    """The values that a call reads from outside, except numbers that are the same for all."""
+    return [n for n in node.all_input_nodes if n not in inside and not is_number(n)]
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is one number, the same for all."""
+    val = node.meta["val"]
+    return isinstance(val, Tensor) and val.numel() == 1 and not node.meta["grad"]
+
+
+def check_read(stacks: Iterable[fx.Node], inside: Collection[fx.Node], refusal: Refusal) -> None:
+    for stack in stacks:
+        if any(u not in inside for u in stack.users):
+            raise refusal(stack, "a stack of experts is read outside the expert layer")
 
 
 def border_of(inside: set[fx.Node]) -> list[fx.Node]:

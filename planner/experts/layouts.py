@@ -8,9 +8,11 @@ chose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 
 class Counts(StrEnum):
@@ -24,11 +26,11 @@ class Counts(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``stride``: of tokens, how many tokens one step is."""
+    """``stride``: how many tokens, experts or choices one step is."""
 
     counts: Counts
     size: int
-    stride: int = 0
+    stride: int = 1
 
 
 Axis = tuple[Part, ...]
@@ -64,6 +66,11 @@ class Layout:
         """Whether a dim disappears when pairs become rows."""
         return any(part.counts is not Counts.FEATURES for part in self.axes[dim])
 
+    @property
+    def feature_dims(self) -> list[int]:
+        """Those of more than one feature."""
+        return [d for d, axis in enumerate(self.axes) if axis and not self.is_row(d)]
+
     def row_dim(self, dim: int) -> int:
         """The place of a dim of features in [n, features..]."""
         return 1 + sum(not self.is_row(d) for d in range(dim))
@@ -77,15 +84,22 @@ class Layout:
         found = [d for d, axis in enumerate(self.axes) if [part.counts for part in axis] == [counts]]
         return found[0] if len(found) == 1 else -1
 
-    def permuted(self, dims: Iterable[int]) -> Layout:
-        return Layout(tuple(self.axes[d] for d in dims))
+    def without(self, dim: int) -> Layout:
+        return Layout(tuple(axis for d, axis in enumerate(self.axes) if d != dim))
 
-    def reshaped(self, shape: Iterable[int]) -> Layout | None:
-        """None if experts or choices would be split, or tokens and features be mixed."""
-        left = list(_merged(part for axis in self.axes for part in axis))
-        axes = [_taken(left, size) for size in shape]
-        found = [axis for axis in axes if axis is not None]
-        return Layout(tuple(found)) if len(found) == len(axes) and not left else None
+    def at(self, place: Place, size: int) -> Axis | None:
+        """The things that a factor of ``size`` counts there; None if it cuts across them."""
+        found, step = list[Part](), 1
+        for part in reversed(self.axes[place.dim]):
+            end = step * part.size
+            first, last = max(place.inner, step), min(place.inner * size, end)
+            if first < last:
+                if first % step or last % first or end % last:
+                    return None
+                stride = 1 if part.counts is Counts.FEATURES else part.stride * (first // step)
+                found.insert(0, Part(part.counts, last // first, stride))
+            step = end
+        return tuple(found)
 
     def is_by_token(self) -> bool:
         """Whether tokens come first and in their order, then choices, then features; any of them may be one alone."""
@@ -95,15 +109,43 @@ class Layout:
         return kinds == [c for c in order if c in kinds] and all(p.stride < 2 for p in parts)
 
 
-def aligned(layouts: Iterable[Layout], ndim: int) -> Layout | None:
-    """The layout of an elementwise result of several values; None if aligned dims count different things."""
-    axes: list[Axis] = [()] * ndim
-    for layout in layouts:
-        for at, axis in enumerate(layout.axes, ndim - len(layout.axes)):
-            if axis and axes[at] and axes[at] != axis:
-                return None
-            axes[at] = axis or axes[at]
-    return Layout(tuple(axes))
+def followed(
+    rule: OpRule,
+    given: Mapping[int, Layout],
+    ndim: int,
+    repeated: Callable[[int], Counts] = lambda _: Counts.FEATURES,
+    summed: Counts = Counts.FEATURES,
+) -> Layout | None:
+    """The layout of a result of ``ndim`` dims, by the rule of its call and the layouts of operands, by position.
+
+    ``repeated``: the things counted by new elements, so many, that no operand has. ``summed``: things that it may add
+    up. None if it mixes others than features, or if aligned dims of operands count different things.
+    """
+    meaning: dict[Factor, Axis] = {}
+    kept: dict[int, list[Part]] = {operand: [] for operand in given}
+    for factor in rule.factors:
+        found = {o: given[o].at(place, factor.size) for o in given if (place := factor.at(o)) is not None}
+        new = _axis(Part(repeated(factor.size) if factor.role is Role.EACH else Counts.FEATURES, factor.size))
+        axis, *others = {*found.values()} or {new}
+        if others or axis is None:
+            return None
+        is_each = factor.role is Role.EACH and factor.at(RESULT) is not None
+        meaning[factor] = axis if is_each else new
+        for operand in found if is_each or (factor.role is Role.SUM and {p.counts for p in axis} == {summed}) else ():
+            kept[operand] += axis
+    if any(sizes_of(kept[o]) != sizes_of(p for axis in layout.axes for p in axis) for o, layout in given.items()):
+        return None
+    along = [[p for f in reversed(rule.along(RESULT, d)) for p in meaning[f]] for d in range(ndim)]
+    return Layout(tuple(tuple(_merged(parts)) for parts in along))
+
+
+def sizes_of(parts: Iterable[Part]) -> dict[Counts, int]:
+    """How many tokens, experts and choices are counted."""
+    found: dict[Counts, int] = {}
+    for part in parts:
+        if part.counts is not Counts.FEATURES:
+            found[part.counts] = found.get(part.counts, 1) * part.size
+    return found
 
 
 def _axis(part: Part) -> Axis:
@@ -118,30 +160,10 @@ def _merged(parts: Iterable[Part]) -> Iterator[Part]:
             last = part
         elif part.counts is last.counts is Counts.FEATURES:
             last = Part(part.counts, last.size * part.size)
-        elif part.counts is last.counts is Counts.TOKENS and last.stride == part.stride * part.size:
+        elif part.counts is last.counts and last.stride == part.stride * part.size:
             last = Part(part.counts, last.size * part.size, part.stride)
         else:
             yield last
             last = part
     if last is not None:
         yield last
-
-
-def _taken(left: list[Part], size: int) -> Axis | None:
-    """The next parts, of ``size`` together, off ``left``."""
-    found: list[Part] = []
-    while size > 1:
-        if not left:
-            return None
-        part = left.pop(0)
-        if size % part.size == 0:
-            found.append(part)
-            size //= part.size
-        elif part.size % size == 0 and part.counts in (Counts.TOKENS, Counts.FEATURES):
-            rest = part.size // size
-            found.append(Part(part.counts, size, part.stride * rest))
-            left.insert(0, Part(part.counts, rest, part.stride))
-            size = 1
-        else:
-            return None
-    return tuple(found)

@@ -9,24 +9,25 @@ to act row by row, and by the rows' own experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
-from planner.experts.inside import border_of, inside_of, made_of
+from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer
+from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
-from planner.experts.rows import Rows, keeps_rows
+from planner.experts.rows import Rows, dims_of_stacks, keeps_rows
 from planner.experts.ties import is_grouped, lookup
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import is_random, shape_of
+from planner.graph.ops.aten import shape_of
 from planner.graph.program import Program
-from planner.graph.source_lines import where_of
+
+FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
 
 
 def open_stacks(program: Program, layer: ExpertLayer) -> None:
@@ -45,6 +46,7 @@ class _Opening:
         self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
         self.of_stacks = made_of(self.stacks)
         self.inside = inside_of(self.of_stacks)
+        self._refusal = refusal_of(layer, FIX)
 
     def run(self) -> None:
         self._check()
@@ -59,12 +61,8 @@ class _Opening:
 
     # ---- the inside
 
-    def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values that a call inside reads from outside, except numbers that are the same for all rows."""
-        for value in node.all_input_nodes:
-            is_number = value.meta["val"].numel() == 1 if isinstance(value.meta["val"], torch.Tensor) else False
-            if value not in self.inside and value not in self.of_stacks and not (is_number and not value.meta["grad"]):
-                yield value
+    def _outer(self, node: fx.Node) -> list[fx.Node]:
+        return outer_of(node, self.inside | self.of_stacks)
 
     def _is_rows(self, value: fx.Node) -> bool:
         shape = shape_of(value)
@@ -73,12 +71,9 @@ class _Opening:
     # ---- checks
 
     def _check(self) -> None:
-        for stack in self.stacks:
-            if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
-                raise self._refusal(stack, "a stack of experts is read outside the expert layer")
+        check_read(self.stacks, self.inside | self.of_stacks, self._refusal)
+        check_draws(self.inside, "rows", self._refusal)
         for node in sorted(self.inside):
-            if is_random(node):
-                raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
             for value in self._outer(node):
                 self._check_read(node, value)
 
@@ -107,7 +102,8 @@ class _Opening:
 
     def _domains(self) -> dict[fx.Node, Domain]:
         """Which dims of each value count experts and rows. Raises PlanError if rows are mixed."""
-        found = {n: Domain(experts=dim) for n, dim in self._expert_dims().items()}
+        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        found = {n: Domain(experts=dim) for n, dim in dims.items()}
         rows = Rows(self.routing.num_rows)
         for node in sorted(self.inside):
             for value in self._outer(node):
@@ -119,24 +115,6 @@ class _Opening:
             found[node] = Domain(rows=dim)
         return found
 
-    def _expert_dims(self) -> dict[fx.Node, int]:
-        rows = Rows(self.layer.num_experts)
-        rows.known.update(self.stacks)
-        for node in sorted(self.of_stacks - set(self.stacks)):
-            if rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts changes its layout")
-        return rows.known
-
-    def _refusal(self, node: fx.Node, why: str) -> PlanError:
-        return PlanError(
-            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
-            where=where_of(node),
-            fix=(
-                "compute each row with only its expert, for example with a grouped matrix product over sorted "
-                "rows, or set mesh.ep: 1"
-            ),
-        )
-
     # ---- the rewrite
 
     def _meet(self, first: fx.Node) -> fx.Node:
@@ -145,7 +123,7 @@ class _Opening:
     def _bring_rows(self, here: fx.Node) -> None:
         brought: dict[tuple[fx.Node, str], fx.Node] = {}
         for node in sorted(self.inside):
-            for value in list(self._outer(node)):
+            for value in self._outer(node):
                 kind = "ends" if self._is_ends(node, value) else "ids" if self._is_ids(node, value) else "rows"
                 if (value, kind) not in brought:
                     brought[value, kind] = self._brought(node, value, kind, here)

@@ -11,25 +11,25 @@ Every ep rank runs the branches of its experts alone (``Domain.number``); their 
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import getitem
 
 from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.branch_ends import check_hidden, end_of
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
 from planner.experts.inside import made_of
 from planner.experts.layers import ExpertLayer
+from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
 from planner.experts.token_rows import TokenRows
 from planner.experts.zeros import stays_zero
-from planner.graph.ops.aten import aten, is_random, shape_of
+from planner.graph.ops.aten import aten, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, readers, walk
+
+FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
 
 def open_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
@@ -45,6 +45,7 @@ class _Opening:
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer, self.program = program.graph.graph, layer, program
+        self._refusal = refusal_of(layer, FIX)
         chosen = [program.node(name) for name in layer.chosen]
         self.routing, self.chosen = Routing(layer.num_experts, chosen), chosen[0]
         self.top_k, self.num_tokens = self.routing.top_k, self.routing.num_rows // self.routing.top_k
@@ -63,8 +64,9 @@ class _Opening:
         entries = [self._entries(e) for e in range(self.layer.num_experts)]
         build = Builder(self.graph, self.end.node, self.end.node)
         here = self.routing.meet(build)
-        order, token = self._order(build)
-        brought = [self._bring(build, list(column), here, order, token) for column in zip(*entries, strict=True)]
+        order, flat = self.routing.sorted(build)
+        token = build.call(aten.floor_divide.default, order, self.top_k)
+        brought = [self._bring(build, list(column), here, order, token, flat) for column in zip(*entries, strict=True)]
         parts = []
         for number, own in enumerate(entries):
             for weight in sorted(self.weights[number]):
@@ -110,10 +112,7 @@ class _Opening:
         if not self.end.picks:
             gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
             check_hidden(self.end, gates, self.num_tokens, self.routing, self._refusal)
-        for body in self.bodies:
-            for node in body:
-                if is_random(node):
-                    raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
+        check_draws((node for body in self.bodies for node in body), "rows", self._refusal)
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
@@ -129,25 +128,11 @@ class _Opening:
                 return entry
         raise self._refusal(tip, "a token may get a result from an expert that it did not choose")
 
-    def _refusal(self, node: fx.Node, why: str) -> PlanError:
-        return PlanError(
-            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
-            where=where_of(node),
-            fix=(
-                "weight each expert's output with the router weights of its tokens, and add the results, or set "
-                "mesh.ep: 1"
-            ),
-        )
-
     # ---- the rewrite
 
-    def _order(self, build: Builder) -> tuple[fx.Node, fx.Node]:
-        """The pairs of token and choice by expert, and the token of each."""
-        flat = build.call(aten.reshape.default, self.chosen, [self.routing.num_rows])
-        order = build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1)
-        return order, build.call(aten.floor_divide.default, order, self.top_k)
-
-    def _bring(self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node) -> fx.Node:
+    def _bring(
+        self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node, ids: fx.Node
+    ) -> fx.Node:
         """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
         if len(set(column)) == 1:
             flat = build.call(aten.reshape.default, column[0], self.tokens.flat(column[0], self._refusal))
@@ -155,8 +140,7 @@ class _Opening:
         else:
             shape = self.tokens.flat(column[0], self._refusal)
             each = [build.call(aten.reshape.default, n, [1, *shape]) for n in column]
-            expert = build.call(aten.reshape.default, self.chosen, [self.routing.num_rows])
-            expert = build.call(aten.index.Tensor, expert, [order])
+            expert = build.call(aten.index.Tensor, ids, [order])
             rows = build.call(aten.index.Tensor, build.call(aten.cat.default, each), [expert, token])
         return build.call(exchange.dispatch, rows, here, domain=Domain(rows=0), val=rows.meta["val"])
 
@@ -178,8 +162,7 @@ class _Opening:
 
     def _sum(self, build: Builder, back: fx.Node, order: fx.Node) -> fx.Node:
         """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
-        inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
-        rows, end = build.call(aten.index.Tensor, back, [inverse]), self.end.node
+        rows, end = self.routing.unsorted(build, back, order), self.end.node
         if self.top_k > 1 and not self.end.picks:
             pairs = [self.num_tokens, self.top_k, *shape_of(back)[1:]]
             rows = build.call(aten.sum.dim_IntList, build.call(aten.reshape.default, rows, pairs), [1])

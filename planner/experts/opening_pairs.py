@@ -12,30 +12,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from operator import getitem
 
 from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
-from planner.experts.inside import made_of
+from planner.experts.inside import is_number, made_of
 from planner.experts.layers import ExpertLayer
-from planner.experts.layouts import Counts, Layout, Part
-from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, is_number, stack_of
+from planner.experts.layouts import Counts, Layout, Part, followed
+from planner.experts.pair_ops import ROWS, STACK, Held, PairOps, stack_of
+from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
-from planner.experts.rows import Rows
+from planner.experts.rows import dims_of_stacks
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight
 from planner.experts.zeros import stays_zero
 from planner.graph.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.graph.walks import in_order, operands, readers, walk
+from planner.rules.call import Call, operands_of
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
+from planner.rules.views import reshape
 
 MOST = 400  # calls of one layer
+FIX = "compute each token with only its experts, weighted by its router weights"
 
 
 def open_pairs(program: Program, layer: ExpertLayer) -> ExpertLayer:
@@ -49,6 +52,7 @@ class _Opening:
 
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer = program.graph.graph, layer
+        self._refusal = refusal_of(layer, FIX)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
         self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
@@ -104,9 +108,7 @@ class _Opening:
             dim = self.layer.num_experts
             if shape_of(stack)[self.stacks[stack]] != dim:
                 raise self._refusal(stack, "a stack does not have one slice per expert")
-        for node in self.way:
-            if is_random(node):
-                raise self._refusal(node, "dropout inside experts draws for rows that other ranks hold")
+        check_draws(self.way, "rows", self._refusal)
 
     def _reads_chosen(self, node: fx.Node) -> bool:
         found = lookup(node)
@@ -139,43 +141,30 @@ class _Opening:
         lead = prod(shape_of(index)[: dim % len(shape_of(index))])
         return lead == self.num_tokens and self.routing.are_choices(index)
 
-    def _refusal(self, node: fx.Node, why: str) -> PlanError:
-        return PlanError(
-            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
-            where=where_of(node),
-            fix="compute each token with only its experts, weighted by its router weights, or set mesh.ep: 1",
-        )
-
     # ---- values
 
     def _order(self, build: Builder) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The pairs of token and choice by expert, and the token and the expert of each."""
-        flat = build.call(aten.reshape.default, self.routing.chosen[0], [self.routing.num_rows])
-        order = build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1)
+        order, flat = self.routing.sorted(build)
         token = build.call(aten.floor_divide.default, order, self.top_k)
         return order, token, build.call(aten.index.Tensor, flat, [order])
 
     def _hold_stacks(self) -> None:
         """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        rows = Rows(self.layer.num_experts)
-        rows.known.update(self.stacks)
-        for node in sorted(self.of_stacks):
-            if node not in self.stacks and rows.follow(node) is None:
-                raise self._refusal(node, "the stack of experts changes its layout")
-            node.meta["domain"] = Domain(experts=rows.known[node])
-        for node, dim in rows.known.items():
+        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        for node, dim in dims.items():
+            node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
                 self.ops.held[node] = stack_of(self.build, node, dim)
         for node in sorted(self.looked_up):
             found = lookup(node)
             assert found is not None
             table, dim, ids = found
-            if dim != rows.known[table] or prod(shape_of(ids)) != self.routing.num_rows:
+            if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
                 raise self._refusal(node, "ids look up something other than experts")
-            features = [n for d, n in enumerate(shape_of(table)) if d != dim]
-            if dim:
-                raise self._refusal(node, "ids look up experts that are not the first dim of their stack")
-            layout = self._by_choice(shape_of(ids), features)
+            rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
+            given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
+            layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
             if layout is None:
                 raise self._refusal(node, "ids look up experts in an unsupported order")
             self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
@@ -188,10 +177,12 @@ class _Opening:
             return stack
         return self.build.call(aten.reshape.default, stack, sizes, domain=STACK)
 
-    def _by_choice(self, shape: tuple[int, ...], features: list[int]) -> Layout | None:
-        """Of a value [tokens.., choices, features..], or with both in one dim."""
-        whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(features)])
-        return whole.reshaped([*shape, *features])
+    def _by_choice(self, shape: tuple[int, ...]) -> Layout | None:
+        """Of a value [tokens.., choices], or with both in one dim, or features behind them."""
+        whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(shape) // self.routing.num_rows])
+        flat = (self.num_tokens, self.top_k, prod(shape) // self.routing.num_rows)
+        rule = reshape(Call(self.combined, (self.combined,), (flat,), shape))
+        return followed(rule, {0: whole}, len(shape)) if rule is not None else None
 
     def _rows_of(self, node: fx.Node) -> None:
         """Bring or make again all that ``node`` is made of, and it."""
@@ -243,7 +234,7 @@ class _Opening:
             self.zero |= {node} if is_gate else set()
         elif by is Counts.CHOICES:
             rest = shape[lead:] if prod(shape[:lead]) == self.routing.num_rows else shape[lead + 1 :]
-            found = self._by_choice(shape[: len(shape) - len(rest)], list(rest))
+            found = self._by_choice(shape)
             if found is None:
                 return False
             layout, flat, index = found, [self.routing.num_rows, *rest], [self.order]
@@ -267,7 +258,7 @@ class _Opening:
             self._rows_of(source)
             layout = self.ops.held[source].layout
             dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
-            if layout.dim_of(Counts.EXPERTS) != dim or not layout.permuted(_others(layout, dim)).is_by_token():
+            if layout.dim_of(Counts.EXPERTS) != dim or not layout.without(dim).is_by_token():
                 raise self._refusal(end, "the indexed results are not in the order of the tokens")
             return self.ops.held[source].node
         for n in end.all_input_nodes:
@@ -284,24 +275,24 @@ class _Opening:
         same = end.meta["val"].dtype == source.meta["val"].dtype
         if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
             raise self._refusal(end, "the results of experts are not summed directly")
-        if not layout.permuted(_others(layout, dim)).is_by_token():
+        if not layout.without(dim).is_by_token():
             raise self._refusal(end, "the results of experts are not in the order of the tokens")
         return self.ops.held[source].node
 
     def _summed_product(self, end: fx.Node) -> fx.Node:
-        operands, words, out, axes = self.ops.labelled(end)
-        gone = [c for c in dict.fromkeys("".join(words)) if c not in out and axes[c]]
-        of_experts = [c for c in gone if [p.counts for p in axes[c]] == [Counts.EXPERTS]]
-        layout = Layout(tuple(axes[c] for c in out))
-        if any(h.is_stack for h in operands) or gone != of_experts or len(gone) != 1 or not layout.is_by_token():
+        rule, factors = rule_of(end), self.ops.factors_of(end)
+        given = {i: held.layout for i, held in enumerate(factors)}
+        summed = [f for f in rule.factors if f.size > 1 and f.at(RESULT) is None] if rule is not None else []
+        layout = followed(rule, given, len(shape_of(end)), summed=Counts.EXPERTS) if rule is not None else None
+        is_direct = len(summed) == 1 and layout is not None and layout.is_by_token()
+        if rule is None or layout is None or not is_direct or any(h.is_stack for h in factors):
             raise self._refusal(end, "the results of experts are not weighted and summed directly")
-        return self.ops.multiplied(end, operands, words, out, axes)
+        return self.ops.multiplied(end, rule, layout)
 
     def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
         """Rows in the order of the pairs: as they are, or summed over a token's choices."""
         build, shape = self.build, list(shape_of(end))
-        inverse = build.call(getitem, build.call(aten.sort.stable, self.order, stable=True), 1)
-        rows = build.call(aten.index.Tensor, back, [inverse])
+        rows = self.routing.unsorted(build, back, self.order)
         if not self.looked_up and packet_of(end.target) is not aten.gather:
             pairs = build.call(aten.reshape.default, rows, [self.num_tokens, self.top_k, *shape_of(rows)[1:]])
             rows = build.call(aten.sum.dim_IntList, pairs, [1])
@@ -310,7 +301,3 @@ class _Opening:
         if prod(shape) != rows.meta["val"].numel():
             raise self._refusal(end, "the results of experts do not have one value per token")
         return build.call(aten.reshape.default, rows, shape)
-
-
-def _others(layout: Layout, dim: int) -> list[int]:
-    return [d for d in range(len(layout.axes)) if d != dim]

@@ -9,8 +9,7 @@ Every ep rank runs the branches of its experts alone (``Domain.number``); their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from operator import getitem
+from dataclasses import replace
 
 from torch import fx
 
@@ -20,9 +19,11 @@ from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
 from planner.experts.inside import made_of
 from planner.experts.layers import ExpertLayer
+from planner.experts.picks import Pick, pick_of
+from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import followed
-from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
+from planner.graph.ops.aten import aten, named, shape_of
 from planner.graph.ops.groups import JOINS, LAID_OUT
 from planner.graph.program import Program
 from planner.graph.walks import operands, readers, walk
@@ -33,16 +34,6 @@ def open_slot_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
     they are not understood.
     """
     return _Opening(program, layer).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One expert's part of ``whole``, along the ``dim`` that counts experts; ``keeps``: as a dim of size 1."""
-
-    node: fx.Node
-    whole: fx.Node
-    dim: int
-    keeps: bool
 
 
 class _Opening:
@@ -56,7 +47,7 @@ class _Opening:
         self.join = self._joined()
         held = [[program.node(w.nodes[e]) for w in layer.weights] for e in range(layer.num_experts)]
         self.weights = [made_of(nodes) for nodes in held]
-        self.parts: list[_Part] = []
+        self.parts: list[Pick] = []
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
 
     def run(self) -> ExpertLayer:
@@ -87,11 +78,11 @@ class _Opening:
         below = set(walk(weights, readers, into=lambda n: n <= tip)) - weights
         body = below & set(walk([tip], operands, into=lambda n: n >= min(weights)))
         work = [v for n in sorted(body) for v in n.all_input_nodes if v not in body and v not in weights]
-        found: dict[_Part, None] = {}
+        found: dict[Pick, None] = {}
         while work:
             node = work.pop()
-            part = _part_of(node, number, self.layer.num_experts)
-            if part is not None:
+            part = pick_of(node)
+            if part is not None and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
                 found[part] = None
             elif node.target in LAID_OUT and node not in body:
                 body.add(node)
@@ -101,9 +92,7 @@ class _Opening:
         if len(found) != 1:
             raise self.refusal(tip, "a branch reads more than its slice of all slots")
         self.parts += found
-        for node in sorted(body):
-            if is_random(node):
-                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
+        check_draws(body, "slots", self.refusal)
         return sorted(body)
 
     def _whole(self) -> tuple[fx.Node, int]:
@@ -134,7 +123,7 @@ class _Opening:
 
     # ---- the rewrite
 
-    def _replace(self, part: _Part, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
+    def _replace(self, part: Pick, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
         """One branch on the slots that are on its rank."""
 
         def domain(node: fx.Node) -> Domain:
@@ -166,23 +155,3 @@ class _Opening:
         if tuple(shape) != shape_of(self.join):
             back = Builder(self.graph, self.join, self.join).call(aten.reshape.default, back, list(shape_of(self.join)))
         self.join.replace_all_uses_with(back)
-
-
-def _part_of(node: fx.Node, number: int, size: int) -> _Part | None:
-    """The part of expert ``number`` that a call takes of a value with a dim of experts."""
-    packet, source = packet_of(node.target), next(iter(node.all_input_nodes), None)
-    if source is None:
-        return None
-    if node.target is getitem and packet_of(source.target) in (aten.split_with_sizes, aten.split, aten.unbind):
-        whole = source.all_input_nodes[0]
-        dim = int(named(source).get("dim") or 0) % len(shape_of(whole))
-        keeps = packet_of(source.target) is not aten.unbind
-        found = _Part(node, whole, dim, keeps) if node.args[1] == number else None
-    elif packet in (aten.select, aten.slice):
-        dim = int(named(node)["dim"]) % len(shape_of(source))
-        first = int(named(node)["index" if packet is aten.select else "start"] or 0) % size
-        is_one = packet is aten.select or shape_of(node)[dim] == 1
-        found = _Part(node, source, dim, packet is aten.slice) if is_one and first == number else None
-    else:
-        return None
-    return found if found is not None and shape_of(found.whole)[found.dim] == size else None

@@ -17,14 +17,18 @@ from torch import fx
 
 from planner.errors import PlanError
 from planner.experts.domain import Domain
-from planner.experts.inside import border_of, inside_of, made_of
+from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer
+from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import MIXED, followed
-from planner.experts.ties import operands_of
+from planner.experts.ties import is_product
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import is_random, shape_of
+from planner.graph.ops.aten import shape_of
 from planner.graph.program import Program
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
 
 def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:
@@ -45,7 +49,7 @@ class _Opening:
         self.inside = inside_of(self.of_stacks)
         self.entries: dict[fx.Node, fx.Node] = {}  # values read from outside, and the first call that reads each
         for node in sorted(self.inside):
-            for value in self._outer(node):
+            for value in outer_of(node, self.inside | self.of_stacks):
                 self.entries.setdefault(value, node)
 
     def run(self) -> ExpertLayer:
@@ -63,47 +67,37 @@ class _Opening:
 
     # ---- checks
 
-    def _outer(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values that a call inside reads from outside, except numbers that are the same for all slots."""
-        for value in node.all_input_nodes:
-            val = value.meta["val"]
-            is_number = isinstance(val, torch.Tensor) and val.numel() == 1 and not value.meta["grad"]
-            if value not in self.inside and value not in self.of_stacks and not is_number:
-                yield value
-
     def _check(self) -> None:
-        for stack in self.stacks:
-            if any(u not in self.inside and u not in self.of_stacks for u in stack.users):
-                raise self.refusal(stack, "a stack of experts is read outside the expert layer")
-        for node in sorted(self.inside):
-            if is_random(node):
-                raise self.refusal(node, "dropout inside experts draws for slots that other ranks hold")
+        check_read(self.stacks, self.inside | self.of_stacks, self.refusal)
+        check_draws(self.inside, "slots", self.refusal)
         for value, node in self.entries.items():
             if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
                 raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")
 
     def _slots(self, experts: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """The dim of every value that counts slots. If all calls keep several, the last."""
-        first, word, kept = next(self._products())
+        first, kept = next(self._products())
         self._check_known(experts, "has no dim of experts")
         refused: PlanError | None = None
-        for label in reversed(kept):
+        for dim in reversed(kept):
             try:
-                found = followed({first: word.index(label)}, self.inside, self.refusal)
+                found = followed({first: dim}, self.inside, self.refusal)
                 self._check_known(found, "has no slots, or only some of them")
                 return found
             except PlanError as error:
                 refused = refused or error
         raise refused or self.refusal(first, "its experts have no slots")
 
-    def _products(self) -> Iterator[tuple[fx.Node, str, str]]:
-        """(operand, its labels, kept labels that the stack has not) of products with stacks."""
+    def _products(self) -> Iterator[tuple[fx.Node, list[int]]]:
+        """(operand, dims that are kept and the stack has not) of products with stacks."""
         for node in sorted(self.inside):
-            read, words, out = operands_of(node) or ([], [], "")
-            stacks = "".join(w for n, w in zip(read, words, strict=True) if n in self.of_stacks)
-            for x, word in zip(read, words, strict=True):
-                if stacks and x not in self.of_stacks:
-                    yield x, word, "".join(c for c in word if c in out and c not in stacks)
+            rule, read = rule_of(node) if is_product(node) else None, operands_of(node)
+            stacks = [i for i, n in enumerate(read) if n in self.of_stacks]
+            for i, x in enumerate(read):
+                if rule is not None and stacks and i not in stacks:
+                    along = [rule.sole(i, d) for d in range(len(shape_of(x)))]
+                    kept = [f is not None and f.at(RESULT) is not None and not any(map(f.at, stacks)) for f in along]
+                    yield x, [d for d, is_kept in enumerate(kept) if is_kept]
 
     def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
         for value in (*sorted(self.inside), *self.entries):

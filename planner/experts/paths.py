@@ -12,14 +12,14 @@ from torch import fx
 from planner.experts.layers import Dispatch
 from planner.experts.products import Product
 from planner.experts.space import Space
-from planner.experts.ties import is_grouped, lookup, operands_of
+from planner.experts.ties import is_grouped, is_product, lookup
 from planner.experts.weights import is_weight
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.ops.groups import FILLED, JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
 from planner.graph.walks import ancestors, meetings, operands, readers, walk
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
-PLACES = PLACING | Ops("gather sum index_reduce")
-SUMS = {aten.sum, aten.index_add, aten.scatter_add, aten.scatter_reduce, aten.index_reduce}
 MOST = 200
 
 
@@ -69,10 +69,14 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Di
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(operands_of(n) or lookup(n) or n.target in PLACES for n in way):
+    if any(is_product(n) or lookup(n) or _places(n) for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return Dispatch.CAPACITY, first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
+
+
+def _places(node: fx.Node) -> bool:
+    return node.target in PLACING or packet_of(node.target) in (aten.gather, aten.sum)
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:
@@ -80,7 +84,7 @@ def is_taken(node: fx.Node, space: Space) -> bool:
     node, found = base(node), lookup(base(node))
     if found is not None:
         return base(found[2]) in space.chosen and not space.places.get(found[0])
-    marks = [base(n) for n in node.all_input_nodes] if operands_of(node) else []
+    marks = [base(n) for n in node.all_input_nodes] if is_product(node) else []
     return any(packet_of(n.target) is aten.one_hot and base(n.all_input_nodes[0]) in space.chosen for n in marks)
 
 
@@ -89,7 +93,7 @@ def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx
     above = ancestors(ends)
 
     def goes_on(node: fx.Node) -> bool:
-        return node in above and not (node in space.scored and operands_of(node))
+        return node in above and not (node in space.scored and is_product(node))
 
     return {n for n in walk([tokens], readers, into=goes_on) if n is not tokens}
 
@@ -104,10 +108,9 @@ def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins:
 
 
 def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -> bool:
-    packet = packet_of(node.target)
-    found = operands_of(node)
-    contracts = found is not None and set("".join(found[1])) > set(found[2])
-    if not (contracts or packet in SUMS or (joins and packet is aten.add)):
+    packet, rule = packet_of(node.target), rule_of(node) if is_product(node) else None
+    contracts = rule is not None and any(f.at(RESULT) is None for f in rule.factors)
+    if not (contracts or node.target in ADDING or packet is aten.sum or (joins and packet is aten.add)):
         return False
     return node.meta["val"].numel() == tokens.meta["val"].numel() and not space.places.get(node)
 
@@ -116,10 +119,7 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
     """Routing weights: floats of the router that multiply ``carried`` values, at a call on the ``way``."""
     found: dict[fx.Node, None] = {}
     for node in sorted(way):
-        product = operands_of(node)
-        if packet_of(node.target) is not aten.mul and product is None:
-            continue
-        read = product[0] if product is not None else node.all_input_nodes
+        read = node.all_input_nodes if packet_of(node.target) is aten.mul or is_product(node) else []
         others = [n for n in read if n not in carried and is_float(n) and n in space.below]
         if any(n in carried for n in read):
             found |= dict.fromkeys(b for n in others if not is_weight(b := base(n, space)) and b.op == "call_function")
@@ -149,12 +149,10 @@ def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
-    packet, given = packet_of(user.target), named(user)
-    by_index = given.get("index") is ids and packet in (aten.gather, aten.scatter, aten.scatter_add)
     by_table = (found := lookup(user)) is not None and found[2] is ids
-    counts = packet in (aten.one_hot, aten.histc, aten.bincount, aten.sort, aten.argsort)
-    is_asked = packet is aten.eq and all(n is ids or n not in space.ids for n in user.all_input_nodes)
-    return by_index or by_table or counts or is_asked
+    others = [n for n in user.all_input_nodes if n is not ids and n in space.ids]
+    is_asked = packet_of(user.target) is aten.eq and not others
+    return named(user).get("index") is ids or by_table or is_asked or user.target in BINS | SORTS
 
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:

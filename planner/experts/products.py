@@ -13,11 +13,14 @@ from torch import fx
 
 from planner.experts.layers import ExpertWeight
 from planner.experts.space import Space
-from planner.experts.ties import is_grouped, lookup, operands_of
+from planner.experts.ties import is_product, lookup
 from planner.experts.weights import is_view, is_weight, origin_of
-from planner.graph.ops.aten import shape_of
+from planner.graph.ops.aten import aten, shape_of
 from planner.graph.ops.groups import LAID_OUT
 from planner.graph.walks import operands, walk
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +55,21 @@ def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
     """A product of a value and a weight; None for others, and if it sums over the experts themselves.
     ``expert_dim``: of a weight, or -1."""
-    found = operands_of(call)
-    if found is None or len(found[0]) - is_grouped(call) != 2:
+    rule, read = rule_of(call) if is_product(call) else None, operands_of(call)
+    if rule is None or (len(read) != 2 and call.target is aten.einsum.default):
         return None
-    read, labels, out = found
-    for x, w, word_x, word_w in ((read[i], read[1 - i], labels[i], labels[1 - i]) for i in (0, 1)):
-        origins = [origin_of(w, d) for d in range(len(word_w))]
+    for at, w in enumerate(read[:2]):
+        origins = [origin_of(w, d) for d in range(len(shape_of(w)))]
         weight = next((o[0] for o in origins if o is not None), None)
         if weight is None:
             continue
-        experts = expert_dim(weight)
-        summed = [o for c, o in zip(word_w, origins, strict=True) if c in word_x and c not in out]
-        made = [o for c, o in zip(word_w, origins, strict=True) if c not in word_x and c in out]
+        experts, factors = expert_dim(weight), [rule.sole(at, d) for d in range(len(origins))]
+        held = [(o, f.at(1 - at), f.at(RESULT)) for o, f in zip(origins, factors, strict=True) if f is not None]
+        summed = [o for o, other, result in held if other is not None and result is None]
+        made = [o for o, other, result in held if other is None and result is not None]
         made = [o for o in made if o is not None and o[1] != experts]
         if len(summed) == len(made) == 1 and summed[0] is not None and summed[0][1] != experts:
-            return Product(call, x, weight, summed[0][1], made[0][1], _is_by_ids(ids, w))
+            return Product(call, read[1 - at], weight, summed[0][1], made[0][1], _is_by_ids(ids, w))
     return None
 
 

@@ -20,7 +20,7 @@ from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from planner.graph.ops.flops import node_flops
-from planner.graph.ops.groups import FILLED
+from planner.graph.ops.groups import BEST, FILLED
 from planner.graph.walks import in_order, readers, walk
 
 TRIALS = 3
@@ -40,6 +40,16 @@ class Routing:
         val = torch.empty(self.size, dtype=torch.int64, device="meta")
         counts = build.call(exchange.count_experts, self.size, *self.chosen, val=val)
         return build.call(exchange.meet, counts, self.num_rows, val=val, domain=Domain(experts=0))
+
+    def sorted(self, build: Builder) -> tuple[fx.Node, fx.Node]:
+        """The pairs of token and choice by expert, and the expert of each pair in their own order."""
+        flat = build.call(aten.reshape.default, self.chosen[0], [self.num_rows])
+        return build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1), flat
+
+    def unsorted(self, build: Builder, rows: fx.Node, order: fx.Node) -> fx.Node:
+        """Rows by expert, in the order of the pairs."""
+        inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
+        return build.call(aten.index.Tensor, rows, [inverse])
 
     def are_ends(self, node: fx.Node) -> bool:
         """Whether it holds the ends of each expert's rows, sorted by expert."""
@@ -100,24 +110,24 @@ class Routing:
         shape = shape_of(self.chosen[0])
         return shape[-1] if self.is_of_many else 1
 
+    @property
+    def choice(self) -> fx.Node:
+        """The call that chooses."""
+        node = self.chosen[0]
+        return node.all_input_nodes[0] if node.target is getitem else node
+
     @cached_property
     def is_of_many(self) -> bool:
         """Whether the last dim of the choices counts them; max and argmax make one a token, with no dim for it."""
-        node = self.chosen[0]
-        source = node.all_input_nodes[0] if node.target is getitem else node
-        return packet_of(source.target) is aten.topk or bool(named(source).get("keepdim"))
+        return packet_of(self.choice.target) is aten.topk or bool(named(self.choice).get("keepdim"))
 
     @cached_property
     def are_distinct(self) -> bool:
         """Whether no token can have an expert twice: one call chooses, along the last dim."""
-        if len(self.chosen) != 1:
+        if len(self.chosen) != 1 or self.choice.target not in BEST:
             return False
-        node = self.chosen[0]
-        source = node.all_input_nodes[0] if node.target is getitem else node
-        if packet_of(source.target) not in (aten.topk, aten.max, aten.argmax):
-            return False
-        shape = shape_of(source.all_input_nodes[0])
-        return shape[-1] == self.size and int(named(source).get("dim", -1)) % len(shape) == len(shape) - 1
+        shape = shape_of(self.choice.all_input_nodes[0])
+        return shape[-1] == self.size and int(named(self.choice).get("dim", -1)) % len(shape) == len(shape) - 1
 
     def _holds(self, node: fx.Node, fact: Callable[[Tensor, Tensor, list[Tensor]], bool]) -> bool:
         """Whether ``fact(value, counts, choices)`` holds of a value in every trial."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from planner.experts.refusals import Refusal
 from planner.experts.ties import Ties, is_grouped
 from planner.graph.ops.aten import draws, is_pointwise
 from planner.rules.call import operands_of
@@ -35,6 +36,17 @@ class Rows:
             return None
         self.known[node] = found.pop()
         return self.known[node]
+
+
+def dims_of_stacks(
+    stacks: Mapping[fx.Node, int], made: Iterable[fx.Node], size: int, refusal: Refusal
+) -> dict[fx.Node, int]:
+    """The dim of experts of each stack, and of each value made of stacks alone."""
+    rows = Rows(size, dict(stacks))
+    for node in sorted(made):
+        if node not in stacks and rows.follow(node) is None:
+            raise refusal(node, "the stack of experts changes its layout")
+    return rows.known
 
 
 def keeps_rows(node: fx.Node, rows: Mapping[fx.Node, int]) -> bool:

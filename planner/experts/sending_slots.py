@@ -11,15 +11,16 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from planner.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layers import Dispatch, ExpertLayer
+from planner.experts.refusals import refusal_of
 from planner.experts.routing import Routing
 from planner.graph.ops.aten import shape_of
 from planner.graph.program import Program
-from planner.graph.source_lines import where_of
+
+FIX = "compute each slot with only its expert, with separate dims for experts and slots"
 
 
 class Sending:
@@ -30,6 +31,7 @@ class Sending:
         self.chosen = [program.node(name) for name in layer.chosen]
         self.weighing = [program.node(name) for name in layer.probs]
         self.routing = Routing(layer.num_experts, self.chosen)
+        self.refusal = refusal_of(layer, FIX)
         self.limit = 0
         self._is_told = False
 
@@ -70,10 +72,3 @@ class Sending:
                 if groups and (slots == size or slots * groups == size):
                     return slots, groups
         return 0, 1
-
-    def refusal(self, node: fx.Node, why: str) -> PlanError:
-        return PlanError(
-            f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}",
-            where=where_of(node),
-            fix="compute each slot with only its expert, with separate dims for experts and slots, or set mesh.ep: 1",
-        )

@@ -5,15 +5,14 @@ x[E, C, d] @ W[E, d, h] + bias[E, 1, h]      C stays dim 1, E dim 0: both are ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from planner.errors import PlanError
+from planner.experts.refusals import Refusal
 from planner.experts.rows import keeps_rows
 from planner.experts.ties import ties
 
-Refusal = Callable[[fx.Node, str], PlanError]
 MIXED = "the result of one slot of one expert depends on others"
 
 

@@ -13,14 +13,15 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from planner.experts.ties import lookup, operands_of
+from planner.experts.ties import lookup
 from planner.experts.weights import is_weight, origin_of
-from planner.graph.ops.aten import is_pointwise, named, shape_of, tensors_of
-from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
+from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, tensors_of
+from planner.graph.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
 from planner.graph.ops.products import PRODUCTS
 from planner.graph.walks import readers, walk
-
-PASSED = LAID_OUT | JOINS | Ops("slice narrow")
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT
+from planner.rules.table import rule_of
 
 
 def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
@@ -39,16 +40,14 @@ def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node
 
 def kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
     """(weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
-    found = operands_of(product)
-    if found is None:
+    rule, read = rule_of(product), operands_of(product)
+    if rule is None:
         return
-    read, words, out = found
-    for node, word in zip(read, words, strict=True):
-        for dim, label in enumerate(word):
-            shared = label in out and all(label in other for other in words)
-            origin = origin_of(node, dim) if shared and shape_of(node)[dim] == size else None
-            if origin is not None and is_weight(origin[0]):
-                yield origin
+    for factor in rule.factors:
+        if factor.size == size and all(factor.at(i) is not None for i in (RESULT, *range(len(read)))):
+            inside = [p for p in factor.places if p.operand != RESULT and rule.sole(p.operand, p.dim) is factor]
+            origins = [origin_of(read[p.operand], p.dim) for p in inside]
+            yield from (origin for origin in origins if origin is not None)
 
 
 def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
@@ -58,14 +57,14 @@ def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
     found, given = lookup(call), named(call)
     if found is not None:
         return found[2] in numbers and not is_weight(found[0])
-    if call.target in PLACING | Ops("gather index"):
+    if call.target in PLACING or packet_of(call.target) in (aten.gather, aten.index):
         index = given.get("index", given.get("indices"))
         return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
     return False
 
 
 def _passes(call: fx.Node) -> bool:
-    return call.target in PASSED or is_pointwise(call.target)
+    return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
 
 
 def _is_own(node: fx.Node) -> bool:

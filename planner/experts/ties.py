@@ -15,10 +15,10 @@ from itertools import permutations
 from torch import fx
 
 from planner.graph.ops import products
-from planner.graph.ops.aten import aten, named, packet_of
-from planner.graph.ops.products import PRODUCTS, equation
-from planner.rules.call import operands_of as read_by
-from planner.rules.rule import RESULT, OpRule
+from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.products import PRODUCTS
+from planner.rules.call import operands_of
+from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of
 
 Tie = tuple[tuple[fx.Node, int], ...]
@@ -30,11 +30,8 @@ def is_grouped(node: fx.Node) -> bool:
     return products.is_grouped(node.target) and len(node.all_input_nodes) == 3
 
 
-def operands_of(product: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
-    """Operands of a product, their labels, the labels of the result; None for other ops."""
-    if is_grouped(product):
-        return product.all_input_nodes, ["TZ", "EZY", "E"], "TY"
-    return equation(product) if product.target in PRODUCTS else None
+def is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS or is_grouped(node)
 
 
 class Ties:
@@ -62,7 +59,7 @@ class Ties:
 
 
 def _values(call: fx.Node) -> dict[int, fx.Node]:
-    return dict(enumerate(read_by(call))) | {RESULT: call}
+    return dict(enumerate(operands_of(call))) | {RESULT: call}
 
 
 def ties(node: fx.Node) -> list[Tie]:
@@ -77,13 +74,8 @@ def ties(node: fx.Node) -> list[Tie]:
 
 def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     """(table, its dim, ids) of a call that reads full slices of a table by one tensor of ids."""
-    given, packet = named(node), packet_of(node.target)
-    if packet is aten.embedding:
-        return given["weight"], 0, given["indices"]
-    if packet is aten.index_select:
-        return given["self"], int(given["dim"]), given["index"]
-    if packet is aten.index:
-        by = [(i, ids) for i, ids in enumerate(given["indices"]) if ids is not None]
-        if len(by) == 1 and by[0][1].meta["val"].dtype.is_floating_point is False:
-            return given["self"], by[0][0], by[0][1]
-    return None
+    if packet_of(node.target) not in (aten.embedding, aten.index_select, aten.index):
+        return None
+    rule, read = rule_of(node), operands_of(node)
+    mixed = [place for f in rule.factors if f.role is Role.MIX and (place := f.at(0))] if rule is not None else []
+    return (read[0], mixed[0].dim, read[1]) if len(read) == 2 and len(mixed) == 1 else None

@@ -7,22 +7,21 @@ The tokens' dims are the shortest run of leading dims that has as many elements 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from planner.errors import PlanError
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
-from planner.graph.ops.aten import aten, draws, is_pointwise, packet_of, shape_of
+from planner.experts.refusals import Refusal
+from planner.graph.ops.aten import aten, draws, is_pointwise, shape_of
+from planner.graph.ops.groups import WITH_SIZES
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Role
 from planner.rules.table import rule_of
-
-Refusal = Callable[[fx.Node, str], PlanError]
 
 
 class TokenRows:
@@ -87,7 +86,7 @@ class TokenRows:
             raise refusal(node, "the result of one token depends on others")
         given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
         args, kwargs = given
-        if packet_of(node.target) in (aten.reshape, aten.expand):
+        if node.target in WITH_SIZES:
             length = next(shape_of(own[n])[own[n].meta["domain"].rows] for n in node.all_input_nodes if n in own)
             args = (args[0], [1] * (lead - 1) + [length, *shape_of(node)[lead:]], *args[2:])
         made = build.call(node.target, *args, **kwargs, domain=self.domain(lead - 1, number))

@@ -36,7 +36,10 @@ WITH_SIZES = Ops("reshape expand")  # of these, the ones that take sizes as argu
 # ---- elements put elsewhere
 
 JOINS = Ops("cat concat concatenate")
-PLACING = Ops("scatter scatter_add scatter_reduce index_add index_copy index_put")
+CUTS = Ops("slice narrow select")
+SPLITS = Ops("split split_with_sizes chunk unbind")
+ADDING = Ops("scatter_add scatter_reduce index_add")  # to what is there
+PLACING = ADDING | Ops("scatter index_copy index_put")
 FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 # ---- arithmetic
@@ -48,4 +51,7 @@ CROSS_ENTROPIES = Ops("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d")
 LOG_SOFTMAXES = Ops("log_softmax _log_softmax")
 SOFTMAXES = Ops("softmax _softmax _safe_softmax")
 EXTREMES = Ops("amax amin")
+SORTS = Ops("sort argsort")
+BEST = Ops("topk max argmax")  # along a dim, with their indices
+BINS = Ops("one_hot histc bincount")  # made of numbers, a place for each
 DIVISIONS = Ops("div divide true_divide")
