@@ -49,7 +49,7 @@ def _is_positive(node: Any) -> bool:
 
 
 def _below(node: Any, *packets: Any) -> Any:
-    """The value from which one is made by these ops alone, and laid out anew."""
+    """The value from which one is made by these ops, casts and views alone."""
     while isinstance(node, fx.Node) and (node.target in LAID_OUT or packet_of(node.target) in packets):
         node = node.args[0]
     return node

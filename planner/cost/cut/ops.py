@@ -22,6 +22,7 @@ from planner.graph.ops.aten import arguments, aten, packet_of
 from planner.graph.ops.flops import node_flops
 from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from planner.graph.ops.sequence import causal_attention, gathered_attention
+from planner.rules.flops import multiplied
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
@@ -113,9 +114,8 @@ def touched(like: Like) -> int:
 
 def factors_of(call: Call, node: fx.Node) -> list[int]:
     """Numbers of the values that a product multiplies."""
-    after_bias = packet_of(node.target) in (aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm)
-    numbers = list(call.operands)
-    return numbers[1:3] if after_bias and len(numbers) > 2 else numbers[:2]
+    first, last = multiplied(node.target) or (0, 1)
+    return list(call.operands[first : last + 1])
 
 
 def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:

@@ -17,14 +17,13 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.graph.ops.aten import aten, is_pointwise, position_of, shape_of
+from planner.graph.ops.aten import aten, is_pointwise, packet_of, position_of, shape_of
 from planner.graph.ops.groups import JOINS, MOVED, PADS, SPLITS, Ops
 from planner.graph.ops.sequence import local_rows
 from planner.graph.source_lines import where_of
 
 NOWHERE = -1
-JOINING = JOINS | Ops("stack slice_scatter select_scatter")
-MOVES = MOVED | SPLITS | PADS | JOINING | Ops("repeat narrow roll flip", (local_rows,))
+MOVES = MOVED | SPLITS | PADS | JOINS | Ops("stack slice_scatter select_scatter repeat narrow roll flip", [local_rows])
 
 
 class Emit(Protocol):
@@ -86,8 +85,11 @@ class PlaceWriter:
         """The places of an operand that holds none of the batch: NOWHERE if it is joined with others; else the operand
         itself.
         """
-        is_joined = (node.target in JOINING or node.target is aten.where.self) and _is_integer(operand)
-        return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {}) if is_joined else operand
+        others = (aten.stack, aten.slice_scatter, aten.select_scatter, aten.where)
+        is_joined = node.target in JOINS or packet_of(node.target) in others
+        if not is_joined or not _is_integer(operand):
+            return operand
+        return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {})
 
     def _filled_with_nowhere(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if node.target not in PADS:
