@@ -19,7 +19,7 @@ from torch import fx
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of, domain_of
 from planner.graph.ops.aten import aten, is_mutable, is_random, packet_of, tensors_of
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops
 from planner.graph.ops.host_stops import reads_on_host
 from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.rules.forms import Form
@@ -49,7 +49,7 @@ class Borders:
             return "the number of rows per expert depends on the routing"
         if target is aten.cross_entropy_loss.default and loses_logits(node):
             return PRODUCT
-        is_kernel = node_flops(node) > 0 or packet_of(target) is aten.embedding
+        is_kernel = has_flops(node) or packet_of(target) is aten.embedding
         if not isinstance(target, torch._ops.OpOverload) or (is_kernel and target.namespace == "aten"):
             return "a random draw" if is_random(node) else PRODUCT
         return self._of_op(node, target)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, packet_of
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops, node_flops
 from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from planner.graph.ops.sequence import causal_attention, gathered_attention
 from planner.rules.flops import multiplied
@@ -284,7 +284,7 @@ class OpsOf:
         return factors_of(call, self.node_of(call.name))
 
     def _product(self, call: Call, node: fx.Node) -> Op | None:
-        if not node_flops(node):
+        if not has_flops(node):
             return None
         factors = self._factors(call)
         if not call.results or not factors:

@@ -42,6 +42,12 @@ def node_flops(node: fx.Node) -> int:
     return flops(node) if flops is not None else 0
 
 
+def has_flops(node: fx.Node) -> bool:
+    """Whether ``node`` is a product, or another op with FLOPs; most are known without their number."""
+    packet = packet_of(node.target)
+    return (packet in OF_PRODUCTS and packet is not aten.einsum) or packet in _FLOPS or node_flops(node) > 0
+
+
 def node_bytes(node: fx.Node) -> int:
     """Bytes that one forward call reads and writes; 0 for views and placeholders."""
     if node.op != "call_function" or is_view(node):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops
 from planner.graph.ops.groups import ATTENTION, SOFTMAXES, WITH_WEIGHT
 from planner.graph.ops.products import PRODUCTS, is_made_of_weights
 from planner.graph.walks import Step, operands, readers, walk
@@ -68,7 +68,7 @@ def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) 
 
 def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:
     """Nodes from ``start`` by ``step``, up to the next products, those included."""
-    return walk(step(start), step, into=_is_activation, stop=lambda n: bool(node_flops(n)), most=_MAX_WALK)
+    return walk(step(start), step, into=_is_activation, stop=has_flops, most=_MAX_WALK)
 
 
 def _is_activation(node: fx.Node) -> bool:
