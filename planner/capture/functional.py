@@ -210,7 +210,8 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return node.target, tuple(node.args), dict(node.kwargs)
     source: Any = node.args[0]
     index: Any = node.args[1]
-    if not isinstance(source, fx.Node) or source.target not in SPLITS:
+    splits = isinstance(source, fx.Node) and (source.target in SPLITS or source.target is aten.tensor_split.sections)
+    if not splits:
         return node.target, tuple(node.args), dict(node.kwargs)
     dim = int(arguments(source).get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
     if source.target is aten.unbind.int:

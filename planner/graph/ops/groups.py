@@ -30,18 +30,19 @@ SAME = CASTS | COPIES | Ops("alias detach lift_fresh lift_fresh_copy")
 RESHAPES = Ops("view reshape _unsafe_view flatten unflatten unsqueeze squeeze view_as reshape_as ravel")
 PERMUTES = Ops("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT")
 LAID_OUT = SAME | RESHAPES | PERMUTES | Ops("expand expand_as")
-MOVED = LAID_OUT | Ops("slice select")  # or some of them
-SPLITS = Ops("split split_with_sizes chunk unbind tensor_split")  # several results
 VIEWS = Ops("reshape permute expand")  # those that canonical form leaves
 WITH_SIZES = Ops("reshape expand")  # of these, the ones that take sizes as arguments
 
 # ---- elements put elsewhere
 
-LOOKUPS = Ops("index index_select gather")  # at positions that an operand names
-PADS = Ops("pad constant_pad_nd")
 JOINS = Ops("cat concat concatenate")
+CUTS = Ops("slice narrow select")
+SPLITS = Ops("split split_with_sizes chunk unbind")
 PLACING = Ops("scatter scatter_add scatter_reduce index_add index_copy index_put")
 FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+LOOKUPS = Ops("index index_select gather")  # at positions that an operand names
+PADS = Ops("pad constant_pad_nd")
+MOVED = LAID_OUT | CUTS  # the same elements, or some of them
 
 # ---- arithmetic
 

@@ -23,7 +23,7 @@ from planner.graph.ops.sequence import local_rows
 from planner.graph.source_lines import where_of
 
 NOWHERE = -1
-MOVES = MOVED | SPLITS | PADS | JOINS | Ops("stack slice_scatter select_scatter repeat narrow roll flip", [local_rows])
+MOVES = MOVED | SPLITS | PADS | JOINS | Ops("stack slice_scatter select_scatter repeat roll flip", [local_rows])
 
 
 class Emit(Protocol):
